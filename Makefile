@@ -1,0 +1,26 @@
+# `make` lists the targets. Every target sets up what it needs first; a second run finds it done.
+#
+#   ARGS="..."   further arguments of the command behind the target
+#   PYTHON=...   the Python to build the virtual environment from
+#   VENV=        no virtual environment: use PYTHON (or python3) and its packages as they are
+
+VENV ?= .venv
+RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
+export VENV PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fig5 test
+
+help:   ## list the targets
+	@sed -n 's/^\([a-z0-9]*\): .*##/  make \1\t/p' $(MAKEFILE_LIST)
+
+setup:  ## virtual environment, packages, ISPC, native build, model
+	@scripts/setup.sh
+
+fig5: setup  ## replay the traces under swiftllm, neo and apex, and draw Figure 5
+	$(RUN) evaluation/reproduce_fig5.py $(ARGS)
+
+# One torch thread: more threads on a busy machine are ten times slower, not faster.
+test: setup  ## run the tests, then the linter
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+	$(if $(VENV),@$(RUN) -m ruff check --quiet .)

@@ -1,0 +1,39 @@
+"""How a system uses the CPU: the strategies of the papers, each of which can be forced or switched off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronous-overlap"]
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    strategy: StrategyName = "auto"
+    """Force one strategy whenever CPU requests are there; auto leaves it to the system's own rule."""
+    disable_asymmetric_pipelining: bool = False
+    """Never split the batch in two (NEO section 3.1)."""
+    disable_asynchronous_overlap: bool = False
+    """Never let CPU requests ride the lane layer by layer (APEX section 3.3)."""
+    disable_partial_progress_priority: bool = False
+    """Do not put cohorts that are part of the way through their token first (APEX section 3.4)."""
+    min_cpu_request_ratio: float = 8.0
+    """Start asynchronous overlap only with this many CPU requests per GPU request (APEX section 4.2)."""
+    max_cohorts: int = 2
+    """Cohorts under way at once in asynchronous overlap."""
+    max_wait_iterations: int = 64
+    """A CPU request left out for so many iterations is served whatever the model predicts."""
+
+    def __post_init__(self) -> None:
+        if self.min_cpu_request_ratio < 0:
+            raise ValueError(f"min_cpu_request_ratio={self.min_cpu_request_ratio} must not be negative")
+        for name in ("max_cohorts", "max_wait_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        forbidden = (
+            (self.strategy == "asymmetric-pipelining" and self.disable_asymmetric_pipelining)
+            or (self.strategy == "asynchronous-overlap" and self.disable_asynchronous_overlap)
+        )  # fmt: skip
+        if forbidden:
+            raise ValueError(f"strategy={self.strategy!r} is forced and disabled at once; drop one of the two flags")

@@ -1,0 +1,133 @@
+"""Moves a lane and cohorts across the boundaries of an iteration: one loop for every strategy of the papers.
+
+A strategy is nothing but the stepping rules of its cohorts; with no cohorts this does what the lane executor does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swiftllm.backend import Backend, Batch, Ticket
+from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
+
+
+@dataclass(eq=False)
+class Cohort:
+    """A cohort under way. ``layer`` is the boundary it crosses next, ``ticket`` the attention that precedes it."""
+
+    batch: Batch
+    request_ids: tuple[str, ...]
+    layer: int = -1
+    ticket: Ticket | None = None
+
+
+@dataclass
+class _Run:
+    """One iteration's account."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    waited_s: float = 0.0
+    cpu_busy_s: float = 0.0
+
+
+class OverlapExecutor:
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._cohorts: dict[int, Cohort] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._cohorts
+
+    def run(self, plan: IterationPlan) -> StepResult:
+        """Carry out one plan.
+
+        Cohorts of earlier plans that this one does not name stay where they are, their attention under way or done.
+        """
+        backend, run = self.backend, _Run()
+        start_s = backend.now()
+        left = self._take_out(plan, run)
+        backend.swap(plan.swaps)
+        lane = backend.open_lane(plan.lane) if plan.lane else None
+        riders, steppers = self._cohorts_by_rule(plan, lane)
+        last = backend.num_layers - 1
+        for layer in range(-1, backend.num_layers):
+            boarding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
+            self._cross(layer, lane, boarding, run)
+            for cohort in boarding:
+                self._submit_next(cohort)
+            riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in boarding]
+            if lane is not None and layer < last:
+                backend.gpu_attention(layer + 1, lane)
+            for cohort in [c for c in steppers if c.layer <= last]:
+                self._wait(cohort, run)
+                self._cross(cohort.layer, None, [cohort], run)
+                self._submit_next(cohort)
+        self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
+        duration_s = backend.now() - start_s
+        layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
+        return StepResult(run.tokens, layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
+
+    def _cohorts_by_rule(
+        self, plan: IterationPlan, lane: Batch | None
+    ) -> tuple[list[tuple[Cohort, SteppingRule]], list[Cohort]]:
+        riders: list[tuple[Cohort, SteppingRule]] = []
+        steppers: list[Cohort] = []
+        for cohort_plan in plan.cohorts:
+            cohort = self._cohorts.get(cohort_plan.cohort_id) or self._open(cohort_plan)
+            if cohort_plan.rule is SteppingRule.STEP_AND_WAIT:
+                steppers.append(cohort)
+            else:  # an empty lane has nothing better to do than to wait
+                rule = SteppingRule.RIDE_AND_WAIT if lane is None else cohort_plan.rule
+                riders.append((cohort, rule))
+        return riders, steppers
+
+    def _open(self, plan: CohortPlan) -> Cohort:
+        request_ids = tuple(request.request_id for request in plan.requests)
+        cohort = self._cohorts[plan.cohort_id] = Cohort(self.backend.open_cohort(plan.requests), request_ids)
+        return cohort
+
+    def _admit(self, cohort: Cohort, rule: SteppingRule, run: _Run) -> bool:
+        """Whether a cohort at the lane's layer boards."""
+        waits = rule is SteppingRule.RIDE_AND_WAIT
+        if not waits and cohort.ticket is not None and not cohort.ticket.ready():
+            return False
+        self._wait(cohort, run)
+        return True
+
+    def _wait(self, cohort: Cohort, run: _Run) -> None:
+        """Collect the cohort's ticket; the time this takes is the lane's idle time."""
+        if cohort.ticket is not None:
+            before_s = self.backend.now()
+            run.cpu_busy_s += cohort.ticket.wait()
+            run.waited_s += self.backend.now() - before_s
+            cohort.ticket = None
+
+    def _cross(self, layer: int, lane: Batch | None, cohorts: list[Cohort], run: _Run) -> None:
+        batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
+        if batches:
+            run.tokens.update(self.backend.boundary(layer, batches))
+
+    def _submit_next(self, cohort: Cohort) -> None:
+        cohort.layer += 1
+        if cohort.layer < self.backend.num_layers:
+            cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
+
+    def _take_out(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
+        """Take aborted requests out of cohorts whose attention is done; wait for it only if there is nothing else."""
+        left: set[str] = set()
+        if not plan.leaving:
+            return frozenset()
+        nothing_else = not plan.lane and not plan.cohorts
+        for cohort_id, cohort in list(self._cohorts.items()):
+            leaving = plan.leaving.intersection(cohort.request_ids)
+            if not leaving or not (cohort.ticket is None or nothing_else or cohort.ticket.ready()):
+                continue
+            self._wait(cohort, run)
+            cohort.request_ids = tuple(i for i in cohort.request_ids if i not in leaving)
+            if cohort.request_ids:
+                cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
+            else:
+                del self._cohorts[cohort_id]
+            left |= leaving
+        return frozenset(left)

@@ -1,0 +1,159 @@
+"""Predicts how long an operation takes from a profile table: monotone interpolation, linear extrapolation, flagged.
+
+A table belongs to one machine, model and kernel: it carries its identity and is refused on any other.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TABLE_VERSION = 1
+
+
+class ProfileMismatch(ValueError):
+    """A profile table of another machine, model or kernel."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over one size, piecewise linear. Sizes ascend; seconds are made to ascend (a larger job is no faster)."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"a curve needs at least two ascending sizes, got {self.sizes}")
+        rising, highest = [], 0.0
+        for value in self.seconds:
+            highest = max(highest, value)
+            rising.append(highest)
+        object.__setattr__(self, "seconds", tuple(rising))
+
+    def __call__(self, size: float) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        i = min(max(bisect_right(sizes, size) - 1, 0), len(sizes) - 2)
+        slope = (seconds[i + 1] - seconds[i]) / (sizes[i + 1] - sizes[i])
+        return max(0.0, seconds[i] + slope * (size - sizes[i]))
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Seconds over two sizes: a curve over the second size at each of the first sizes, interpolated between them."""
+
+    firsts: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    def __call__(self, first: float, second: float) -> float:
+        firsts = self.firsts
+        i = min(max(bisect_right(firsts, first) - 1, 0), len(firsts) - 2)
+        low, high = self.curves[i](second), self.curves[i + 1](second)
+        share = (first - firsts[i]) / (firsts[i + 1] - firsts[i])
+        return max(0.0, low + share * (high - low))
+
+
+def covers(sizes: Sequence[float], size: float) -> bool:
+    return sizes[0] <= size <= sizes[-1]
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """Measured seconds. Per layer: ``linear`` over tokens, ``prefill_attention`` over (new tokens, tokens cached
+    before), ``gpu_attention`` and ``cpu_attention`` (with its hand-over to the worker) over (requests, context tokens
+    of each). Per iteration: ``ends`` over sampled rows (embedding, logits, sampling). ``swap`` over blocks.
+    """
+
+    identity: Mapping[str, str]
+    linear: Curve
+    ends: Curve
+    swap: Curve
+    prefill_attention: Surface
+    gpu_attention: Surface
+    cpu_attention: Surface
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
+        partial.rename(path)
+
+    @staticmethod
+    def load(path: Path, identity: Mapping[str, str]) -> ProfileTable:
+        """Read a table.
+
+        Raises:
+            ProfileMismatch: it was measured on something else; the message names what differs.
+        """
+        raw = json.loads(path.read_text())
+        if raw.pop("version", None) != TABLE_VERSION:
+            raise ProfileMismatch(f"{path} has another format: run `apex profile` again")
+        found = raw.pop("identity")
+        differing = [k for k in {**identity, **found} if identity.get(k) != found.get(k)]
+        if differing:
+            details = "; ".join(f"{k}: table {found.get(k)!r}, here {identity.get(k)!r}" for k in sorted(differing))
+            raise ProfileMismatch(f"{path} was measured on something else ({details}): run `apex profile` here")
+        return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
+
+
+def _from_json(value: dict) -> Curve | Surface:
+    if "curves" in value:
+        return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
+    return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
+
+
+class PerfModel:
+    """Predictions for the schedulers. All sizes are counts of tokens, requests or blocks; all results seconds."""
+
+    KNEE_RATIO = 1.25
+
+    def __init__(self, table: ProfileTable, num_layers: int) -> None:
+        self.table = table
+        self.num_layers = num_layers
+        self.extrapolated: set[str] = set()
+        floor_s = table.linear(1) * self.KNEE_RATIO
+        flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
+        self.linear_knee_tokens = int(max(flat, default=1))
+        """Tokens until which a boundary costs about the same: reading the weights is what takes the time."""
+
+    def linear_s(self, tokens: int) -> float:
+        """One boundary (T_l) with so many tokens; nothing for an empty batch."""
+        return self._curve("linear", self.table.linear, tokens)
+
+    def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""
+        return sum(self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks)
+
+    def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
+        """One layer's decode attention in the lane (T_g); the context is summed over the requests."""
+        if requests <= 0:
+            return 0.0
+        return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
+
+    def cpu_attention_s(self, requests: int, context_tokens: int) -> float:
+        """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above."""
+        if requests <= 0:
+            return 0.0
+        return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
+
+    def ends_s(self, rows: int) -> float:
+        """What an iteration costs beside its layers: scheduling, embedding, logits and sampling."""
+        return self._curve("ends", self.table.ends, rows)
+
+    def swap_s(self, blocks: int) -> float:
+        return self._curve("swap", self.table.swap, blocks)
+
+    def _curve(self, name: str, curve: Curve, size: float) -> float:
+        if size <= 0:
+            return 0.0
+        if not covers(curve.sizes, size):
+            self.extrapolated.add(name)
+        return curve(size)
+
+    def _surface(self, name: str, surface: Surface, first: float, second: float) -> float:
+        if not covers(surface.firsts, first) or not covers(surface.curves[0].sizes, second):
+            self.extrapolated.add(name)
+        return surface(first, second)

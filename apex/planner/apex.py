@@ -1,0 +1,110 @@
+"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality picks how the CPU is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apex.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
+from apex.planner.offload import CohortState, OffloadScheduler
+from apex.planner.pipeline import LaneLoad, Pipeline
+from swiftllm.plan import IterationPlan, SteppingRule, Strategy
+from swiftllm.request import Request
+from swiftllm.scheduler import PlanDraft
+
+
+class ApexScheduler(OffloadScheduler):
+    """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
+
+    def _may_offload(self) -> bool:
+        return self._may_pipeline or self._may_overlap
+
+    @property
+    def _may_pipeline(self) -> bool:
+        config = self.config
+        return config.strategy in ("auto", "asymmetric-pipelining") and not config.disable_asymmetric_pipelining
+
+    @property
+    def _may_overlap(self) -> bool:
+        config = self.config
+        return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
+
+    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+        under_way = self._under_way()
+        if not ready and not under_way:
+            return self._gpu_only_plan(draft)
+        load = LaneLoad.of(draft.lane)
+        inequality = self._inequality(load, ready + [r for cohort in under_way for r in cohort.members])
+        predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
+        if self._may_pipeline and (inequality.holds or not self._may_overlap):
+            forced = self.config.strategy == "asymmetric-pipelining"
+            pipeline = self._pipeline(draft, ready, under_way)
+            any_cpu = any(batch.size for batch in pipeline.batches)
+            if any_cpu and (inequality.holds or forced or self._starving(ready)):
+                predicted["iteration_s"] = pipeline.iteration_s()
+                return self._pipelined_plan(draft, pipeline, under_way, predicted)
+        if self._may_overlap:
+            return self._overlap_plan(draft, ready, under_way, load, predicted)
+        return self._gpu_only_plan(draft, predicted)
+
+    # -- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    def _inequality(self, load: LaneLoad, cpu_requests: Sequence[Request]) -> Inequality:
+        """Inequality (5) at this iteration's sizes; with prefills the CPU's window is the longer one of Algorithm 1."""
+        model = self.model
+        linear_s = model.linear_s(load.decodes)
+        attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
+        cpu_context = sum(request.num_tokens for request in cpu_requests)
+        cpu_attention_s = model.cpu_attention_s(len(cpu_requests), cpu_context)
+        cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
+        gpu_rate = load.decode_context / attention_s if attention_s else 0.0
+        window_s = None
+        if load.chunks:
+            window_s = mixed_cpu_window_s(model.linear_s(load.tokens), linear_s, load.gpu_attention_s(model))
+            if not load.decodes:  # Algorithm 1 divides by the decodes' time; with none the lane's own time stands in
+                linear_s = model.linear_s(load.tokens)
+        return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
+
+    def _pipeline(self, draft: PlanDraft, ready: list[Request], under_way: Sequence[CohortState]) -> Pipeline:
+        """Two batches of what the CPU can compute in its window; cohorts under way have the first claim on it."""
+        pipeline = Pipeline(self.model, draft.lane)
+        partial = [request for cohort in under_way for request in cohort.members]
+        if not self.config.disable_partial_progress_priority:
+            pipeline.add_under_way(partial)
+        if draft.lane and not self._starving(ready):
+            pipeline.fill(ready)
+        else:
+            pipeline.split_evenly(ready)
+        if self.config.disable_partial_progress_priority:
+            pipeline.add_under_way(partial)
+        return pipeline
+
+    # -- asynchronous overlap ---------------------------------------------------------------------------------------
+
+    def _overlap_plan(
+        self,
+        draft: PlanDraft,
+        ready: list[Request],
+        under_way: Sequence[CohortState],
+        load: LaneLoad,
+        predicted: dict[str, float],
+    ) -> IterationPlan:
+        cohorts = [self._continue_cohort(cohort, SteppingRule.RIDE_IF_READY) for cohort in under_way]
+        if ready and len(cohorts) < self.config.max_cohorts and self._enough(ready, under_way, load):
+            # One cohort at a time starts, so that the next arrivals need not wait for all the others.
+            cohorts.append(self._start_cohort(ready, SteppingRule.RIDE_IF_READY))
+        if not cohorts:
+            return self._gpu_only_plan(draft, predicted)
+        predicted["iteration_s"] = self._overlap_s(load, cohorts)
+        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, predicted)
+
+    def _enough(self, ready: list[Request], under_way: Sequence[CohortState], load: LaneLoad) -> bool:
+        """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
+        num_cpu = len(ready) + sum(len(cohort.members) for cohort in under_way)
+        return num_cpu >= self.config.min_cpu_request_ratio * load.requests or self._starving(ready)
+
+    def _overlap_s(self, load: LaneLoad, cohorts: Sequence) -> float:
+        """GPU-only time, and what the riders add to the boundary each of them crosses."""
+        model = self.model
+        alone_s = model.linear_s(load.tokens)
+        riders_s = sum(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)
+        return self._gpu_only_s(load) + riders_s

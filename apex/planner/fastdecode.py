@@ -1,0 +1,31 @@
+"""FastDecode+ as NEO rebuilt it (NEO section 5.1): all decode attention on the CPU, two even batches."""
+
+from __future__ import annotations
+
+from apex.planner.offload import OffloadScheduler
+from apex.planner.pipeline import Pipeline
+from swiftllm.plan import IterationPlan
+from swiftllm.request import Request, Tier
+from swiftllm.scheduler import PlanDraft
+
+
+class FastDecodeScheduler(OffloadScheduler):
+    """Keeps every KV cache in the CPU tier; the GPU computes prefills and linear layers only."""
+
+    decode_tiers = (Tier.CPU,)
+
+    def _may_offload(self) -> bool:
+        config = self.config
+        if config.strategy not in ("auto", "asymmetric-pipelining") or config.disable_asymmetric_pipelining:
+            raise ValueError("fastdecode is asymmetric pipelining and nothing else; use --system neo or apex")
+        return True
+
+    def _swap_in(self, draft: PlanDraft) -> None:
+        """Never: the GPU keeps no cache."""
+
+    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+        if not ready:
+            return self._gpu_only_plan(draft)
+        pipeline = Pipeline(self.model, draft.lane)
+        pipeline.split_evenly(ready)
+        return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})

@@ -1,0 +1,200 @@
+"""What every scheduler that decodes on the CPU shares: two tiers of decodes, cohorts under way, ageing, aborts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from apex.config import StrategyConfig
+from apex.perf_model import PerfModel
+from apex.planner.pipeline import LaneLoad, Pipeline
+from swiftllm.kv_cache import KVCacheManager
+from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
+from swiftllm.request import FinishReason, Request, Tier
+from swiftllm.scheduler import PlanDraft, Scheduler, SchedulerLimits
+
+
+@dataclass(eq=False)
+class CohortState:
+    """A cohort as the scheduler knows it between iterations; ``layer`` is the boundary it crosses next."""
+
+    cohort_id: int
+    members: list[Request]
+    layer: int = -1
+
+
+class OffloadScheduler(Scheduler):
+    """Queue mechanics of hybrid schedulers. A subclass decides in :meth:`_decide` what runs on the CPU, and how."""
+
+    decode_tiers = (Tier.GPU, Tier.CPU)
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        now: Callable[[], float],
+        model: PerfModel,
+        config: StrategyConfig,
+    ) -> None:
+        super().__init__(limits, kv, now)
+        self.model = model
+        self.config = config
+        self._cohorts: dict[int, CohortState] = {}
+        self._cohort_ids = itertools.count()
+        self._leaving: dict[str, Request] = {}  # aborted while a ticket may still use their blocks
+        self._iteration = 0
+        self._served: dict[str, int] = {}  # iteration in which a CPU request last ran
+        if not self._may_offload():
+            self.decode_tiers = (Tier.GPU,)
+
+    def _may_offload(self) -> bool:
+        return self.config.strategy != "gpu-only"
+
+    # -- one iteration ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> IterationPlan:
+        if not self._may_offload():
+            return super().schedule()
+        self._iteration += 1
+        draft = PlanDraft(self.limits.max_num_batched_tokens)
+        self._schedule_gpu_decodes(draft)
+        self._swap_in(draft)
+        ready = self._ready_cpu_decodes(draft)
+        self._schedule_running_prefills(draft)
+        self._admit(draft)
+        return self._decide(draft, ready)
+
+    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+        """Turn the draft and the CPU decodes that may start a token into a plan."""
+        raise NotImplementedError
+
+    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+        for request_id in result.left:
+            self._let_go(self._leaving.pop(request_id))
+        for cohort_id, cohort in list(self._cohorts.items()):
+            cohort.members = [request for request in cohort.members if request.request_id in self.requests]
+            if cohort_id in result.cohort_layers:
+                cohort.layer = result.cohort_layers[cohort_id]
+            else:
+                self._finish_cohort(cohort)
+        return super().update(plan, result)
+
+    def _finish_cohort(self, cohort: CohortState) -> None:
+        del self._cohorts[cohort.cohort_id]
+        for request in cohort.members:
+            request.cohort_id = None
+            if self._leaving.pop(request.request_id, None):
+                self._let_go(request)
+            else:
+                request.num_computed_tokens = request.num_tokens
+
+    # -- CPU decodes ------------------------------------------------------------------------------------------------
+
+    def _ready_cpu_decodes(self, draft: PlanDraft) -> list[Request]:
+        """CPU requests at a token boundary with room for their next token, oldest first."""
+        ready = []
+        for request in list(self.running[Tier.CPU]):
+            if request.tier is Tier.CPU and not request.is_prefilling and self._at_rest(request):
+                self._served.setdefault(request.request_id, self._iteration)
+                if self._grow_on_cpu(request, draft):
+                    ready.append(request)
+        return ready
+
+    def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> bool:
+        while not self.kv.grow(request, request.num_tokens):
+            younger = self._younger_cpu_requests(request)
+            if not younger:
+                return False
+            self._recompute(younger[-1], draft)
+        return True
+
+    def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
+        """Give a GPU request room in the CPU tier, at the cost of younger ones there if that suffices."""
+        missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
+        victims = []
+        for victim in reversed(self._younger_cpu_requests(request)):
+            if missing <= 0:
+                break
+            victims.append(victim)
+            missing -= self.kv.num_held(victim)
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._recompute(victim, draft)
+        return True
+
+    def _younger_cpu_requests(self, request: Request) -> list[Request]:
+        queue = self.running[Tier.CPU]
+        return [r for r in queue if r.arrival_index > request.arrival_index and self._at_rest(r)]
+
+    def _starving(self, ready: Sequence[Request]) -> bool:
+        """Whether a CPU request has been left out for too long: a rule that predicts no gain must not starve it."""
+        oldest = min((self._served[request.request_id] for request in ready), default=self._iteration)
+        return self._iteration - oldest > self.config.max_wait_iterations
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def _start_cohort(self, requests: Sequence[Request], rule: SteppingRule) -> CohortPlan:
+        cohort = CohortState(next(self._cohort_ids), list(requests))
+        self._cohorts[cohort.cohort_id] = cohort
+        for request in requests:
+            request.cohort_id = cohort.cohort_id
+        return self._continue_cohort(cohort, rule)
+
+    def _continue_cohort(self, cohort: CohortState, rule: SteppingRule) -> CohortPlan:
+        for request in cohort.members:
+            self._served[request.request_id] = self._iteration
+        return CohortPlan(cohort.cohort_id, tuple(cohort.members), rule)
+
+    def _under_way(self) -> list[CohortState]:
+        """Cohorts part of the way through their token, the most advanced first."""
+        alive = [c for c in self._cohorts.values() if any(r.request_id not in self._leaving for r in c.members)]
+        return sorted(alive, key=lambda cohort: -cohort.layer)
+
+    def _pipelined_plan(
+        self, draft: PlanDraft, pipeline: Pipeline, under_way: Sequence[CohortState], predicted: dict[str, float]
+    ) -> IterationPlan:
+        """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and cohorts under way step."""
+        cohorts = [self._continue_cohort(cohort, SteppingRule.STEP_AND_WAIT) for cohort in under_way]
+        rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
+        cohorts += [
+            self._start_cohort(batch.requests, rule)
+            for batch, rule in zip(pipeline.batches, rules, strict=True)
+            if batch.requests
+        ]
+        return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, predicted)
+
+    def _gpu_only_plan(self, draft: PlanDraft, predicted: dict[str, float] | None = None) -> IterationPlan:
+        iteration_s = self._gpu_only_s(LaneLoad.of(draft.lane))
+        return self._plan(Strategy.GPU_ONLY, draft, [], {"iteration_s": iteration_s, **(predicted or {})})
+
+    def _gpu_only_s(self, load: LaneLoad) -> float:
+        layer_s = self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model)
+        return self.model.num_layers * layer_s + self.model.ends_s(load.requests)
+
+    def _plan(
+        self, strategy: Strategy, draft: PlanDraft, cohorts: Sequence[CohortPlan], predicted: dict[str, float]
+    ) -> IterationPlan:
+        leaving = frozenset(self._leaving)
+        return IterationPlan(strategy, tuple(draft.lane), tuple(cohorts), tuple(draft.swaps), leaving, predicted)
+
+    # -- the end of a request ---------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> Request | None:
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished or self._at_rest(request):
+            return super().abort(request_id)
+        request.finish(FinishReason.ABORT, self.now())
+        self.running[Tier.CPU].remove(request)
+        self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
+        return request
+
+    def _let_go(self, request: Request) -> None:
+        self.kv.release(request)
+        self._served.pop(request.request_id, None)
+        del self.requests[request.request_id]
+
+    def _retire(self, request: Request) -> None:
+        super()._retire(request)
+        self._served.pop(request.request_id, None)

@@ -1,0 +1,138 @@
+"""The named systems, built in one place for the CLI, the server and the harness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from apex.config import StrategyConfig
+from apex.cpu_worker import CpuWorker
+from apex.executor import OverlapExecutor
+from apex.machine import cpu_name
+from apex.perf_model import PerfModel, ProfileTable
+from apex.planner import SCHEDULERS
+from apex.profiler import Profiler
+from apex.progress import progress_bar
+from swiftllm.config import EngineConfig
+from swiftllm.engine import Engine
+from swiftllm.paths import cache_dir
+from swiftllm.request import Tier
+from swiftllm.systems import assemble, build_gpu_only, make_kv_manager, register_system, scheduler_limits
+from swiftllm.torch_backend import InlineWorker, TorchBackend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SystemInfo:
+    name: str
+    summary: str
+    paper: str
+
+
+SYSTEMS: Mapping[str, SystemInfo] = {
+    info.name: info
+    for info in (
+        SystemInfo("swiftllm", "GPU only: continuous batching, chunked prefill, paged attention", "SwiftLLM"),
+        SystemInfo("neo", "load-aware scheduling, asymmetric pipelining", "NEO, MLSys'25"),
+        SystemInfo("fastdecode", "all decode attention on the CPU", "FastDecode+ in NEO, MLSys'25"),
+        SystemInfo("apex", "inequality-driven pipelining or asynchronous overlap", "APEX"),
+    )
+}
+
+
+def build_system(
+    name: str,
+    config: EngineConfig,
+    strategy: StrategyConfig | None = None,
+    *,
+    profile: Path | None = None,
+) -> Engine:
+    """Build an engine of a named system.
+
+    Args:
+        name: a key of :data:`SYSTEMS`.
+        config: model, device, pools.
+        strategy: how the CPU is used; by default the system's own rule.
+        profile: a profile table to use; by default the one cached for this machine and model, made if there is none.
+
+    Raises:
+        ValueError: no such system, or options that contradict each other.
+        ProfileMismatch: the given table was measured on something else.
+    """
+    if name not in SYSTEMS:
+        raise ValueError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
+    if name not in SCHEDULERS:
+        return build_gpu_only(config)
+    strategy = strategy or StrategyConfig()
+    worker = InlineWorker() if config.synchronous else CpuWorker()
+    backend = TorchBackend(config, worker)
+    limits = scheduler_limits(config, backend)
+    table = load_or_measure(config, backend, profile)
+    model = PerfModel(table, backend.num_layers)
+    scheduler = SCHEDULERS[name](limits, make_kv_manager(backend), backend.now, model, strategy)
+    details = {"strategy": asdict(strategy), "profile": dict(table.identity)}
+    return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
+
+
+def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
+    """What a profile table depends on; a table is refused wherever one of these differs."""
+    model = backend.model_config
+    return {
+        "device": backend.device_name,
+        "cpu": cpu_name(),
+        "cpu_threads": str(backend.cpu_threads),
+        "cpu_kernel": backend.cpu_kernel,
+        "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "tensor_parallel": "1",
+        "block_size": str(backend.block_size),
+        # The sizes that can be measured depend on the pools; a power of two tells pools apart well enough.
+        "gpu_pool": f"2^{backend.num_gpu_blocks.bit_length()} blocks",
+        "cpu_pool": f"2^{backend.num_cpu_blocks.bit_length()} blocks",
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+    }
+
+
+def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | None = None) -> ProfileTable:
+    """The profile table of this machine and model: ``path``, else the cached one, else measured now and cached."""
+    identity = profile_identity(config, backend)
+    if path is not None:
+        return ProfileTable.load(path, identity)
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    cached = cache_dir() / "profiles" / f"{key}.json"
+    if cached.exists():
+        return ProfileTable.load(cached, identity)
+    table = measure_profile(config, backend)
+    table.save(cached)
+    logger.info("profile table written to %s", cached)
+    return table
+
+
+def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:
+    """Profile the backend now, with a progress bar."""
+    limits = scheduler_limits(config, backend)
+    with progress_bar("profiling this machine") as progress:
+        profiler = Profiler(
+            backend,
+            num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
+            block_size=backend.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            vocab_size=backend.model_config.vocab_size,
+            progress=progress,
+        )
+        return profiler.measure(profile_identity(config, backend))
+
+
+def _builder(name: str) -> Callable[[EngineConfig], Engine]:
+    return partial(build_system, name)
+
+
+for _name in SYSTEMS:
+    register_system(_name, _builder(_name))

@@ -1,0 +1,1 @@
+"""The harness that proves the claims: traces, replay, metrics, figures."""

@@ -1,0 +1,1 @@
+"""Drivers replay a workload against a system and return what happened to each request."""

@@ -1,0 +1,23 @@
+"""Where things lie: the repository, the cache, the trace folders, the default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftllm.paths import cache_dir
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENTS_DIR = REPO_ROOT / "configs" / "experiments"
+CLAIMS_FILE = REPO_ROOT / "configs" / "claims.yaml"
+RESULTS_DIR = REPO_ROOT / "results"
+
+
+def default_model() -> Path:
+    """The model that the setup puts into the cache."""
+    return cache_dir() / "models" / "SmolLM2-135M-Instruct"
+
+
+def trace_dirs(first: Path | None = None) -> list[Path]:
+    """Folders that may hold trace files, in the order they are searched."""
+    folders = [cache_dir() / "traces", REPO_ROOT.parent / "shared" / "traces"]
+    return [first, *folders] if first else folders

@@ -1,0 +1,99 @@
+"""How far a run is: a bar with rate and time left on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+PLAIN_LINE_EVERY_S = 15.0
+
+
+class TokenProgress:
+    """Progress of one replay in output tokens. A context manager."""
+
+    def __init__(self, label: str, total_tokens: int, console: Console | None = None) -> None:
+        self.label = label
+        self.total_tokens = total_tokens
+        self.console = console or Console()
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> TokenProgress:
+        self.start = self.last_line = time.monotonic()
+        if self.console.is_terminal:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.task = self.bar.add_task(self.label, total=self.total_tokens, rate="")
+            self.bar.start()
+        return self
+
+    def update(self, tokens: int) -> None:
+        """``tokens`` output tokens are done so far."""
+        now = time.monotonic()
+        rate = tokens / max(now - self.start, 1e-9)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=tokens, rate=f"{rate:.0f} tok/s")
+        elif now - self.last_line >= PLAIN_LINE_EVERY_S:
+            self.last_line = now
+            left = f"{(self.total_tokens - tokens) / rate:.0f} s left" if rate > 0 else "time left unknown"
+            self.console.print(
+                f"{self.label}: {tokens}/{self.total_tokens} tokens, {rate:.0f} tok/s, {left}",
+                highlight=False,
+                markup=False,
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class RunProgress:
+    """Progress of a run in points: numbers the labels and estimates the time left for all."""
+
+    def __init__(self, total_points: int, console: Console | None = None) -> None:
+        self.total_points = total_points
+        self.console = console or Console()
+        self.index = 0
+        self.finished_s: list[float] = []
+
+    def start_point(self, label: str) -> str:
+        """A numbered label for the next point, with the time left where finished points tell."""
+        self.index += 1
+        self.point_start = time.monotonic()
+        left = ""
+        if self.finished_s:
+            mean = sum(self.finished_s) / len(self.finished_s)
+            left = f" (all: ~{format_s(mean * (self.total_points - self.index + 1))} left)"
+        return f"{self.index}/{self.total_points} {label}{left}"
+
+    def skip_point(self, label: str) -> None:
+        self.index += 1
+        self.console.print(f"{self.index}/{self.total_points} {label}: finished before", highlight=False, markup=False)
+
+    def finish_point(self, label: str, outcome: str) -> None:
+        self.finished_s.append(time.monotonic() - self.point_start)
+        self.console.print(f"{self.index}/{self.total_points} {label}: {outcome}", highlight=False, markup=False)
+
+
+def format_s(seconds: float) -> str:
+    """Seconds as people say them: 42 s, 3 min 05 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,168 @@
+"""Result folders: ``results/<name>/<run>/`` holds everything of one run, so that a half-done run can go on.
+
+    points/<key>.json      one finished point: its flat record and what the engine said of itself
+    records/<key>.jsonl    its raw per-request records, one line each
+    summary.json           list of flat records
+    summary.md             the same as a table
+    figure.png, figure.pdf
+    provenance.json        configuration, machine, versions, every invocation
+    errors/<key>.txt       why a point failed, until it succeeds
+
+``<run>`` is derived from everything that decides the numbers, so the same command goes on where it stopped
+and a changed configuration, machine or code starts a new folder. ``results/<name>/latest`` points to the last
+one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evaluation.provenance import fingerprint, git_state, machine_identity, software, source_hash
+from evaluation.records import RequestRecord
+
+FlatRecord = dict[str, Any]
+
+# Every summary record has these; None where a value does not apply.
+SUMMARY_FIELDS = (
+    "system", "backend", "gpu", "model", "workload", "trace_origin", "num_requests", "output_len",
+    "output_tokens_per_s", "output_tokens_per_s_mid_window", "requests_per_s",
+    "per_token_latency_s_mean", "per_token_latency_s_p50",
+    "per_token_latency_s_p90", "per_token_latency_s_p99",
+    "ttft_s_mean", "ttft_s_p99", "tpot_s_mean", "tpot_s_p50", "tpot_s_p99",
+    "completed", "failed", "wall_s", "lane_busy_fraction", "cpu_busy_fraction",
+)  # fmt: skip
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all, whenever the machine stops."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False, default=str) + "\n"
+
+
+class ResultFolder:
+    """The folder of one run. ``configuration`` is JSON-able and holds whatever decides the numbers."""
+
+    def __init__(self, name: str, configuration: Mapping[str, Any], results_dir: Path) -> None:
+        self.identity = {
+            "configuration": dict(configuration),
+            "machine": machine_identity(),
+            "versions": software(),
+            "source_hash": source_hash(),
+        }
+        self.run = fingerprint(self.identity)
+        self.path = results_dir / name / self.run
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._point_latest()
+
+    def _point_latest(self) -> None:
+        link = self.path.parent / "latest"
+        fresh = self.path.parent / f".latest.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(self.run, target_is_directory=True)
+        os.replace(fresh, link)
+
+    def note_invocation(self) -> None:
+        """Add this invocation to provenance.json."""
+        path = self.path / "provenance.json"
+        earlier = json.loads(path.read_text())["invocations"] if path.is_file() else []
+        invocation = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": [Path(sys.executable).name, *sys.argv],
+            "git": git_state(),
+            "load_average": os.getloadavg()[0],
+        }
+        write_atomically(path, to_json({"run": self.run, **self.identity, "invocations": [*earlier, invocation]}))
+
+    def finished_point(self, key: str) -> dict[str, Any] | None:
+        """What was saved of a point, or None if it is still to be run."""
+        path = self.path / "points" / f"{key}.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord]) -> None:
+        """Save a finished point; its JSON file comes last and makes it count as finished."""
+        lines = "".join(json.dumps({"point": key, **asdict(record)}) + "\n" for record in records)
+        write_atomically(self.path / "records" / f"{key}.jsonl", lines)
+        write_atomically(self.path / "points" / f"{key}.json", to_json(point))
+        (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
+
+    def save_error(self, key: str, text: str) -> None:
+        write_atomically(self.path / "errors" / f"{key}.txt", text)
+
+    def save_summary(self, records: Sequence[FlatRecord]) -> None:
+        write_atomically(self.path / "summary.json", to_json(list(records)))
+        write_atomically(self.path / "summary.md", markdown_table(records))
+
+
+def flat_record(values: Mapping[str, Any]) -> FlatRecord:
+    """A summary record: all SUMMARY_FIELDS first, then what else there is.
+
+    Raises:
+        TypeError: a value is not a plain number, string, bool or None.
+    """
+    record = {name: values.get(name) for name in SUMMARY_FIELDS} | dict(values)
+    for name, value in record.items():
+        if value is not None and not isinstance(value, (str, int, float, bool)):
+            raise TypeError(f"summary field {name}={value!r} is not flat")
+    return record
+
+
+def median_record(repeats: Sequence[FlatRecord]) -> FlatRecord:
+    """The field-wise median of repeated measurements; other values are taken from the first."""
+    merged = dict(repeats[0])
+    for name, first in merged.items():
+        values = [record[name] for record in repeats]
+        if isinstance(first, (int, float)) and not isinstance(first, bool) and None not in values:
+            merged[name] = statistics.median(values)
+    return merged | {"repeats": len(repeats)}
+
+
+TABLE = (
+    ("system", "system", "{}"),
+    ("workload", "workload", "{}"),
+    ("output_len", "avg output", "{:.0f}"),
+    ("trace_origin", "trace", "{}"),
+    ("output_tokens_per_s", "output tok/s", "{:.1f}"),
+    ("output_tokens_per_s_mid_window", "mid-window tok/s", "{:.1f}"),
+    ("requests_per_s", "requests/s", "{:.2f}"),
+    ("per_token_latency_s_mean", "per-token latency mean (s)", "{:.3f}"),
+    ("per_token_latency_s_p99", "p99 (s)", "{:.3f}"),
+    ("lane_busy_fraction", "lane busy", "{:.0%}"),
+    ("cpu_busy_fraction", "CPU worker busy", "{:.0%}"),
+    ("completed", "completed", "{:.0f}"),
+    ("failed", "failed", "{:.0f}"),
+    ("wall_s", "wall (s)", "{:.1f}"),
+)  # fmt: skip
+
+
+def table_cells(record: FlatRecord) -> list[str]:
+    """A record as the cells of the summary table; a dash where a value does not apply."""
+    return ["-" if record.get(name) is None else form.format(record[name]) for name, _, form in TABLE]
+
+
+def markdown_table(records: Sequence[FlatRecord]) -> str:
+    rows = [
+        [title for _, title, _ in TABLE],
+        ["---"] * len(TABLE),
+        *(table_cells(record) for record in records),
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

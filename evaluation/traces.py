@@ -1,0 +1,178 @@
+"""Request lengths and arrivals of the workloads, each with its origin.
+
+A trace is read from a file where there is one and otherwise drawn from quantile tables; either way it says
+which. Everything is deterministic by seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import yaml
+
+from evaluation.paths import EXPERIMENTS_DIR, trace_dirs
+
+OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How sure we are of a trace: its kind, a sentence, and the file it was read from (None when drawn)."""
+
+    kind: OriginKind
+    note: str
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """Lengths in tokens; ``arrival_s`` is seconds from the first row, None where the source has none."""
+
+    input_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+
+
+class Trace(Protocol):
+    name: str
+    title: str
+    origin: Origin
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """Rows that resemble the whole trace, in random order, without arrivals."""
+        ...
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """Consecutive rows with their arrivals, the first at 0. Raises ValueError where there are none."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedTrace:
+    """A trace read from a file."""
+
+    name: str
+    title: str
+    origin: Origin
+    rows: tuple[TraceRow, ...]
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """One random row from each of ``num_requests`` equal slices of the trace sorted by output length.
+
+        Plain draws of a few dozen rows from a heavy tail differ wildly in their mean; slices keep a short
+        replay like the whole. More requests than rows start over.
+        """
+        rng = np.random.default_rng(seed)
+        order = sorted(range(len(self.rows)), key=lambda i: (self.rows[i].output_tokens, self.rows[i].input_tokens, i))
+        chosen: list[TraceRow] = []
+        while len(chosen) < num_requests:
+            count = min(num_requests - len(chosen), len(order))
+            edges = np.linspace(0, len(order), count + 1).astype(int)
+            picks = [order[rng.integers(low, high)] for low, high in itertools.pairwise(edges)]
+            chosen += [TraceRow(self.rows[i].input_tokens, self.rows[i].output_tokens) for i in picks]
+        return [chosen[i] for i in rng.permutation(num_requests)]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        if any(row.arrival_s is None for row in self.rows):
+            raise ValueError(f"trace {self.name} has no arrivals; give a request rate (Poisson) or send all at once")
+        if num_requests > len(self.rows):
+            raise ValueError(f"trace {self.name} has {len(self.rows)} rows, fewer than the {num_requests} asked for")
+        start = int(np.random.default_rng(seed).integers(0, len(self.rows) - num_requests + 1))
+        rows = self.rows[start : start + num_requests]
+        first = rows[0].arrival_s
+        return [TraceRow(row.input_tokens, row.output_tokens, row.arrival_s - first) for row in rows]
+
+
+@dataclass(frozen=True)
+class FittedTrace:
+    """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently."""
+
+    name: str
+    title: str
+    origin: Origin
+    input_quantiles: tuple[tuple[float, float], ...]
+    output_quantiles: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        for label, table in (("input", self.input_quantiles), ("output", self.output_quantiles)):
+            levels = [level for level, _ in table]
+            tokens = [value for _, value in table]
+            rises = levels == sorted(set(levels)) and tokens == sorted(tokens)
+            if not rises or levels[0] != 0 or levels[-1] != 1:
+                raise ValueError(f"{self.name}: {label} quantiles must rise from level 0 to level 1")
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """One draw from each of ``num_requests`` equal slices of either distribution, shuffled."""
+        rng = np.random.default_rng(seed)
+        columns = []
+        for table in (self.input_quantiles, self.output_quantiles):
+            levels = (np.arange(num_requests) + rng.random(num_requests)) / num_requests
+            tokens = np.interp(levels, *zip(*table, strict=True))
+            columns.append(np.maximum(1, np.rint(rng.permutation(tokens))).astype(int))
+        return [TraceRow(int(given), int(out)) for given, out in zip(*columns, strict=True)]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        raise ValueError(
+            f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson) "
+            f"or put the trace file into {trace_dirs()[0]}"
+        )
+
+
+def read_rows(path: Path) -> tuple[TraceRow, ...]:
+    """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens.
+
+    Raises:
+        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the
+        file.
+    """
+    with path.open() as lines:
+        columns = next(lines, "").strip().split(",")
+        try:
+            arrival, given, out = (columns.index(name) for name in ("arrival_s", "input_tokens", "output_tokens"))
+        except ValueError:
+            raise ValueError(f"{path}: needs columns arrival_s,input_tokens,output_tokens, has {columns}") from None
+        rows = []
+        for number, line in enumerate(lines, start=2):
+            cells = line.rstrip("\n").split(",")
+            if len(cells) < len(columns):
+                raise ValueError(f"{path}:{number}: {len(cells)} cells where the header has {len(columns)}")
+            row = TraceRow(int(cells[given]), int(cells[out]), float(cells[arrival]) if cells[arrival] else None)
+            if row.input_tokens < 1 or row.output_tokens < 1:
+                raise ValueError(f"{path}:{number}: lengths must be at least 1 token")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    return tuple(rows)
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    """The workloads known, by name, as configs/experiments/workloads.yaml describes them."""
+    return yaml.safe_load((EXPERIMENTS_DIR / "workloads.yaml").read_text())
+
+
+def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
+    """The trace of a workload: the first file found in the trace folders, else its quantile tables.
+
+    Raises:
+        ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
+    """
+    if name not in catalogue():
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(catalogue())}")
+    if trace_dir is not None and not trace_dir.is_dir():
+        raise ValueError(f"trace folder {trace_dir} does not exist")
+    entry = catalogue()[name]
+    for folder in trace_dirs(trace_dir):
+        for source in entry["sources"]:
+            path = folder / source["file"]
+            if path.is_file():
+                origin = Origin(source["kind"], source["note"], source["file"])
+                return RecordedTrace(name, entry["title"], origin, read_rows(path))
+    fitted = entry["fitted"]
+    tables = [tuple((level, tokens) for level, tokens in fitted[key]) for key in ("input_tokens", "output_tokens")]
+    return FittedTrace(name, entry["title"], Origin("fitted", fitted["note"]), *tables)

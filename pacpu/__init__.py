@@ -1,0 +1,82 @@
+"""Paged decode attention on the CPU.
+
+A C++ extension without dependencies: arrays come in through DLPack (torch tensors, numpy arrays), compute happens
+without the GIL on the caller's thread and a pool of helpers. Several kernels stand behind one call; see
+`pacpu/include/kernel.h` for what a kernel is.
+
+The instruction set is chosen when the package is imported: the best that the CPU has, or the one named by the
+environment variable PACPU_ISA (portable, avx2 or avx512). Importing fails with ImportError if the CPU lacks it.
+"""
+
+from typing import Any
+
+from pacpu import _pacpu
+
+__all__ = ["default_kernel", "isa", "kernels", "paged_attention", "unavailable"]
+
+
+def paged_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    out: Any,
+    scale: float,
+    *,
+    num_threads: int = 1,
+    kernel: str | None = None,
+) -> None:
+    """Store each request's new token in the KV cache and attend over its whole context, in one layer.
+
+    `out[i, h] = sum_t softmax_t(scale * <q[i, h], K_t>) V_t` over the `seq_lens[i]` tokens of request i, accumulated
+    in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. Every array is in host
+    memory. kv_cache and seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v
+    can be slices of a fused QKV matrix.
+
+    Args:
+        q: `[batch, num_heads, head_dim]`, queries of the new tokens; head_dim is a multiple of 8.
+        k: `[batch, num_kv_heads, head_dim]`, keys of the new tokens; num_kv_heads divides num_heads.
+        v: `[batch, num_kv_heads, head_dim]`, values of the new tokens.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, written at position `seq_lens[i] - 1` of each
+            request; index 0 of the third dimension holds K, index 1 holds V.
+        block_tables: int32 `[batch, max_blocks_per_seq]`, ids of each request's blocks; only the first
+            `ceil(seq_lens[i] / block_size)` are looked at.
+        seq_lens: int32 `[batch]`, context length in tokens, including the new one.
+        out: `[batch, num_heads, head_dim]`, overwritten.
+        scale: factor on the scores, usually `head_dim ** -0.5`.
+        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding.
+        kernel: one of `kernels()`; None means `default_kernel(dtype)`.
+
+    Raises:
+        ValueError: an argument does not fit the above; nothing has been written. The message names the argument and
+            the offending value.
+    """
+    _pacpu.paged_attention(
+        q, k, v, kv_cache, block_tables, seq_lens, out, scale, num_threads, kernel
+    )
+
+
+def kernels() -> list[str]:
+    """Names of the kernels that can be used here, best first."""
+    return _pacpu.kernels()
+
+
+def unavailable() -> dict[str, str]:
+    """The kernels that were not built or cannot run on this CPU, and why."""
+    return _pacpu.unavailable()
+
+
+def default_kernel(dtype: Any) -> str:
+    """The kernel used for a dtype (a name such as "float16", or a torch or numpy dtype) when the caller names none.
+
+    Raises:
+        ValueError: no kernel computes in this dtype.
+    """
+    return _pacpu.default_kernel(str(dtype).removeprefix("torch."))
+
+
+def isa() -> str:
+    """The instruction set in use: "portable", "avx2" or "avx512"."""
+    return _pacpu.isa()

@@ -1,0 +1,28 @@
+// One layer's decode attention for a batch of requests over a paged KV cache in host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace pacpu {
+
+// A validated call. Rows are the first dimension of q, k, v, out and block_tables; strides are in elements.
+struct Problem {
+    DType dtype;
+    int batch, num_heads, num_kv_heads, head_dim, block_size;
+    const void *q, *k, *v;
+    void* out;
+    int64_t q_stride, k_stride, v_stride, out_stride;
+    void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    const int32_t* block_tables;
+    int64_t table_stride;
+    const int32_t* seq_lens;  // including the new token
+    float scale;
+    int num_threads;
+};
+
+// Stores the new tokens' K and V, then attends. Block ids are trusted. Throws only std::bad_alloc.
+void run(const Problem& problem, const Kernel& kernel);
+
+}  // namespace pacpu

@@ -1,0 +1,214 @@
+// The Python module: checks arguments and calls the driver.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "dlpack.h"
+#include "paged_attention.h"
+#include "registry.h"
+
+namespace py = pybind11;
+
+namespace pacpu {
+namespace {
+
+constexpr int32_t code_int = 0, code_float = 2, code_bfloat = 4;  // DLDataTypeCode
+constexpr int64_t int_max = 0x7fffffff;
+
+std::string to_string(const std::vector<int64_t>& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + "]";
+}
+
+[[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
+
+std::optional<DType> dtype_of(const Array& array) {
+    if (array.type_code == code_float && array.type_bits == 32) return DType::float32;
+    if (array.type_code == code_float && array.type_bits == 16) return DType::float16;
+    if (array.type_code == code_bfloat && array.type_bits == 16) return DType::bfloat16;
+    return std::nullopt;
+}
+
+// Scalars are converted here, since pybind11's own message would print every array of the call.
+template <typename T>
+T read_scalar(const char* name, py::handle object) {
+    try {
+        return object.cast<T>();
+    } catch (const py::cast_error&) {
+        refuse(std::string(name) + " cannot be " + py::repr(object).cast<std::string>());
+    }
+}
+
+void check_rank(const Array& array, size_t rank, const char* meaning) {
+    if (array.shape.size() != rank)
+        refuse(std::string(array.name) + " must have shape " + meaning + ", not " + to_string(array.shape));
+}
+
+void check_shape(const Array& array, const std::vector<int64_t>& expected, const char* meaning) {
+    if (array.shape != expected)
+        refuse(std::string(array.name) + " must have shape " + meaning + " = " + to_string(expected) + ", not " +
+               to_string(array.shape));
+}
+
+void check_dtype(const Array& array, const Array& q) {
+    if (array.type_code != q.type_code || array.type_bits != q.type_bits)
+        refuse(std::string(array.name) + " must have the dtype of q, " + q.dtype_name() + ", not " + array.dtype_name());
+}
+
+void check_int32(const Array& array) {
+    if (array.type_code != code_int || array.type_bits != 32)
+        refuse(std::string(array.name) + " must have dtype int32, not " + array.dtype_name());
+}
+
+// Checks that everything but the first dimension is contiguous; returns the first dimension's stride.
+int64_t row_stride(const Array& array, bool may_have_gaps = true) {
+    int64_t expected = 1;
+    for (size_t i = array.shape.size(); i-- > 1; expected *= array.shape[i])
+        if (array.shape[i] != 1 && array.strides[i] != expected)
+            refuse(std::string(array.name) + " must be contiguous" + (may_have_gaps ? " within a row" : "") +
+                   ", but has strides " + to_string(array.strides) + " for shape " + to_string(array.shape));
+    if (array.shape[0] <= 1) return expected;
+    const int64_t stride = array.strides[0];
+    if (may_have_gaps ? stride < expected : stride != expected)
+        refuse(std::string(array.name) + " must have rows " + (may_have_gaps ? "at least " : "exactly ") +
+               std::to_string(expected) + " elements apart, not " + std::to_string(stride));
+    return stride;
+}
+
+void check_writable(const Array& array) {
+    if (array.is_read_only) refuse(std::string(array.name) + " must be writable, but is read-only");
+}
+
+void check_tables(const Problem& p, int64_t max_blocks, int64_t num_blocks) {
+    for (int i = 0; i < p.batch; ++i) {
+        const int64_t seq_len = p.seq_lens[i];
+        if (seq_len < 1 || seq_len > max_blocks * p.block_size)
+            refuse("seq_lens[" + std::to_string(i) + "] must be between 1 and " + std::to_string(max_blocks * p.block_size) +
+                   " (max_blocks_per_seq * block_size), not " + std::to_string(seq_len));
+        const int32_t* table = p.block_tables + i * p.table_stride;
+        for (int64_t j = 0; j * p.block_size < seq_len; ++j)
+            if (table[j] < 0 || table[j] >= num_blocks)
+                refuse("block_tables[" + std::to_string(i) + ", " + std::to_string(j) + "] must be a block id below " +
+                       std::to_string(num_blocks) + ", not " + std::to_string(table[j]));
+    }
+}
+
+void paged_attention(py::handle q_object, py::handle k_object, py::handle v_object, py::handle kv_cache_object,
+                     py::handle block_tables_object, py::handle seq_lens_object, py::handle out_object, py::handle scale_object,
+                     py::handle num_threads_object, py::handle kernel_object) {
+    const Array q = read_array("q", q_object), k = read_array("k", k_object), v = read_array("v", v_object);
+    const Array kv_cache = read_array("kv_cache", kv_cache_object), out = read_array("out", out_object);
+    const Array block_tables = read_array("block_tables", block_tables_object);
+    const Array seq_lens = read_array("seq_lens", seq_lens_object);
+    const auto scale = read_scalar<double>("scale", scale_object);
+    const auto num_threads = read_scalar<int64_t>("num_threads", num_threads_object);
+
+    const std::optional<DType> dtype = dtype_of(q);
+    if (!dtype) refuse("q must have dtype float32, float16 or bfloat16, not " + q.dtype_name());
+    for (const Array* array : {&k, &v, &kv_cache, &out}) check_dtype(*array, q);
+    check_int32(block_tables);
+    check_int32(seq_lens);
+
+    check_rank(q, 3, "[batch, num_heads, head_dim]");
+    check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    check_rank(block_tables, 2, "[batch, max_blocks_per_seq]");
+    const int64_t batch = q.shape[0], num_heads = q.shape[1], head_dim = q.shape[2];
+    const int64_t num_blocks = kv_cache.shape[0], num_kv_heads = kv_cache.shape[1], block_size = kv_cache.shape[3];
+    const int64_t max_blocks = block_tables.shape[1];
+    for (const Array* array : {&q, &kv_cache, &block_tables})
+        for (const int64_t size : array->shape)
+            if (size > int_max) refuse(std::string(array->name) + " is too large: shape " + to_string(array->shape));
+    if (head_dim < 8 || head_dim % 8) refuse("q must have a head_dim that is a multiple of 8, not " + std::to_string(head_dim));
+    if (num_kv_heads < 1 || num_heads < 1 || num_heads % num_kv_heads)
+        refuse("q must have a multiple of kv_cache's " + std::to_string(num_kv_heads) + " KV heads, not " +
+               std::to_string(num_heads) + " heads");
+    if (block_size < 1) refuse("kv_cache must have a block_size of at least 1, not " + std::to_string(block_size));
+    check_shape(k, {batch, num_kv_heads, head_dim}, "[batch, num_kv_heads, head_dim]");
+    check_shape(v, {batch, num_kv_heads, head_dim}, "[batch, num_kv_heads, head_dim]");
+    check_shape(kv_cache, {num_blocks, num_kv_heads, 2, block_size, head_dim},
+                "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    check_shape(block_tables, {batch, max_blocks}, "[batch, max_blocks_per_seq]");
+    check_shape(seq_lens, {batch}, "[batch]");
+    check_shape(out, q.shape, "[batch, num_heads, head_dim]");
+    row_stride(kv_cache, false);
+    row_stride(seq_lens, false);
+    check_writable(kv_cache);
+    check_writable(out);
+    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
+
+    const Kernel* kernel = nullptr;
+    try {
+        kernel = kernel_object.is_none() ? &default_kernel(*dtype)
+                                         : &find_kernel(read_scalar<std::string>("kernel", kernel_object));
+    } catch (const std::invalid_argument& error) {
+        refuse(error.what());
+    }
+
+    const Problem problem = {*dtype,
+                             static_cast<int>(batch),
+                             static_cast<int>(num_heads),
+                             static_cast<int>(num_kv_heads),
+                             static_cast<int>(head_dim),
+                             static_cast<int>(block_size),
+                             q.data,
+                             k.data,
+                             v.data,
+                             out.data,
+                             row_stride(q),
+                             row_stride(k),
+                             row_stride(v),
+                             row_stride(out),
+                             kv_cache.data,
+                             static_cast<const int32_t*>(block_tables.data),
+                             row_stride(block_tables),
+                             static_cast<const int32_t*>(seq_lens.data),
+                             static_cast<float>(scale),
+                             static_cast<int>(std::min(num_threads, int_max))};
+    check_tables(problem, max_blocks, num_blocks);
+    py::gil_scoped_release release;
+    run(problem, *kernel);
+}
+
+py::list kernels() {
+    py::list names;
+    for (const Kernel& kernel : all_kernels())
+        if (!kernel.unavailable) names.append(kernel.name);
+    return names;
+}
+
+py::dict unavailable() {
+    py::dict reasons;
+    for (const Kernel& kernel : all_kernels())
+        if (kernel.unavailable) reasons[kernel.name] = kernel.unavailable;
+    return reasons;
+}
+
+const char* default_kernel_name(const std::string& dtype) {
+    if (dtype == "float32") return default_kernel(DType::float32).name;
+    if (dtype == "float16") return default_kernel(DType::float16).name;
+    if (dtype == "bfloat16") return default_kernel(DType::bfloat16).name;
+    refuse("dtype must be float32, float16 or bfloat16, not " + dtype);
+}
+
+}  // namespace
+}  // namespace pacpu
+
+PYBIND11_MODULE(_pacpu, module) {
+    if (const char* isa = std::getenv("PACPU_ISA"); isa && *isa) {
+        try {
+            pacpu::select_isa(isa);
+        } catch (const std::invalid_argument& error) {
+            throw py::import_error(std::string("PACPU_ISA: ") + error.what());
+        }
+    }
+    module.def("paged_attention", &pacpu::paged_attention);
+    module.def("kernels", &pacpu::kernels);
+    module.def("unavailable", &pacpu::unavailable);
+    module.def("default_kernel", &pacpu::default_kernel_name);
+    module.def("isa", [] { return pacpu::isa_name(pacpu::current_isa()); });
+    module.def("select_isa", &pacpu::select_isa);
+}

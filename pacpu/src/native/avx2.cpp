@@ -1,0 +1,9 @@
+// The native kernel for AVX2, FMA and F16C.
+#include "attend.h"
+#include "variants.h"
+
+namespace pacpu {
+
+const AttendSegment native_avx2[num_dtypes] = {attend<float>, attend<Half>, attend<BFloat16>};
+
+}  // namespace pacpu

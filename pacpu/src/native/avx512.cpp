@@ -1,0 +1,9 @@
+// The native kernel for AVX-512 F, BW, DQ and VL.
+#include "attend.h"
+#include "variants.h"
+
+namespace pacpu {
+
+const AttendSegment native_avx512[num_dtypes] = {attend<float>, attend<Half>, attend<BFloat16>};
+
+}  // namespace pacpu

@@ -1,0 +1,9 @@
+// The native kernel for the compiler's default target, so on every CPU.
+#include "attend.h"
+#include "variants.h"
+
+namespace pacpu {
+
+const AttendSegment native_portable[num_dtypes] = {attend<float>, attend<Half>, attend<BFloat16>};
+
+}  // namespace pacpu

@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Everything a newcomer needs, in stages that do nothing when they are up to date:
+#
+#   venv           a virtual environment, from Python 3.11 or 3.12 on PATH or from PYTHON=...
+#   requirements   torch first and alone, then the rest of requirements.txt
+#   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
+#   native         the CPU attention kernels: python setup.py build_ext --inplace
+#   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
+#
+# VENV=folder chooses the environment (default .venv). VENV= (empty) uses PYTHON or python3 as it is, installs no
+# package, and does not insist on the model: for machines that have torch already and no network.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${VENV-.venv}"
+state="${venv:-build}/.setup" # one stamp per stage, holding the hash of what the stage was made from
+cache="${APEX_CACHE_DIR:-$HOME/.cache/apex}"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { echo "setup: $*"; }
+fail() {
+    say "$1" >&2
+    say "what to do: $2" >&2
+    exit 1
+}
+digest() { sha256sum | cut -c 1-16; }
+
+# stage NAME KEY_FUNCTION RUN_FUNCTION: run unless the stamp holds the key. The key is taken again afterwards,
+# because it also covers what the stage leaves behind.
+stage() {
+    local name="$1" key="$2" run="$3" start=$SECONDS
+    if [ "$(cat "$state/$name" 2>/dev/null)" = "$("$key")" ]; then
+        say "$name: up to date"
+        return
+    fi
+    say "$name ..."
+    "$run"
+    mkdir -p "$state"
+    "$key" >"$state/$name"
+    say "$name: done in $((SECONDS - start)) s"
+}
+
+# A version manager's shim may be on PATH and still fail, so the candidate has to run.
+python_works() {
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
+}
+
+venv_key() { "$venv/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null || echo missing; }
+make_venv() {
+    if [ -e "$venv" ]; then
+        python_works "$venv/bin/python" && return
+        fail "$venv exists but holds no working Python 3.11 or 3.12" "rm -rf $venv, then try again"
+    fi
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3 python}; do
+        if python_works "$candidate" && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            say "creating $venv with $("$candidate" --version)"
+            "$candidate" -m venv "$venv" && return
+            rm -rf "$venv"
+        fi
+    done
+    fail "no working Python 3.11 or 3.12 with the venv module among: ${PYTHON:-python3.11 python3.12 python3 python}" \
+        "install python3.12 and python3.12-venv, or name one with PYTHON=/path/to/python"
+}
+
+pip_install() {
+    "$python" -m pip install --progress-bar off "$@" | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
+}
+requirements_key() { digest <requirements.txt; }
+pulls_cuda() {
+    "$python" -m pip install --quiet --dry-run --report - "$1" 2>/dev/null | grep -q '"name": *"nvidia-'
+}
+# With an NVIDIA GPU the pin gives torch's CUDA build, as it should. Without one the CPU build is enough and smaller
+# by gigabytes. Where pip's index has only the CUDA build (as the public one does on Linux), uv is asked, because it
+# knows where PyTorch keeps its CPU builds; PIP_EXTRA_INDEX_URL may name a CPU-only index for pip instead.
+install_torch() {
+    if [ ! -e /dev/nvidiactl ] && pulls_cuda "$1"; then
+        say "no NVIDIA GPU here, but pip would fetch torch's CUDA build: trying uv for the CPU build"
+        pip_install uv==0.13.9 && "$python" -m uv pip install --python "$python" --torch-backend cpu "$1" && return
+        say "no CPU build within reach: going on with the CUDA build (several GB)."
+        say "to avoid that, stop now and set PIP_EXTRA_INDEX_URL to an index that has CPU builds of torch."
+    fi
+    pip_install "$1"
+}
+install_requirements() {
+    local torch advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
+    torch="$(grep '^torch==' requirements.txt)"
+    install_torch "$torch" || fail "pip could not install $torch" "$advice"
+    pip_install -r requirements.txt || fail "pip could not install requirements.txt" "$advice"
+    "$python" -m pip check || fail "the installed packages contradict each other" "rm -rf $venv, then try again"
+    check_imports "rm -rf $venv, then try again"
+}
+check_imports() {
+    "$python" -c 'import torch, numpy, safetensors, tokenizers, transformers, pybind11, setuptools
+print("setup: torch", torch.__version__, "with CUDA" if torch.cuda.is_available() else "on the CPU")' \
+        || fail "$python cannot import what is needed" "$1"
+}
+
+find_ispc() { command -v ispc || { [ -x "$cache/ispc/bin/ispc" ] && echo "$cache/ispc/bin/ispc"; } || echo none; }
+# A failed attempt is remembered too, so that a machine without network does not wait for one every time.
+ispc_key() { { cat scripts/install_ispc.sh && find_ispc; } | digest; }
+install_ispc() {
+    scripts/install_ispc.sh
+    [ "$(find_ispc)" != none ] || say "to try again later: rm $state/ispc"
+}
+
+# setup.py compiles only what has changed, so it runs every time.
+build_native() {
+    "$python" setup.py --quiet build_ext --inplace \
+        || fail "the native build failed" "read the first error above; it needs a C++17 compiler (Debian: apt install g++)"
+    say "native: up to date"
+}
+
+prepare_model() {
+    if "$python" scripts/prepare_model.py; then return; fi
+    [ -z "$venv" ] || fail "the model could not be prepared" "read the message above, then try again"
+    say "going on without the default model: tests that need it are skipped, commands need --model FOLDER"
+}
+
+start=$SECONDS
+if [ -n "$venv" ]; then
+    python="$venv/bin/python"
+    stage venv venv_key make_venv
+    stage requirements requirements_key install_requirements
+else
+    python="${PYTHON:-python3}"
+    python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
+    check_imports "install the missing package, or run without VENV= to get a virtual environment"
+fi
+stage ispc ispc_key install_ispc
+build_native
+prepare_model
+say "ready after $((SECONDS - start)) s"

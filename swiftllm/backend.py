@@ -1,0 +1,68 @@
+"""What an executor may ask of hardware. It moves opaque lanes and cohorts; only a backend knows what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from swiftllm.plan import LaneItem, Swap
+from swiftllm.request import Request
+
+
+class Ticket(Protocol):
+    """One CPU attention task under way."""
+
+    def ready(self) -> bool:
+        """Whether the result is there; never blocks."""
+
+    def wait(self) -> float:
+        """Block until the result is there and return the seconds the CPU worker computed for it.
+
+        Raises whatever the CPU worker raised.
+        """
+
+
+class Batch(Protocol):
+    """A lane or a cohort: rows of activations (one per token) that cross boundaries together."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+class Backend(Protocol):
+    """Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1;
+    boundary -1 is the embedding and the first QKV; boundary num_layers-1 ends in logits and sampled tokens."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def now(self) -> float:
+        """Seconds of the backend's clock: real time, or virtual time in a simulation."""
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        """Copy blocks between the tiers. The source blocks may be reused once this returns."""
+
+    def open_lane(self, items: Sequence[LaneItem]) -> Batch: ...
+
+    def open_cohort(self, requests: Sequence[Request]) -> Batch:
+        """A cohort about to compute the last known token of each request, standing before boundary -1."""
+
+    def drop_rows(self, cohort: Batch, request_ids: frozenset[str]) -> Batch:
+        """The cohort without some of its requests. Call only while no ticket of the cohort is outstanding."""
+
+    def boundary(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
+        """Cross boundary ``layer`` with all batches as one (their GEMMs are concatenated: weights are read once).
+
+        Returns the sampled token of each request that gets one at the last boundary; empty before.
+        """
+
+    def gpu_attention(self, layer: int, lane: Batch) -> None:
+        """Attention of one layer for the lane: stores the new K and V in each item's tier, prefills and decodes."""
+
+    def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
+        """Hand one layer's decode attention of a cohort (K/V store included) to the CPU worker."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """These requests are over: drop what is kept for them between iterations (sampling state)."""
+
+    def close(self) -> None: ...

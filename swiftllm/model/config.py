@@ -1,0 +1,141 @@
+"""The shapes and constants of a model, read from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftllm.model.rope import RopeScaling
+
+SUPPORTED = "supported are Llama-family folders: architecture LlamaForCausalLM, SiLU, full attention"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-family decoder. Sizes are elements; ``max_position_embeddings`` is tokens."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    initializer_range: float
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read ``config.json``, and the end-of-sequence ids from ``generation_config.json`` where it is there.
+
+        Raises:
+            FileNotFoundError: the folder has no config.json.
+            ValueError: the model is of a kind that is not supported, or a value is missing; the message says which.
+        """
+        folder = Path(folder)
+        path = folder / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: give a Hugging Face model folder ({SUPPORTED})")
+        raw = _read_object(path)
+        generation_path = folder / "generation_config.json"
+        generation = _read_object(generation_path) if generation_path.is_file() else {}
+        _refuse_unsupported(raw, path)
+        try:
+            num_heads = int(raw["num_attention_heads"])
+            hidden_size = int(raw["hidden_size"])
+            config = cls(
+                num_layers=int(raw["num_hidden_layers"]),
+                hidden_size=hidden_size,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_heads=num_heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+                head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+                vocab_size=int(raw["vocab_size"]),
+                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rope_theta=_rope_theta(raw),
+                rope_scaling=RopeScaling.from_config(_rope_parameters(raw)),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                attention_bias=bool(raw.get("attention_bias", False)),
+                mlp_bias=bool(raw.get("mlp_bias", False)),
+                initializer_range=float(raw.get("initializer_range", 0.02)),
+                eos_token_ids=_eos_token_ids(generation, raw),
+            )
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"{path}: num_attention_heads={config.num_heads} is no multiple of "
+                f"num_key_value_heads={config.num_kv_heads}"
+            )
+        if config.head_dim % 2:
+            raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary positions turn pairs")
+        return config
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused QKV matrix."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights without biases; tied embeddings count once."""
+        attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
+        layer = attention + (3 * self.intermediate_size + 2) * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V of one token in all layers, at ``itemsize`` bytes per element."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * itemsize
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
+    architectures = raw.get("architectures")
+    is_llama = architectures == ["LlamaForCausalLM"] or (not architectures and raw.get("model_type") == "llama")
+    reasons = (
+        (not is_llama, f"architectures={architectures} with model_type={raw.get('model_type')!r}"),
+        (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
+        (raw.get("sliding_window") is not None, f"sliding_window={raw.get('sliding_window')}"),
+        (raw.get("quantization_config") is not None, "quantization_config (quantised weights)"),
+    )
+    for applies, what in reasons:
+        if applies:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}, unquantised")
+
+
+def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The scaling fields: transformers up to 4 writes ``rope_scaling``, from 5 on ``rope_parameters``."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    return float(_rope_parameters(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
+
+
+def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+    return ()

@@ -1,0 +1,70 @@
+"""The linear work of a Llama-family model, cut at the attentions.
+
+Activations are rows, one per token; nothing here knows of requests or of KV caches. Attention happens between
+``pre_attention`` and ``post_attention``, wherever the caller computes it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import rotary_table
+from swiftllm.model.weights import LlamaWeights
+from swiftllm.ops import Ops
+
+
+class LlamaModel:
+    """All tensors live on one device in one dtype, except the rotary table, which is float32."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops, max_model_len: int | None = None) -> None:
+        """``max_model_len``: positions in ``rotary_table``, by default what the model was made for."""
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        table = rotary_table(
+            max_model_len or config.max_position_embeddings,
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+        )
+        self.rotary_table = table.to(weights.embedding.device)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
+        return F.embedding(token_ids, self.weights.embedding)
+
+    def pre_attention(
+        self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm, QKV and rotary of ``layer``; ``rotary_rows`` is ``rotary_table`` at the positions of the rows.
+
+        Returns q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: slices of one fused
+        matrix, so rows lie apart.
+        """
+        config, weights = self.config, self.weights.layers[layer]
+        normed = self.ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
+        qkv = F.linear(normed, weights.qkv, weights.qkv_bias)
+        heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        # Q and K are neighbours: one call turns both.
+        self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
+        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        return q, k, v
+
+    def post_attention(self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Output projection and FFN of ``layer`` with their residuals.
+
+        ``attention_out [rows, num_heads, head_dim]`` and ``residual [rows, hidden_size]`` (the hidden that went into
+        ``pre_attention``) to hidden ``[rows, hidden_size]``.
+        """
+        weights = self.weights.layers[layer]
+        projected = F.linear(attention_out.reshape(len(residual), -1), weights.o, weights.o_bias)
+        normed, residual = self.ops.add_rms_norm(projected, residual, weights.post_norm, self.config.rms_norm_eps)
+        gate_up = F.linear(normed, weights.gate_up, weights.gate_up_bias)
+        return F.linear(self.ops.silu_and_mul(gate_up), weights.down, weights.down_bias).add_(residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and vocabulary projection: ``[rows, vocab_size]``, in the model's dtype."""
+        normed = self.ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return F.linear(normed, self.weights.lm_head)

@@ -1,0 +1,188 @@
+"""Weights of a Llama-family model: fused matrices, filled from safetensors or with random numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swiftllm.model.config import ModelConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
+
+
+class WeightsError(ValueError):
+    """A checkpoint does not hold what config.json promises; the message names the tensors."""
+
+
+@dataclass
+class LayerWeights:
+    """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass
+class LlamaWeights:
+    """All weights; ``lm_head`` is ``embedding`` itself where the model ties them.
+
+    ``by_name`` maps the names of a Hugging Face checkpoint to the places (views of the fused matrices) they fill.
+    """
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    final_norm: torch.Tensor
+    layers: list[LayerWeights]
+    by_name: dict[str, torch.Tensor] = field(repr=False)
+
+    @classmethod
+    def empty(cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> LlamaWeights:
+        """Allocate without filling."""
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        embedding = new(config.vocab_size, hidden)
+        lm_head = embedding if config.tie_word_embeddings else new(config.vocab_size, hidden)
+        final_norm = new(hidden)
+        by_name = {"model.embed_tokens.weight": embedding, "model.norm.weight": final_norm}
+        if not config.tie_word_embeddings:
+            by_name["lm_head.weight"] = lm_head
+        layers = []
+        for index in range(config.num_layers):
+            layer = LayerWeights(
+                input_norm=new(hidden),
+                qkv=new(config.qkv_size, hidden),
+                o=new(hidden, q_size),
+                post_norm=new(hidden),
+                gate_up=new(2 * ffn, hidden),
+                down=new(hidden, ffn),
+            )
+            if config.attention_bias:
+                layer.qkv_bias, layer.o_bias = new(config.qkv_size), new(hidden)
+            if config.mlp_bias:
+                layer.gate_up_bias, layer.down_bias = new(2 * ffn), new(hidden)
+            layers.append(layer)
+
+            prefix = f"model.layers.{index}."
+            by_name[prefix + "input_layernorm.weight"] = layer.input_norm
+            by_name[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            fused = (
+                (
+                    "self_attn",
+                    ("q_proj", "k_proj", "v_proj"),
+                    (q_size, kv_size, kv_size),
+                    layer.qkv,
+                    layer.qkv_bias,
+                ),
+                ("self_attn", ("o_proj",), (hidden,), layer.o, layer.o_bias),
+                ("mlp", ("gate_proj", "up_proj"), (ffn, ffn), layer.gate_up, layer.gate_up_bias),
+                ("mlp", ("down_proj",), (hidden,), layer.down, layer.down_bias),
+            )
+            for block, names, rows, weight, bias in fused:
+                for kind, tensor in (("weight", weight), ("bias", bias)):
+                    if tensor is not None:
+                        parts = zip(names, tensor.split(rows), strict=True)
+                        by_name.update({f"{prefix}{block}.{name}.{kind}": part for name, part in parts})
+        return cls(embedding, lm_head, final_norm, layers, by_name)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.by_name.values())
+
+
+def load_weights(
+    folder: str | Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> LlamaWeights:
+    """Read ``model.safetensors`` or its shards, converting to ``dtype``; one tensor at a time beside the result.
+
+    Raises:
+        FileNotFoundError: no safetensors in the folder, or a shard of the index is not there.
+        WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
+    """
+    weights = LlamaWeights.empty(config, device, dtype)
+    # Recomputed buffers of old checkpoints, and a copy of tied embeddings, are of no use and do no harm.
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    seen: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor in _read_tensors(Path(folder)):
+        if name in ignored or name.endswith("rotary_emb.inv_freq"):
+            continue
+        target = weights.by_name.get(name)
+        if target is None:
+            unknown.append(name)
+        elif target.shape != tensor.shape:
+            raise WeightsError(
+                f"{folder}: {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}"
+            )
+        else:
+            target.copy_(tensor)
+            seen.add(name)
+    missing = sorted(weights.by_name.keys() - seen)
+    for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise WeightsError(f"{folder}: the checkpoint {problem} tensors {', '.join(names[:5])}{more}")
+    return weights
+
+
+def dummy_weights(config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> LlamaWeights:
+    """Normal random weights of the model's own initial spread, norms 1 and biases 0; the same for the same seed.
+
+    One stretch of random numbers is laid over each tensor from a place of its own: filling takes no longer than
+    writing the memory, and sizes of billions of parameters are ready in seconds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(device, dtype)
+    weights = LlamaWeights.empty(config, device, dtype)
+    for name, tensor in weights.by_name.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith("bias"):
+            tensor.zero_()
+        else:
+            offset = int(torch.randint(DUMMY_PERIOD, (), generator=generator))
+            shifted = noise.roll(offset)
+            for part in tensor.view(-1).split(DUMMY_PERIOD):
+                part.copy_(shifted[: part.numel()])
+    return weights
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    elif (folder / SINGLE_FILE).is_file():
+        files = [SINGLE_FILE]
+    else:
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "convert the model to safetensors, or use load_format='dummy' to run without weights"
+        )
+    for file in files:
+        path = folder / file
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is named in {INDEX_FILE} and is not there: finish the download")
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{path} is no readable safetensors file: {error}") from None

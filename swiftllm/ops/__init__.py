@@ -1,0 +1,78 @@
+"""The operations between the GEMMs, behind one interface; ``select_ops`` is the one place that chooses."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.reference import ReferenceOps
+
+__all__ = ["CpuOps", "Ops", "ReferenceOps", "select_ops"]
+
+
+class Ops(Protocol):
+    """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
+
+    All tensors of a call are on one device and, where not said otherwise, of one dtype; sums run in float32.
+    Slots that hold no token of the request are never read: the cache need not be initialised.
+    """
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(rms_norm(x + residual), x + residual)``; may reuse the memory of ``x``, leaves ``residual`` alone."""
+
+    def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
+        """Turn ``x [rows, heads, head_dim]`` in place by ``rotary_rows``, float32 ``[rows, 2, head_dim]``."""
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``[rows, 2 n]`` to ``[rows, n]``: SiLU of the first half times the second."""
+
+    def store_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Write row i of k and v ``[rows, num_kv_heads, head_dim]`` to slot ``offsets[i]`` of block ``blocks[i]``."""
+
+    def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
+        """K and V of one request, ``[2, num_kv_heads, context_len, head_dim]``, from its ``blocks`` in order."""
+
+    def prefill_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """Attention of one request's chunk: ``q [rows, num_heads, head_dim]`` to the same shape.
+
+        k and v are ``[num_kv_heads, context, head_dim]``. Without a mask the chunk is the whole context, causal;
+        else bool ``mask [rows, context]`` says what each row sees.
+        """
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Store each request's new k and v at position ``seq_lens - 1`` and attend over its whole context.
+
+        One row per request; ``block_tables`` int32 ``[rows, max_blocks]``, ``seq_lens`` int32 ``[rows]``;
+        writes ``out [rows, num_heads, head_dim]``.
+        """
+
+
+def select_ops(device: torch.device, cpu_kernel: str | None = None) -> Ops:
+    """The fastest operations for a device; ``cpu_kernel`` names the kernel of pacpu for decodes on a CPU."""
+    return CpuOps(cpu_kernel) if device.type == "cpu" else ReferenceOps()

@@ -1,0 +1,104 @@
+"""What the scheduler decides for one iteration: immutable values that any executor can carry out."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from swiftllm.request import Request, Tier
+
+
+class Strategy(enum.Enum):
+    """How an iteration uses the CPU (APEX section 3)."""
+
+    GPU_ONLY = "gpu-only"
+    ASYMMETRIC_PIPELINING = "asymmetric-pipelining"
+    ASYNCHRONOUS_OVERLAP = "asynchronous-overlap"
+
+
+class SteppingRule(enum.Enum):
+    """How a cohort crosses the boundaries of an iteration."""
+
+    RIDE_AND_WAIT = "ride-and-wait"  # rides every boundary of the lane, which waits for its ticket (NEO's batch-0)
+    STEP_AND_WAIT = "step-and-wait"  # crosses every boundary on its own and is waited for (NEO's batch-1)
+    RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration, never waited for (APEX)
+
+
+@dataclass(frozen=True)
+class LaneItem:
+    """``num_tokens`` tokens of one request from position ``start``: a prefill chunk, or a decode of one token.
+
+    ``tier`` says where the K and V go. A decode in the lane always has its cache on the GPU; a prefill bound for
+    the CPU tier computes in the lane and stores its K and V to the CPU pool layer by layer.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    tier: Tier
+    is_prefill: bool
+
+    @property
+    def context_len(self) -> int:
+        """Tokens attended to by the last token of the item."""
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the item reaches the last known token, so that a next one is sampled."""
+        return self.context_len == self.request.num_tokens
+
+
+@dataclass(frozen=True)
+class CohortPlan:
+    """CPU requests that stand at the same layer and step together; ``cohort_id`` lives until their token is done."""
+
+    cohort_id: int
+    requests: tuple[Request, ...]
+    rule: SteppingRule
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Move a request's blocks from one tier to the other. The tables pair up, block by block."""
+
+    request: Request
+    source: Tier
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """One iteration: what moves, what runs, and the predictions that led to it (seconds; kept for logs and figures)."""
+
+    strategy: Strategy = Strategy.GPU_ONLY
+    lane: tuple[LaneItem, ...] = ()
+    cohorts: tuple[CohortPlan, ...] = ()
+    swaps: tuple[Swap, ...] = ()
+    leaving: frozenset[str] = (
+        frozenset()
+    )  # aborted requests to take out of their cohorts as soon as no ticket needs them
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lane or self.cohorts or self.swaps or self.leaving)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a plan.
+
+    ``tokens`` maps request ids to sampled tokens. ``cohort_layers`` maps each unfinished cohort to the layer whose
+    boundary it crosses next (-1 is the embedding); a finished cohort is absent and its requests are in ``tokens``.
+    ``left`` are the aborted requests that are out of their cohorts now: nothing touches their blocks any more.
+    ``lane_busy_s`` leaves out the time spent waiting for tickets; ``cpu_busy_s`` sums the CPU attention finished.
+    """
+
+    tokens: dict[str, int]
+    cohort_layers: dict[int, int]
+    left: frozenset[str]
+    duration_s: float
+    lane_busy_s: float
+    cpu_busy_s: float

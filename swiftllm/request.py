@@ -1,0 +1,163 @@
+"""The vocabulary of requests: what a user asks for, where it stands, and what comes back."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class RequestRefused(ValueError):
+    """A request that can never be served; the message names the limit it hits."""
+
+
+class Tier(enum.Enum):
+    """Where a request's KV cache lives: never in both, except while a swap is under way."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+    @property
+    def other(self) -> Tier:
+        return Tier.CPU if self is Tier.GPU else Tier.GPU
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # holds no blocks: new, or preempted by recompute
+    RUNNING = "running"  # holds blocks in one tier: prefilling or decoding
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # end-of-sequence or one of the request's stop tokens
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Raises:
+        ValueError: a field lies outside its range; the message names the field and the value.
+    """
+
+    max_tokens: int = 16
+    """Output tokens at most."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p."""
+    seed: int | None = None
+    """Makes sampling reproducible, whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+        )
+        for name, holds, rule in checks:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the engine. Times are seconds of the engine's clock.
+
+    ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last token,
+    so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival_s: float = 0.0
+    arrival_index: int = 0
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    tier: Tier | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    cohort_id: int | None = None  # set while its token is under way through the layers in a cohort
+    num_preemptions: int = 0
+
+    token_times_s: list[float] = field(default_factory=list)
+    finish_s: float | None = None
+    tier_history: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_len + self.output_len
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Cache slots needed at most: the last output token is never fed back, so its K and V are never stored."""
+        return self.prompt_len + self.sampling.max_tokens - 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than one token still lacks K and V: a prompt, or a preempted request's prompt and output."""
+        return self.num_tokens - self.num_computed_tokens > 1 or self.num_computed_tokens == 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt_len = self.prompt_len
+        if start >= prompt_len:
+            return self.output_token_ids[start - prompt_len : stop - prompt_len]
+        head = list(self.prompt_token_ids[start:stop])
+        return head + self.output_token_ids[: stop - prompt_len] if stop > prompt_len else head
+
+    def append_token(self, token_id: int, now_s: float) -> None:
+        """Take one new output token; finishes the request where it ends."""
+        self.output_token_ids.append(token_id)
+        self.token_times_s.append(now_s)
+        sampling = self.sampling
+        stops = token_id in self.eos_token_ids or token_id in sampling.stop_token_ids
+        if stops and not sampling.ignore_eos:
+            self.finish(FinishReason.STOP, now_s)
+        elif self.output_len >= sampling.max_tokens:
+            self.finish(FinishReason.LENGTH, now_s)
+
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.finish_s = now_s
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one engine step gave one request. Token ids are cumulative; ``text`` comes where a tokenizer is at hand."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    new_token_ids: tuple[int, ...]
+    finish_reason: str | None
+    text: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,98 @@
+"""Builds engines by the name of a system. GPU-only is built here; other packages add theirs by registering."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swiftllm.config import EngineConfig
+from swiftllm.engine import Engine
+from swiftllm.executor import Executor, LaneExecutor
+from swiftllm.kv_cache import KVCacheManager
+from swiftllm.scheduler import Scheduler, SchedulerLimits
+from swiftllm.tokenizer import Tokenizer
+from swiftllm.torch_backend import TorchBackend
+
+Builder = Callable[[EngineConfig], Engine]
+
+# Looked up by name, as plugins are, when a system is asked for that nobody has registered yet.
+EXTENSIONS = ("apex.systems",)
+
+_builders: dict[str, Builder] = {}
+
+
+def register_system(name: str, builder: Builder) -> None:
+    _builders[name] = builder
+
+
+def build_engine(name: str, config: EngineConfig) -> Engine:
+    """An engine of the named system.
+
+    Raises:
+        ValueError: no such system; the message lists those there are.
+    """
+    if name not in _builders:
+        for module in EXTENSIONS:
+            if importlib.util.find_spec(module.partition(".")[0]):
+                importlib.import_module(module)
+    if name not in _builders:
+        raise ValueError(f"unknown system {name!r}; there are {', '.join(sorted(_builders))}")
+    return _builders[name](config)
+
+
+def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
+    longest = backend.model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len} exceeds the {longest} tokens the model was made for")
+    return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len or longest)
+
+
+def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
+    """The block tables of the backend's two pools; the backend reads them from here."""
+    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size)
+    backend.block_tables = kv.block_tables
+    return kv
+
+
+def assemble(
+    name: str,
+    config: EngineConfig,
+    backend: TorchBackend,
+    scheduler: Scheduler,
+    executor: Executor,
+    details: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Put an engine together and describe it."""
+    description = {
+        "system": name,
+        "model": config.model,
+        "device": backend.device_name,
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "num_gpu_blocks": backend.num_gpu_blocks,
+        "num_cpu_blocks": backend.num_cpu_blocks,
+        "block_size": backend.block_size,
+        "kv_bytes_per_block": backend.kv_bytes_per_block,
+        "cpu_kernel": backend.cpu_kernel,
+        "cpu_threads": backend.cpu_threads,
+        **(details or {}),
+    }
+    return Engine(
+        scheduler,
+        executor,
+        backend,
+        vocab_size=backend.model_config.vocab_size,
+        eos_token_ids=backend.model_config.eos_token_ids,
+        tokenizer=Tokenizer.from_folder(config.model),
+        description=description,
+    )
+
+
+def build_gpu_only(config: EngineConfig) -> Engine:
+    backend = TorchBackend(config)
+    scheduler = Scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
+    return assemble("swiftllm", config, backend, scheduler, LaneExecutor(backend))
+
+
+register_system("swiftllm", build_gpu_only)

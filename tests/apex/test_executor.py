@@ -1,0 +1,146 @@
+"""The overlap executor: stepping rules, one by one, on a backend that checks the order of everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from apex.executor import OverlapExecutor
+from swiftllm.executor import LaneExecutor
+from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Strategy
+from swiftllm.request import Request, RequestStatus, SamplingParams, Tier
+from tests.reference.fake_backend import FakeBackend, FakeTicket
+
+LAYERS = 4
+
+
+class NeverReady(FakeTicket):
+    def ready(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend(num_layers=LAYERS, block_size=4)
+
+
+def place(backend: FakeBackend, request_id: str, tier: Tier, block: int) -> Request:
+    """A decoding request of three tokens whose first two are in the cache."""
+    request = Request(request_id, (2, 3, 4), SamplingParams(max_tokens=5), tier=tier, num_computed_tokens=2)
+    request.status = RequestStatus.RUNNING
+    backend.block_tables = {**backend.block_tables, request_id: [block]}
+    for layer in range(LAYERS):
+        for position in range(2):
+            backend.store(request, tier, layer, [block], position)
+    return request
+
+
+def lane_of(*requests: Request) -> tuple[LaneItem, ...]:
+    return tuple(LaneItem(r, r.num_computed_tokens, 1, Tier.GPU, False) for r in requests)
+
+
+def plan(lane=(), cohorts=(), leaving=()) -> IterationPlan:
+    return IterationPlan(Strategy.ASYNCHRONOUS_OVERLAP, lane, tuple(cohorts), (), frozenset(leaving))
+
+
+def test_without_cohorts_it_is_the_lane_executor() -> None:
+    calls, tokens = [], []
+    for executor_class in (LaneExecutor, OverlapExecutor):
+        backend = FakeBackend(LAYERS)
+        lane = lane_of(place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
+        tokens.append(executor_class(backend).run(plan(lane)).tokens)
+        calls.append(backend.calls)
+    assert calls[0] == calls[1]
+    assert tokens[0] == tokens[1]
+    assert set(tokens[0]) == {"a", "b"}
+
+
+def test_lane_executor_refuses_cohorts(backend: FakeBackend) -> None:
+    cohort = CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), SteppingRule.STEP_AND_WAIT)
+    with pytest.raises(ValueError, match="overlap executor"):
+        LaneExecutor(backend).run(plan(cohorts=[cohort]))
+
+
+@pytest.mark.parametrize("rule", [SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT])
+def test_waiting_rules_finish_in_one_iteration(backend: FakeBackend, rule: SteppingRule) -> None:
+    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    executor = OverlapExecutor(backend)
+    result = executor.run(plan(lane, [CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), rule)]))
+    assert set(result.tokens) == {"g", "c"}
+    assert result.cohort_layers == {} and executor.is_idle
+    shared = [call for call in backend.calls if call[0] == "boundary" and call[2] == 2]
+    assert len(shared) == (LAYERS + 1 if rule is SteppingRule.RIDE_AND_WAIT else 0)
+
+
+def test_overlap_rides_one_boundary_an_iteration(backend: FakeBackend) -> None:
+    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
+    executor = OverlapExecutor(backend)
+    layers = []
+    for _ in range(1000):
+        result = executor.run(plan(lane, [cohort]))
+        assert "g" in result.tokens
+        if "c" in result.tokens:
+            break
+        layers.append(result.cohort_layers[7])
+    assert sorted(set(layers)) == list(range(LAYERS))
+    assert all(0 <= after - before <= 1 for before, after in itertools.pairwise(layers))
+    assert executor.is_idle
+
+
+def test_overlap_never_waits(backend: FakeBackend) -> None:
+    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
+    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
+    executor = OverlapExecutor(backend)
+    for _ in range(20):
+        result = executor.run(plan(lane, [cohort]))
+        assert result.cohort_layers == {7: 0}
+        assert result.lane_busy_s == result.duration_s
+        assert result.cpu_busy_s == 0
+
+
+def test_overlap_with_an_empty_lane_waits_instead_of_spinning(backend: FakeBackend) -> None:
+    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
+    result = OverlapExecutor(backend).run(plan((), [cohort]))
+    assert set(result.tokens) == {"c"}
+
+
+def test_strategy_may_change_while_a_cohort_is_under_way(backend: FakeBackend) -> None:
+    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    request = place(backend, "c", Tier.CPU, 0)
+    executor = OverlapExecutor(backend)
+    executor.run(plan(lane, [CohortPlan(7, (request,), SteppingRule.RIDE_IF_READY)]))
+    parked = executor.run(plan(lane))
+    assert 7 in parked.cohort_layers and "c" not in parked.tokens
+    result = executor.run(plan(lane, [CohortPlan(7, (request,), SteppingRule.STEP_AND_WAIT)]))
+    assert set(result.tokens) == {"g", "c"}
+
+
+def test_aborted_rows_leave_when_no_ticket_needs_them(backend: FakeBackend) -> None:
+    submit = backend.submit_cpu_attention
+    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
+    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    members = (place(backend, "c", Tier.CPU, 0), place(backend, "d", Tier.CPU, 1))
+    cohort = CohortPlan(7, members, SteppingRule.RIDE_IF_READY)
+    executor = OverlapExecutor(backend)
+    executor.run(plan(lane, [cohort]))
+    assert executor.run(plan(lane, [cohort], ["c"])).left == frozenset()  # its ticket is still out
+    alone = executor.run(plan((), (), ["c"]))  # nothing else to do: waits
+    assert alone.left == {"c"} and alone.cohort_layers == {7: 0}
+    backend.submit_cpu_attention = submit
+    result = executor.run(plan(lane, [CohortPlan(7, members[1:], SteppingRule.STEP_AND_WAIT)]))
+    assert set(result.tokens) == {"g", "d"}
+
+
+def test_a_failing_worker_is_heard(backend: FakeBackend) -> None:
+    class Broken(FakeTicket):
+        def wait(self) -> float:
+            raise RuntimeError("kernel failed")
+
+    backend.submit_cpu_attention = lambda layer, batch: Broken(backend, batch, layer)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.STEP_AND_WAIT)
+    with pytest.raises(RuntimeError, match="kernel failed"):
+        OverlapExecutor(backend).run(plan((), [cohort]))

@@ -1,0 +1,76 @@
+"""An engine with the surface of swiftllm.engine.Engine on a virtual clock: every step gives each request a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swiftllm.request import Request, RequestOutput, RequestRefused
+
+
+@dataclass
+class FakeStats:
+    iterations: int = 0
+    output_tokens: int = 0
+    prefill_tokens: int = 0
+    lane_busy_s: float = 0.0
+    cpu_busy_s: float = 0.0
+    preemptions: int = 0
+    strategy_iterations: dict[str, int] = field(default_factory=dict)
+
+
+class FakeEngine:
+    def __init__(self, step_s: float = 0.5, max_tokens: int = 10**6, stuck: bool = False) -> None:
+        self.step_s = step_s
+        self.max_tokens = max_tokens
+        self.stuck = stuck
+        self.clock = 100.0
+        self.live: list[Request] = []
+        self.counters = FakeStats()
+        self.closed = False
+        self.arrivals_seen: list[tuple[str, float]] = []
+
+    def add_request(self, request_id, prompt_token_ids, sampling, arrival_s=None):
+        if len(prompt_token_ids) + sampling.max_tokens > self.max_tokens:
+            raise RequestRefused(f"{len(prompt_token_ids)} + {sampling.max_tokens} tokens exceed {self.max_tokens}")
+        request = Request(request_id, tuple(prompt_token_ids), sampling, arrival_s=arrival_s)
+        self.arrivals_seen.append((request_id, self.clock))
+        self.live.append(request)
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        if self.stuck:
+            return []
+        self.clock += self.step_s
+        self.counters.iterations += 1
+        self.counters.lane_busy_s += self.step_s / 2
+        self.counters.cpu_busy_s += self.step_s / 4
+        self.counters.strategy_iterations["gpu-only"] = self.counters.iterations
+        outputs = []
+        for request in self.live:
+            request.tier_history = request.tier_history or [(self.clock, "gpu")]
+            request.append_token(7, self.clock)
+            self.counters.output_tokens += 1
+            outputs.append(RequestOutput(request.request_id, request.prompt_token_ids, (7,), (7,), None))
+        self.live = [request for request in self.live if not request.is_finished]
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    def now(self) -> float:
+        return self.clock
+
+    def wait(self, seconds: float) -> None:
+        self.clock += seconds
+
+    def stats(self) -> FakeStats:
+        return self.counters
+
+    def state(self) -> dict:
+        return {"waiting": len(self.live)}
+
+    def describe(self) -> dict:
+        return {"system": "fake", "device": "cpu", "dtype": "float32", "num_gpu_blocks": 3, "num_cpu_blocks": 9}
+
+    def close(self) -> None:
+        self.closed = True

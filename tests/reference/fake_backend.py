@@ -1,0 +1,182 @@
+"""A backend without tensors that notices every mistake a scheduler or executor can make.
+
+Each cache slot remembers whose token it holds; attention checks every slot it would read, swaps carry the notes along,
+and a slot that nobody owns is empty. Boundaries check that the attention before them has happened. Tickets become
+ready after a random number of polls. Tokens are a hash of the text before them, so they do not depend on scheduling.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swiftllm.plan import LaneItem, Swap
+from swiftllm.request import Request, Tier
+
+EOS = 1
+VOCABULARY = 50
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return (hash(tuple(tokens)) ^ 0x5BD1E995) % VOCABULARY
+
+
+def expected_output(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class FakeBatch:
+    """A lane (``items``) or a cohort (``requests``); ``attended`` is the last layer whose attention is done."""
+
+    items: list[LaneItem] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    attended: int = -1
+    crossed: int = -2
+    outstanding: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(item.num_tokens for item in self.items) + len(self.requests)
+
+
+class FakeTicket:
+    def __init__(self, backend: FakeBackend, batch: FakeBatch, layer: int) -> None:
+        self.backend, self.batch, self.layer = backend, batch, layer
+        self.polls_left = backend.random.choice((0, 0, 1, 3, 20))
+        self.collected = False
+
+    def ready(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def wait(self) -> float:
+        assert not self.collected, "a ticket is waited for once"
+        if self.polls_left >= 0:
+            self.backend.clock_s += 1e-3
+        for request in self.batch.requests:
+            self.backend.attend(request, Tier.CPU, self.layer, self.batch.tables[request.request_id])
+        self.collected = True
+        self.batch.attended, self.batch.outstanding = self.layer, False
+        return 1e-3
+
+
+class FakeBackend:
+    def __init__(self, num_layers: int = 3, block_size: int = 4, seed: int = 0) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.block_tables: Mapping[str, list[int]] = {}
+        self.random = random.Random(seed)
+        self.clock_s = 0.0
+        self.slots: dict[tuple[Tier, int, int, int], tuple[str, int]] = {}
+        self.forgotten: list[str] = []
+        self.calls: list[tuple] = []  # what was asked of the hardware, in order
+        self.closed = False
+
+    def now(self) -> float:
+        self.clock_s += 1e-6
+        return self.clock_s
+
+    def close(self) -> None:
+        self.closed = True
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.forgotten += request_ids
+
+    # -- the cache --------------------------------------------------------------------------------------------------
+
+    def store(self, request: Request, tier: Tier, layer: int, table: list[int], position: int) -> None:
+        block, offset = table[position // self.block_size], position % self.block_size
+        self.slots[tier, block, offset, layer] = (request.request_id, position)
+
+    def attend(self, request: Request, tier: Tier, layer: int, table: list[int], upto: int | None = None) -> None:
+        """Store the newest token's K and V, then check that all tokens before it are where they should be."""
+        newest = request.num_tokens - 1 if upto is None else upto
+        self.store(request, tier, layer, table, newest)
+        for position in range(newest + 1):
+            block, offset = table[position // self.block_size], position % self.block_size
+            found = self.slots.get((tier, block, offset, layer))
+            assert found == (request.request_id, position), f"{request.request_id}@{position}: found {found}"
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        # A backend may copy all of them at once: one direction, and no block written twice.
+        assert len({swap.source for swap in swaps}) <= 1
+        targets = [block for swap in swaps for block in swap.target_blocks]
+        assert len(set(targets)) == len(targets)
+        for swap in swaps:
+            assert len(swap.source_blocks) == len(swap.target_blocks)
+            for source, target in zip(swap.source_blocks, swap.target_blocks, strict=True):
+                for offset in range(self.block_size):
+                    for layer in range(self.num_layers):
+                        note = self.slots.pop((swap.source, source, offset, layer), None)
+                        self.slots.pop((swap.source.other, target, offset, layer), None)
+                        if note is not None:
+                            self.slots[swap.source.other, target, offset, layer] = note
+
+    # -- an iteration -----------------------------------------------------------------------------------------------
+
+    def _table(self, request: Request, num_tokens: int) -> list[int]:
+        table = list(self.block_tables[request.request_id])
+        assert len(table) * self.block_size >= num_tokens, "the block table is too short"
+        return table
+
+    def open_lane(self, items: Sequence[LaneItem]) -> FakeBatch:
+        assert len({item.request.request_id for item in items}) == len(items), "a request twice in one lane"
+        for item in items:
+            assert item.request.tier is item.tier
+            assert item.start == item.request.num_computed_tokens
+            assert item.is_prefill or (item.num_tokens == 1 and item.tier is Tier.GPU)
+        tables = {item.request.request_id: self._table(item.request, item.context_len) for item in items}
+        return FakeBatch(items=list(items), tables=tables)
+
+    def open_cohort(self, requests: Sequence[Request]) -> FakeBatch:
+        assert requests
+        assert all(request.tier is Tier.CPU and not request.is_prefilling for request in requests)
+        tables = {request.request_id: self._table(request, request.num_tokens) for request in requests}
+        return FakeBatch(requests=list(requests), tables=tables)
+
+    def drop_rows(self, cohort: FakeBatch, request_ids: frozenset[str]) -> FakeBatch:
+        assert not cohort.outstanding
+        kept = [request for request in cohort.requests if request.request_id not in request_ids]
+        return FakeBatch([], kept, cohort.tables, cohort.attended, cohort.crossed)
+
+    def boundary(self, layer: int, batches: Sequence[FakeBatch]) -> Mapping[str, int]:
+        self.clock_s += 1e-4
+        self.calls.append(("boundary", layer, len(batches)))
+        tokens: dict[str, int] = {}
+        for batch in batches:
+            assert not batch.outstanding, "the cohort's attention is still under way"
+            assert batch.crossed == layer - 1 and batch.attended == layer, "attention before its boundary, in order"
+            batch.crossed = layer
+            if layer == self.num_layers - 1:
+                for item in batch.items:
+                    if item.samples:
+                        tokens[item.request.request_id] = self._sample(item.request)
+                for request in batch.requests:
+                    tokens[request.request_id] = self._sample(request)
+        return tokens
+
+    def _sample(self, request: Request) -> int:
+        return next_token(request.token_ids(0, request.num_tokens))
+
+    def gpu_attention(self, layer: int, lane: FakeBatch) -> None:
+        assert lane.crossed == layer - 1
+        self.calls.append(("gpu_attention", layer))
+        for item in lane.items:
+            table = lane.tables[item.request.request_id]
+            for position in range(item.start, item.context_len):
+                self.store(item.request, item.tier, layer, table, position)
+            self.attend(item.request, item.tier, layer, table, item.context_len - 1)
+        lane.attended = layer
+
+    def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:
+        assert cohort.crossed == layer - 1 and not cohort.outstanding
+        cohort.outstanding = True
+        return FakeTicket(self, cohort, layer)

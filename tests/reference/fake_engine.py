@@ -1,0 +1,59 @@
+"""Engines over the fake backend, for tests of scheduling without a model."""
+
+from __future__ import annotations
+
+from apex.config import StrategyConfig
+from apex.executor import OverlapExecutor
+from apex.perf_model import Curve, PerfModel, ProfileTable, Surface
+from apex.planner import SCHEDULERS
+from swiftllm.engine import Engine
+from swiftllm.executor import LaneExecutor
+from swiftllm.kv_cache import KVCacheManager
+from swiftllm.scheduler import Scheduler, SchedulerLimits
+from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
+
+
+def flat_table(
+    linear_s: float = 1e-3, gpu_token_s: float = 1e-6, cpu_token_s: float = 1e-5, linear_token_s: float = 0.0
+) -> ProfileTable:
+    """A profile table of simple laws: times per layer proportional to context, linear time flat or rising."""
+
+    def over_context(token_s: float) -> Surface:
+        return Surface((1, 2), (Curve((0, 1000), (0.0, 1000 * token_s)), Curve((0, 1000), (0.0, 2000 * token_s))))
+
+    return ProfileTable(
+        identity={},
+        linear=Curve((1, 1001), (linear_s, linear_s + 1000 * linear_token_s)),
+        ends=Curve((1, 2), (1e-5, 1e-5)),
+        swap=Curve((1, 2), (1e-5, 2e-5)),
+        prefill_attention=Surface((1, 2), (Curve((0, 1000), (1e-6, 1e-6)), Curve((0, 1000), (2e-6, 2e-6)))),
+        gpu_attention=over_context(gpu_token_s),
+        cpu_attention=over_context(cpu_token_s),
+    )
+
+
+def fake_engine(
+    system: str,
+    *,
+    num_gpu_blocks: int,
+    num_cpu_blocks: int,
+    block_size: int = 4,
+    max_tokens: int = 32,
+    max_num_seqs: int = 64,
+    max_model_len: int = 4096,
+    num_layers: int = 3,
+    strategy: StrategyConfig | None = None,
+    table: ProfileTable | None = None,
+    seed: int = 0,
+) -> Engine:
+    backend = FakeBackend(num_layers, block_size, seed)
+    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
+    backend.block_tables = kv.block_tables
+    limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
+    if system == "swiftllm":
+        scheduler, executor = Scheduler(limits, kv, backend.now), LaneExecutor(backend)
+    else:
+        model = PerfModel(table or flat_table(), num_layers)
+        scheduler = SCHEDULERS[system](limits, kv, backend.now, model, strategy or StrategyConfig())
+        executor = OverlapExecutor(backend)
+    return Engine(scheduler, executor, backend, vocab_size=VOCABULARY, eos_token_ids=[EOS])

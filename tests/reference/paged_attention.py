@@ -1,0 +1,58 @@
+"""Paged decode attention, slowly and in float64: the judge of every CPU kernel."""
+
+import torch
+
+
+def store_new_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """Write each request's new K and V at position `seq_lens[i] - 1` of its context, in place.
+
+    Args:
+        k, v: `[batch, num_kv_heads, head_dim]`.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`.
+        block_tables: int `[batch, max_blocks_per_seq]`.
+        seq_lens: int `[batch]`, including the new token.
+    """
+    block_size = kv_cache.shape[3]
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        index, slot = divmod(seq_len - 1, block_size)
+        block = block_tables[request, index]
+        kv_cache[block, :, 0, slot] = k[request]
+        kv_cache[block, :, 1, slot] = v[request]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one query token per request over its cached context, new token included.
+
+    Args:
+        q: `[batch, num_heads, head_dim]`.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`; query head h uses KV head
+            `h // (num_heads // num_kv_heads)`.
+        block_tables, seq_lens: as for `store_new_tokens`.
+        scale: factor on the scores.
+
+    Returns:
+        float64 `[batch, num_heads, head_dim]`.
+    """
+    _, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        blocks = block_tables[request, : -(-seq_len // block_size)].long()
+        # [blocks, heads, 2, slots, dim] -> [2, heads, tokens, dim]
+        context = kv_cache[blocks].double().permute(2, 1, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
+        keys, values = context[:, :, :seq_len].repeat_interleave(num_heads // num_kv_heads, dim=1)
+        scores = torch.einsum("hd,htd->ht", q[request].double(), keys) * scale
+        out[request] = torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), values)
+    return out
