@@ -3,9 +3,9 @@
 `python setup.py build_ext --inplace` is what a source tree needs: no network, g++ (or $CXX) only. Files are compiled
 one by one and only when they, their headers or their command have changed.
 
-ISPC is looked for in $ISPC, on PATH, and in <cache>/ispc/bin (<cache> is $APEX_CACHE_DIR or ~/.cache/apex). Without it
-the build goes on, and `pacpu.unavailable()` says why. PACPU_SANITIZE=1 adds the address and undefined sanitizers; run
-with LD_PRELOAD="$(g++ -print-file-name=libasan.so)".
+ISPC is looked for in $ISPC, on PATH, and in <cache>/ispc/bin (<cache> is $APEX_CACHE_DIR or ~/.cache/apex). Without
+it the build goes on, and `pacpu.unavailable()` says why. PACPU_SANITIZE=1 adds the address and undefined-behaviour
+sanitizers; then run Python with LD_PRELOAD="$(g++ -print-file-name=libasan.so)" and ASAN_OPTIONS=detect_leaks=0.
 """
 
 import os
@@ -24,18 +24,16 @@ from setuptools.command.build_ext import build_ext
 SOURCE_DIR = Path("pacpu/src")
 INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
 CXX = shlex.split(os.environ.get("CXX", "g++"))
-CXX_FLAGS = ["-std=gnu++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
-LINK_FLAGS = ["-shared", "-pthread"]
-if os.environ.get("PACPU_SANITIZE") == "1":
-    SANITIZE_FLAGS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g"]
-    CXX_FLAGS += SANITIZE_FLAGS
-    LINK_FLAGS += SANITIZE_FLAGS
+CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
+SANITIZE_FLAGS = shlex.split("-fsanitize=address,undefined -fno-sanitize-recover -g")
 
+# Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
-# Native variants by instruction set. Files not listed here are compiled for every CPU.
-ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]}
+AVX512_FLAGS = [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
+NATIVE_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
 ISPC_TARGETS = {"avx2": "avx2-i32x8", "avx512": "avx512skx-x16"}
+ELEMENTS = ["float32", "float16", "bfloat16"]
 
 
 def find_ispc() -> str | None:
@@ -43,13 +41,15 @@ def find_ispc() -> str | None:
     if named := os.environ.get("ISPC"):
         return shutil.which(named)
     cache = Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache/apex")
-    return shutil.which("ispc") or shutil.which(cache / "ispc/bin/ispc")
+    return shutil.which("ispc") or shutil.which(str(cache / "ispc/bin/ispc"))
 
 
 def is_current(output: Path, command: list[str]) -> bool:
     """Whether `output` was made by `command` and is newer than every file it was made from (listed in its .d file)."""
     record, dependencies = output.with_suffix(".cmd"), output.with_suffix(".d")
-    if not (output.exists() and record.exists() and dependencies.exists()) or record.read_text() != shlex.join(command):
+    if not (output.exists() and record.exists() and dependencies.exists()):
+        return False
+    if record.read_text() != shlex.join(command):
         return False
     files = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     made = output.stat().st_mtime_ns
@@ -57,56 +57,77 @@ def is_current(output: Path, command: list[str]) -> bool:
 
 
 def make(output: Path, command: list[str]) -> None:
-    """Run `command`, which writes `output` and its .d file, unless the output is current."""
+    """Run `command`, which writes `output`, unless the output is current."""
     if is_current(output, command):
         return
     print(shlex.join(command), flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".cmd").unlink(missing_ok=True)
+    record = output.with_suffix(".cmd")
+    record.unlink(missing_ok=True)
     subprocess.run(command, check=True)
-    output.with_suffix(".cmd").write_text(shlex.join(command))
+    record.write_text(shlex.join(command))
+
+
+def make_all(commands: dict[Path, list[str]]) -> None:
+    """`make` several outputs at a time."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(make, commands.keys(), commands.values()))
 
 
 class BuildPacpu(build_ext):
-    """Compiles pacpu's files, each for its own instruction set."""
+    """Compiles each file of pacpu for its own instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
         build_dir = Path(self.build_temp) / "pacpu"
-        ispc_objects, ispc_problem = self.build_ispc(build_dir)
-        jobs = {}
+        sanitize_flags = SANITIZE_FLAGS if os.environ.get("PACPU_SANITIZE") == "1" else []
+        ispc_objects, ispc_problem = self.build_ispc(build_dir / "ispc")
+        if ispc_problem:
+            self.warn(f"building without the ISPC kernel: {ispc_problem}")
+
+        commands = {}
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
-            flags = [*CXX_FLAGS, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
-            if source.parent.name == "native" and source.stem != "native":
-                if source.stem in ISA_FLAGS and not IS_X86:
+            flags = [*CXX_FLAGS, *sanitize_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
+            if source.match("native/avx*.cpp"):
+                if source.stem not in NATIVE_FLAGS:
                     continue
-                flags += ISA_FLAGS.get(source.stem, [])
-            if source.parent.name == "ispc" and ispc_problem:
+                flags += NATIVE_FLAGS[source.stem]
+            if source.match("ispc/ispc.cpp") and ispc_problem:
                 flags.append(f'-DPACPU_ISPC_UNAVAILABLE="{ispc_problem}"')
             output = build_dir / source.relative_to(SOURCE_DIR).with_suffix(".o")
-            jobs[output] = [*CXX, *flags, "-MMD", "-c", str(source), "-o", str(output)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(make, jobs.keys(), jobs.values()))
+            commands[output] = [*CXX, *flags, "-MMD", "-c", str(source), "-o", str(output)]
+        make_all(commands)
 
-        library = Path(self.get_ext_fullpath(ext.name))
-        objects = [*jobs, *ispc_objects]
-        command = [*CXX, *map(str, objects), *LINK_FLAGS, "-o", str(library)]
-        linked = build_dir / "linked.o"  # stands for the library, which may have been moved or deleted
-        linked.with_suffix(".d").write_text(f"{linked}: {' '.join(map(str, objects))}")
-        if library.exists() and is_current(linked, command):
-            return
-        library.parent.mkdir(parents=True, exist_ok=True)
-        linked.unlink(missing_ok=True)
-        make_library(library, linked, command)
+        objects = [str(path) for path in (*commands, *ispc_objects)]
+        library = build_dir / "_pacpu.so"
+        library.with_suffix(".d").write_text(f"{library}: {' '.join(objects)}")
+        make(library, [*CXX, *objects, *sanitize_flags, "-shared", "-pthread", "-o", str(library)])
+        destination = Path(self.get_ext_fullpath(ext.name))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.unlink(missing_ok=True)  # not overwritten: a running process may have it mapped
+        shutil.copy2(library, destination)
 
     def build_ispc(self, build_dir: Path) -> tuple[list[Path], str | None]:
-        return [], "not there"
-
-
-def make_library(library: Path, linked: Path, command: list[str]) -> None:
-    print(shlex.join(command), flush=True)
-    subprocess.run(command, check=True)
-    linked.write_bytes(b"")
-    linked.with_suffix(".cmd").write_text(shlex.join(command))
+        """Objects of the ISPC kernel, or why there are none."""
+        if not IS_X86:
+            return [], "it is built on x86-64 only"
+        ispc = find_ispc()
+        if ispc is None:
+            return [], "no ISPC compiler was found when pacpu was built: run scripts/install_ispc.sh, then build again"
+        source = str(SOURCE_DIR / "ispc/attend.ispc")
+        commands = {}
+        for isa, target in ISPC_TARGETS.items():
+            for element in ELEMENTS:
+                output = build_dir / f"attend_{isa}_{element}.o"
+                defines = [f"-DELEMENT_{element}", f"-DATTEND=pacpu_ispc_{isa}_{element}"]
+                # --werror covers performance warnings, such as gathers.
+                flags = ["-O3", "--pic", "--werror", f"--target={target}", *defines]
+                dependencies = ["-M", "-MF", str(output.with_suffix(".d")), "-MT", str(output)]
+                commands[output] = [ispc, source, *flags, *dependencies, "-o", str(output)]
+        try:
+            make_all(commands)
+        except (OSError, subprocess.CalledProcessError):
+            return [], "the ISPC compiler failed when pacpu was built: see the messages of that build"
+        return list(commands), None
 
 
 setup(

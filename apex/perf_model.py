@@ -20,7 +20,7 @@ class ProfileMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over one size, piecewise linear. Sizes ascend; seconds are made to ascend (a larger job is no faster)."""
+    """Seconds over one size, piecewise linear. Sizes ascend, and seconds too: a larger job is no faster."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -28,17 +28,26 @@ class Curve:
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
             raise ValueError(f"a curve needs at least two ascending sizes, got {self.sizes}")
-        rising, highest = [], 0.0
-        for value in self.seconds:
-            highest = max(highest, value)
-            rising.append(highest)
-        object.__setattr__(self, "seconds", tuple(rising))
+        object.__setattr__(self, "seconds", tuple(_ascending(self.seconds)))
 
     def __call__(self, size: float) -> float:
         sizes, seconds = self.sizes, self.seconds
         i = min(max(bisect_right(sizes, size) - 1, 0), len(sizes) - 2)
         slope = (seconds[i + 1] - seconds[i]) / (sizes[i + 1] - sizes[i])
         return max(0.0, seconds[i] + slope * (size - sizes[i]))
+
+
+def _ascending(values: Sequence[float]) -> list[float]:
+    """The closest ascending sequence in least squares: neighbours in the wrong order share their mean."""
+    runs: list[tuple[float, int]] = []  # (mean, how many)
+    for value in values:
+        run = (value, 1)
+        while runs and runs[-1][0] > run[0]:
+            mean, count = runs.pop()
+            total = count + run[1]
+            run = ((mean * count + run[0] * run[1]) / total, total)
+        runs.append(run)
+    return [mean for mean, count in runs for _ in range(count)]
 
 
 @dataclass(frozen=True)

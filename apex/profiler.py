@@ -1,8 +1,8 @@
 """Measures the operations of a backend into a profile table, on the machine and in the state they will run in.
 
 Every size is run a few times over different layers, so that weights and caches come from memory and not from the
-processor's cache, and the median counts. CPU attention is measured while the lane computes, since both share the
-memory's bandwidth.
+processor's cache, and the lower quartile counts: whatever else runs on the machine only ever adds time. CPU attention
+is measured while the lane computes, since both share the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
 
 from apex.perf_model import Curve, ProfileTable, Surface
 from swiftllm.backend import Backend, Batch
@@ -24,7 +23,7 @@ PREFILL_TOKENS = (1, 16, 64, 256, 512)
 PREFILL_CACHED = (0, 256, 1024)
 SAMPLED_ROWS = (1, 8, 32, 128)
 SWAPPED_BLOCKS = (1, 8, 32)
-REPEATS = 5
+REPEATS = 8
 
 
 class Profiler:
@@ -82,7 +81,7 @@ class Profiler:
     def _linear_s(self, tokens: int) -> float:
         lane = self._lane(self._prefill_items(tokens))
         layers = self._layers()
-        return self._median_s(lambda: self.backend.boundary(next(layers), [lane]))
+        return self._time_s(lambda: self.backend.boundary(next(layers), [lane]))
 
     def _ends(self) -> Curve:
         return self._curve(_up_to(SAMPLED_ROWS, self.max_tokens), self._ends_s)
@@ -100,7 +99,7 @@ class Profiler:
             logits_start_s = time.perf_counter()
             self.backend.boundary(last, [lane])
             samples.append(opened_s - start_s + time.perf_counter() - logits_start_s)
-        return median(samples)
+        return _lower_quartile(samples)
 
     def _swap(self) -> Curve:
         most = min(self.num_blocks.values())
@@ -112,7 +111,7 @@ class Profiler:
         request = self._request(1, Tier.GPU)
         gpu, cpu = (self._random.sample(range(self.num_blocks[tier]), blocks) for tier in (Tier.GPU, Tier.CPU))
         swap = Swap(request, Tier.GPU, tuple(gpu), tuple(cpu))
-        return self._median_s(lambda: self.backend.swap([swap]))
+        return self._time_s(lambda: self.backend.swap([swap]))
 
     def _prefill_attention(self) -> Surface:
         longest = min(self.max_tokens, self.max_model_len // 2)
@@ -153,11 +152,11 @@ class Profiler:
             idle_busy_s = backend.submit_cpu_attention(next(cohort_layers), cohort).wait()
             hand_over_s = time.perf_counter() - start_s - idle_busy_s
             samples.append(busy_s + max(0.0, hand_over_s))
-        return median(samples[1:])
+        return _lower_quartile(samples[1:])
 
     def _attention_s(self, lane: Batch) -> float:
         layers = self._layers(self.backend.num_layers)
-        return self._median_s(lambda: self.backend.gpu_attention(next(layers), lane))
+        return self._time_s(lambda: self.backend.gpu_attention(next(layers), lane))
 
     # -- made-up work -----------------------------------------------------------------------------------------------
 
@@ -204,14 +203,14 @@ class Profiler:
             yield i % count
             i += 1
 
-    def _median_s(self, run: Callable[[], object]) -> float:
+    def _time_s(self, run: Callable[[], object]) -> float:
         run()
         samples = []
         for _ in range(REPEATS):
             start_s = time.perf_counter()
             run()
             samples.append(time.perf_counter() - start_s)
-        return median(samples)
+        return _lower_quartile(samples)
 
     def _curve(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> Curve:
         return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
@@ -225,6 +224,10 @@ class Profiler:
             curves.append(Curve(sizes, tuple(seconds(first, second) for second in sizes)))
             self._tables.clear()
         return Surface(tuple(firsts), tuple(curves))
+
+
+def _lower_quartile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 4]
 
 
 def _up_to(sizes: Sequence[int], most: int) -> list[int]:

@@ -12,8 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from evaluation.progress import RunProgress
+from evaluation.provenance import usable_cores
 from evaluation.records import RequestRecord
 from evaluation.results import FlatRecord, ResultFolder, flat_record, median_record
+
+BUSY_LOAD_PER_CORE = 0.75
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def run_experiment(
     console = console or Console()
     folder = ResultFolder(name, configuration, results_dir)
     folder.note_invocation()
+    warn_if_busy(console)
     progress = RunProgress(len(points), console)
     failed = []
     for point in points:
@@ -94,6 +98,14 @@ def run_experiment(
     summary = summarise(folder, points)
     folder.save_summary(summary)
     return Outcome(folder.path, summary, failed)
+
+
+def warn_if_busy(console: Console) -> None:
+    """Other work on the machine falls on some points and not on others; say so before minutes go by."""
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > BUSY_LOAD_PER_CORE * cores:
+        text = f"this machine is busy (load average {load:.1f} on {cores} cores): times will be noisy, use --repeats"
+        console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def summarise(folder: ResultFolder, points: Sequence[Point]) -> list[FlatRecord]:

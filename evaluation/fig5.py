@@ -14,7 +14,7 @@ from rich.table import Table
 from evaluation.claims import compare, load_claims
 from evaluation.experiment import Point
 from evaluation.figures import FigureText, Group
-from evaluation.provenance import model_identity
+from evaluation.provenance import cpu_kernels, model_identity
 from evaluation.results import FlatRecord
 from evaluation.torch_point import TorchTask
 from evaluation.traces import catalogue, load_trace
@@ -106,6 +106,7 @@ def configuration(plan: Fig5Plan, points: Sequence[Point]) -> dict[str, Any]:
     return {
         "experiment": "fig5",
         "model": model_identity(Path(plan.engine.model)),
+        "cpu_kernels": cpu_kernels(),
         "repeats": plan.repeats,
         "gpu_requests": plan.gpu_requests,
         "points": [described(point) for point in points],
@@ -142,7 +143,7 @@ def figure_text(summary: Sequence[FlatRecord], baseline: str, machine: Mapping[s
     for record in summary:
         lines[record["workload"]] = (
             f"{title_of(record)}: {record['num_requests']} requests, lengths \u00d7 {record['scale']:g}, "
-            f"{record['trace_origin']}"
+            f"{record['trace_origin']} trace"
         )
     notes = list(lines.values())
     pairs = ["; ".join(notes[i : i + 2]) for i in range(0, len(notes), 2)]
@@ -159,10 +160,11 @@ def figure_text(summary: Sequence[FlatRecord], baseline: str, machine: Mapping[s
 
 def print_results(summary: Sequence[FlatRecord], baseline: str, console: Console) -> None:
     """Our figures in short (summary.md has them all), then our ratios beside the papers' claims."""
-    table = Table(title="Figure 5", title_justify="left")
-    titles = ("workload", "output", "system", "tok/s", f"/{baseline}", "s/token", "lane busy", "CPU busy", "failed")
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("workload", "system") else "right")
+    title = f"Figure 5: output tokens/s, ratio to {baseline}, mean per-token latency, busy lane and CPU worker"
+    table = Table(title=title, title_justify="left")
+    for title in ("workload", "out", "system", "tok/s", "ratio", "s/token", "lane", "CPU", "fail"):
+        words = title in ("workload", "system")
+        table.add_column(title, justify="left" if words else "right", no_wrap=True)
     reference: dict[tuple[str, float], float | None] = {
         (r["workload"], r["output_len"]): r["output_tokens_per_s"] for r in summary if r["system"] == baseline
     }

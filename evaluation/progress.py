@@ -56,6 +56,7 @@ class TokenProgress:
                 f"{self.label}: {tokens}/{self.total_tokens} tokens, {rate:.0f} tok/s, {left}",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
 
     def __exit__(
@@ -86,11 +87,15 @@ class RunProgress:
 
     def skip_point(self, label: str) -> None:
         self.index += 1
-        self.console.print(f"{self.index}/{self.total_points} {label}: finished before", highlight=False, markup=False)
+        self.console.print(
+            f"{self.index}/{self.total_points} {label}: finished before", highlight=False, markup=False, soft_wrap=True
+        )
 
     def finish_point(self, label: str, outcome: str) -> None:
         self.finished_s.append(time.monotonic() - self.point_start)
-        self.console.print(f"{self.index}/{self.total_points} {label}: {outcome}", highlight=False, markup=False)
+        self.console.print(
+            f"{self.index}/{self.total_points} {label}: {outcome}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def format_s(seconds: float) -> str:

@@ -38,10 +38,15 @@ def machine_identity() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_gib": round(memory_bytes() / 2**30),
         "gpus": gpu_names(),
     }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
@@ -130,6 +135,15 @@ def model_identity(folder: Path) -> dict[str, Any]:
         "tokenizer": digest("tokenizer.json"),
         "weight_bytes": weights,
     }
+
+
+def cpu_kernels() -> dict[str, Any]:
+    """CPU attention kernels that this build has on this machine: what the default kernel is chosen from."""
+    try:
+        import pacpu
+    except ImportError:
+        return {"kernels": [], "isa": None}
+    return {"kernels": pacpu.kernels(), "isa": pacpu.isa()}
 
 
 def software() -> dict[str, Any]:

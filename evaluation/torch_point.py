@@ -56,17 +56,18 @@ def run_torch_point(
         replay(engine, warm_up(workload), stall_timeout_s=task.stall_timeout_s)
         with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
             result = replay(engine, workload, progress, task.stall_timeout_s)
-        description = engine.describe()
+        description, device_type = engine.describe(), engine.backend.device.type
     finally:
         engine.close()
     values = {
         "system": task.system,
-        "backend": f"torch-{description.get('device', task.engine.device)}",
-        "gpu": description.get("gpu") or None,
+        "backend": f"torch-{device_type}",
+        "gpu": description["device"] if device_type == "cuda" else None,
         "model": Path(task.engine.model).name,
-        "dtype": description.get("dtype", task.engine.dtype),
-        "num_gpu_blocks": description.get("num_gpu_blocks", task.engine.num_gpu_blocks),
-        "num_cpu_blocks": description.get("num_cpu_blocks", task.engine.num_cpu_blocks),
+        **{
+            name: description[name]
+            for name in ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
+        },
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
         **compute_metrics(result.records, result.wall_s, result.stats),

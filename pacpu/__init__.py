@@ -53,9 +53,7 @@ def paged_attention(
         ValueError: an argument does not fit the above; nothing has been written. The message names the argument and
             the offending value.
     """
-    _pacpu.paged_attention(
-        q, k, v, kv_cache, block_tables, seq_lens, out, scale, num_threads, kernel
-    )
+    _pacpu.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, num_threads, kernel)
 
 
 def kernels() -> list[str]:

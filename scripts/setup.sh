@@ -45,7 +45,7 @@ python_works() {
     "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1
 }
 
-venv_key() { "$venv/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null || echo missing; }
+python_key() { "$python" -c 'import sys; print(sys.executable, sys.version)' 2>/dev/null || echo missing; }
 make_venv() {
     if [ -e "$venv" ]; then
         python_works "$venv/bin/python" && return
@@ -96,6 +96,10 @@ print("setup: torch", torch.__version__, "with CUDA" if torch.cuda.is_available(
         || fail "$python cannot import what is needed" "$1"
 }
 
+check_own_packages() {
+    check_imports "install the missing package, or run without VENV= to get a virtual environment"
+}
+
 find_ispc() { command -v ispc || { [ -x "$cache/ispc/bin/ispc" ] && echo "$cache/ispc/bin/ispc"; } || echo none; }
 # A failed attempt is remembered too, so that a machine without network does not wait for one every time.
 ispc_key() { { cat scripts/install_ispc.sh && find_ispc; } | digest; }
@@ -106,6 +110,7 @@ install_ispc() {
 
 # setup.py compiles only what has changed, so it runs every time.
 build_native() {
+    say "native ..."
     "$python" setup.py --quiet build_ext --inplace \
         || fail "the native build failed" "read the first error above; it needs a C++17 compiler (Debian: apt install g++)"
     say "native: up to date"
@@ -120,12 +125,12 @@ prepare_model() {
 start=$SECONDS
 if [ -n "$venv" ]; then
     python="$venv/bin/python"
-    stage venv venv_key make_venv
+    stage venv python_key make_venv
     stage requirements requirements_key install_requirements
 else
     python="${PYTHON:-python3}"
     python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
-    check_imports "install the missing package, or run without VENV= to get a virtual environment"
+    stage packages python_key check_own_packages
 fi
 stage ispc ispc_key install_ispc
 build_native

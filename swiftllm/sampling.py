@@ -57,13 +57,15 @@ def _draw_token(logits: torch.Tensor, sampling: SamplingParams, draw: torch.Tens
     token_ids = None
     if 0 < sampling.top_k < len(scaled):
         scaled, token_ids = scaled.topk(sampling.top_k)
-    elif sampling.top_p < 1.0:
-        scaled, token_ids = scaled.sort(descending=True)
     # Sums over a vocabulary in float32 would lose the tail.
     probabilities = scaled.double().softmax(-1)
     if sampling.top_p < 1.0:
-        if token_ids is None:
-            probabilities, token_ids = probabilities.sort(descending=True)
+        # Tokens below this bound come to less than 1 - top_p together: the nucleus is complete without them, and
+        # only the few others need sorting.
+        likely = (probabilities >= (1.0 - sampling.top_p) / len(probabilities)).nonzero()[:, 0]
+        probabilities, order = probabilities[likely].sort(descending=True)
+        likely = likely[order]
+        token_ids = likely if token_ids is None else token_ids[likely]
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities * (before < sampling.top_p)
     cumulative = probabilities.cumsum(-1)

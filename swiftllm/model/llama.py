@@ -6,23 +6,56 @@ Activations are rows, one per token; nothing here knows of requests or of KV cac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
-from swiftllm.model.weights import LlamaWeights
-from swiftllm.ops import Ops
+from swiftllm.model.weights import LayerWeights, LlamaWeights
+from swiftllm.ops import Linear, Ops
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's norms (vectors) and matrices, each as the operation it is there for."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def of(cls, weights: LayerWeights, ops: Ops) -> Layer:
+        return cls(
+            input_norm=weights.input_norm,
+            qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
+            o=ops.make_linear(weights.o, weights.o_bias),
+            post_norm=weights.post_norm,
+            gate_up=ops.make_linear(weights.gate_up, weights.gate_up_bias),
+            down=ops.make_linear(weights.down, weights.down_bias),
+        )
 
 
 class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32."""
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops, max_model_len: int | None = None) -> None:
-        """``max_model_len``: positions in ``rotary_table``, by default what the model was made for."""
+        """Takes ``weights`` over: its layers are gone afterwards, so that packed matrices don't double the memory.
+
+        ``max_model_len``: positions in ``rotary_table``, by default what the model was made for.
+        """
         self.config = config
-        self.weights = weights
         self.ops = ops
+        self._embedding = weights.embedding
+        self._final_norm = weights.final_norm
+        self._lm_head = ops.make_linear(weights.lm_head, None)
+        self._layers: list[Layer] = []
+        while weights.layers:
+            self._layers.append(Layer.of(weights.layers.pop(0), ops))
         table = rotary_table(
             max_model_len or config.max_position_embeddings,
             config.head_dim,
@@ -33,7 +66,7 @@ class LlamaModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
-        return F.embedding(token_ids, self.weights.embedding)
+        return F.embedding(token_ids, self._embedding)
 
     def pre_attention(
         self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor
@@ -43,9 +76,9 @@ class LlamaModel:
         Returns q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: slices of one fused
         matrix, so rows lie apart.
         """
-        config, weights = self.config, self.weights.layers[layer]
+        config, weights = self.config, self._layers[layer]
         normed = self.ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias)
+        qkv = weights.qkv(normed)
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         # Q and K are neighbours: one call turns both.
         self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
@@ -58,13 +91,13 @@ class LlamaModel:
         ``attention_out [rows, num_heads, head_dim]`` and ``residual [rows, hidden_size]`` (the hidden that went into
         ``pre_attention``) to hidden ``[rows, hidden_size]``.
         """
-        weights = self.weights.layers[layer]
-        projected = F.linear(attention_out.reshape(len(residual), -1), weights.o, weights.o_bias)
+        weights = self._layers[layer]
+        projected = weights.o(attention_out.reshape(len(residual), -1))
         normed, residual = self.ops.add_rms_norm(projected, residual, weights.post_norm, self.config.rms_norm_eps)
-        gate_up = F.linear(normed, weights.gate_up, weights.gate_up_bias)
-        return F.linear(self.ops.silu_and_mul(gate_up), weights.down, weights.down_bias).add_(residual)
+        gate_up = weights.gate_up(normed)
+        return weights.down(self.ops.silu_and_mul(gate_up)).add_(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary projection: ``[rows, vocab_size]``, in the model's dtype."""
-        normed = self.ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return F.linear(normed, self.weights.lm_head)
+        normed = self.ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return self._lm_head(normed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,16 +39,12 @@ class LayerWeights:
 
 @dataclass
 class LlamaWeights:
-    """All weights; ``lm_head`` is ``embedding`` itself where the model ties them.
-
-    ``by_name`` maps the names of a Hugging Face checkpoint to the places (views of the fused matrices) they fill.
-    """
+    """All weights; ``lm_head`` is ``embedding`` itself where the model ties them."""
 
     embedding: torch.Tensor
     lm_head: torch.Tensor
     final_norm: torch.Tensor
     layers: list[LayerWeights]
-    by_name: dict[str, torch.Tensor] = field(repr=False)
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> LlamaWeights:
@@ -58,54 +54,48 @@ class LlamaWeights:
             return torch.empty(shape, device=device, dtype=dtype)
 
         hidden, ffn = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         embedding = new(config.vocab_size, hidden)
         lm_head = embedding if config.tie_word_embeddings else new(config.vocab_size, hidden)
-        final_norm = new(hidden)
-        by_name = {"model.embed_tokens.weight": embedding, "model.norm.weight": final_norm}
-        if not config.tie_word_embeddings:
-            by_name["lm_head.weight"] = lm_head
-        layers = []
-        for index in range(config.num_layers):
-            layer = LayerWeights(
+        layers = [
+            LayerWeights(
                 input_norm=new(hidden),
                 qkv=new(config.qkv_size, hidden),
-                o=new(hidden, q_size),
+                o=new(hidden, config.num_heads * config.head_dim),
                 post_norm=new(hidden),
                 gate_up=new(2 * ffn, hidden),
                 down=new(hidden, ffn),
+                qkv_bias=new(config.qkv_size) if config.attention_bias else None,
+                o_bias=new(hidden) if config.attention_bias else None,
+                gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
+                down_bias=new(hidden) if config.mlp_bias else None,
             )
-            if config.attention_bias:
-                layer.qkv_bias, layer.o_bias = new(config.qkv_size), new(hidden)
-            if config.mlp_bias:
-                layer.gate_up_bias, layer.down_bias = new(2 * ffn), new(hidden)
-            layers.append(layer)
+            for _ in range(config.num_layers)
+        ]
+        return cls(embedding, lm_head, new(hidden), layers)
 
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor]:
+        """What each tensor of a Hugging Face checkpoint fills: views of the fused matrices."""
+        places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not config.tie_word_embeddings:
+            places["lm_head.weight"] = self.lm_head
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
-            by_name[prefix + "input_layernorm.weight"] = layer.input_norm
-            by_name[prefix + "post_attention_layernorm.weight"] = layer.post_norm
-            fused = (
-                (
-                    "self_attn",
-                    ("q_proj", "k_proj", "v_proj"),
-                    (q_size, kv_size, kv_size),
-                    layer.qkv,
-                    layer.qkv_bias,
-                ),
+            places[prefix + "input_layernorm.weight"] = layer.input_norm
+            places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            matrices = (
+                ("self_attn", ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), layer.qkv, layer.qkv_bias),
                 ("self_attn", ("o_proj",), (hidden,), layer.o, layer.o_bias),
                 ("mlp", ("gate_proj", "up_proj"), (ffn, ffn), layer.gate_up, layer.gate_up_bias),
                 ("mlp", ("down_proj",), (hidden,), layer.down, layer.down_bias),
             )
-            for block, names, rows, weight, bias in fused:
+            for block, names, rows, weight, bias in matrices:
                 for kind, tensor in (("weight", weight), ("bias", bias)):
                     if tensor is not None:
                         parts = zip(names, tensor.split(rows), strict=True)
-                        by_name.update({f"{prefix}{block}.{name}.{kind}": part for name, part in parts})
-        return cls(embedding, lm_head, final_norm, layers, by_name)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.by_name.values())
+                        places.update({f"{prefix}{block}.{name}.{kind}": part for name, part in parts})
+        return places
 
 
 def load_weights(
@@ -118,6 +108,7 @@ def load_weights(
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
     weights = LlamaWeights.empty(config, device, dtype)
+    places = weights.by_checkpoint_name(config)
     # Recomputed buffers of old checkpoints, and a copy of tied embeddings, are of no use and do no harm.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -125,7 +116,7 @@ def load_weights(
     for name, tensor in _read_tensors(Path(folder)):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):
             continue
-        target = weights.by_name.get(name)
+        target = places.get(name)
         if target is None:
             unknown.append(name)
         elif target.shape != tensor.shape:
@@ -135,7 +126,7 @@ def load_weights(
         else:
             target.copy_(tensor)
             seen.add(name)
-    missing = sorted(weights.by_name.keys() - seen)
+    missing = sorted(places.keys() - seen)
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -152,7 +143,7 @@ def dummy_weights(config: ModelConfig, device: torch.device | str, dtype: torch.
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(device, dtype)
     weights = LlamaWeights.empty(config, device, dtype)
-    for name, tensor in weights.by_name.items():
+    for name, tensor in weights.by_checkpoint_name(config).items():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith("bias"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.reference import ReferenceOps
 
-__all__ = ["CpuOps", "Ops", "ReferenceOps", "select_ops"]
+__all__ = ["CpuOps", "Linear", "Ops", "ReferenceOps", "select_ops"]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Ops(Protocol):
@@ -18,6 +21,9 @@ class Ops(Protocol):
     All tensors of a call are on one device and, where not said otherwise, of one dtype; sums run in float32.
     Slots that hold no token of the request are never read: the cache need not be initialised.
     """
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """``x [rows, in]`` to ``x weight^T + bias [rows, out]``; may keep the weight in a layout of its own."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""

@@ -63,7 +63,8 @@ def test_bound() -> None:
 
 def test_curve_interpolates_extrapolates_and_never_falls() -> None:
     curve = Curve((1, 2, 4), (1.0, 3.0, 2.0))
-    assert [curve(x) for x in (1, 1.5, 2, 3, 4, 8)] == [1, 2, 3, 3, 3, 3]
+    assert [curve(x) for x in (1, 1.5, 2, 3, 4, 8)] == [1, 1.75, 2.5, 2.5, 2.5, 2.5]
+    assert Curve((1, 2, 3, 4), (4.0, 1.0, 1.0, 7.0)).seconds == (2.0, 2.0, 2.0, 7.0)
     assert Curve((0, 10), (0.0, 5.0))(20) == 10
     with pytest.raises(ValueError, match="ascending"):
         Curve((2, 1), (0.0, 1.0))

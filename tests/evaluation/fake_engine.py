@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from swiftllm.request import Request, RequestOutput, RequestRefused
 
@@ -27,6 +28,7 @@ class FakeEngine:
         self.live: list[Request] = []
         self.counters = FakeStats()
         self.closed = False
+        self.backend = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.arrivals_seen: list[tuple[str, float]] = []
 
     def add_request(self, request_id, prompt_token_ids, sampling, arrival_s=None):
@@ -70,7 +72,15 @@ class FakeEngine:
         return {"waiting": len(self.live)}
 
     def describe(self) -> dict:
-        return {"system": "fake", "device": "cpu", "dtype": "float32", "num_gpu_blocks": 3, "num_cpu_blocks": 9}
+        return {
+            "system": "fake",
+            "device": "Some CPU",
+            "dtype": "float32",
+            "num_gpu_blocks": 3,
+            "num_cpu_blocks": 9,
+            "cpu_kernel": "native",
+            "cpu_threads": 1,
+        }
 
     def close(self) -> None:
         self.closed = True

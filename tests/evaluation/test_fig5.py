@@ -103,6 +103,7 @@ def test_run_end_to_end_and_resume(model, tmp_path, fake_systems, capsys):
     assert by_system["apex"]["output_tokens_per_s"] == pytest.approx(2 * by_system["swiftllm"]["output_tokens_per_s"])
     assert by_system["apex"]["completed"] == 3 and by_system["apex"]["lane_busy_fraction"] == pytest.approx(0.5)
     assert by_system["apex"]["trace_origin"] in ("measured", "fitted") and by_system["apex"]["gpu"] is None
+    assert by_system["apex"]["backend"] == "torch-cpu"
     assert by_system["apex"]["model"] == "Tiny-Llama" and by_system["apex"]["prompts"] == "random token ids"
     assert (folder / "figure.png").stat().st_size > 20_000
     assert (folder / "figure.pdf").read_bytes().startswith(b"%PDF")

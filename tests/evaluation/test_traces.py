@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import numpy as np
 import pytest
 
 from evaluation import traces
+from evaluation.paths import REPO_ROOT
 from evaluation.traces import FittedTrace, Origin, load_trace
 
 PUBLISHED = {  # workload: (input mean, p50, p90, p99), (output mean, p50, p90, p99) of the source
@@ -99,3 +103,13 @@ def test_unknown_names_are_refused(tmp_path):
         load_trace("osc", tmp_path / "nowhere")
     with pytest.raises(ValueError, match="must rise"):
         FittedTrace("x", "x", Origin("fitted", ""), ((0, 5), (1, 3)), ((0, 1), (1, 2)))
+
+
+def test_downloaded_traces_are_found_by_their_file_names(monkeypatch):
+    path = REPO_ROOT / "scripts" / "download_traces.py"
+    spec = importlib.util.spec_from_file_location("download_traces", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "download_traces", module)  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    known = {source["file"] for entry in traces.catalogue().values() for source in entry["sources"]}
+    assert {f"{source.stem}.csv" for source in module.SOURCES} <= known

@@ -158,16 +158,13 @@ PACPU_INLINE void score(const Segment& segment, const float* queries, const Chun
                         float* scores) {
     constexpr int tokens = width / heads;
     const int dim = segment.head_dim, whole = dim - dim % width;
-    const ptrdiff_t row_bytes = dim * (ptrdiff_t)sizeof(T);
     for (int first = 0; first < chunk.num_tokens; first += tokens) {
         const T* const* keys = chunk.keys + first;
-        if (prefetch) {
-            for (int t = 0; t < tokens; ++t)
-                for (ptrdiff_t at = 0; at < row_bytes; at += cache_line)
-                    __builtin_prefetch((const char*)prefetch->keys[first + t] + at);
-        }
         Floats sums[width] = {};
         auto step = [&](int at, auto load_key) __attribute__((always_inline)) {
+            // Spread over the steps: a burst of prefetches would wait for free line-fill buffers.
+            if (prefetch && at * sizeof(T) % cache_line == 0)
+                for (int t = 0; t < tokens; ++t) __builtin_prefetch(prefetch->keys[first + t] + at);
 #pragma GCC unroll 16
             for (int t = 0; t < tokens; ++t) {
                 const Floats key = load_key(keys[t] + at);

@@ -1,0 +1,21 @@
+"""`apex doctor`: can the engine run here, and what is there to run it on?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Look at this machine: compilers, CPU kernels, GPU, memory and its speed, model, profile tables.
+
+    Exits with 0 if the engine can run here, else with 1.
+    """
+
+    def run(self) -> int:
+        from apex.cli.output import stdout_console
+        from apex.doctor import can_run, examine, print_report
+
+        report = examine()
+        print_report(report, stdout_console())
+        return 0 if can_run(report) else 1

@@ -1,0 +1,110 @@
+"""`apex generate`: complete prompts and print the texts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from apex.cli.errors import InputError, input_errors
+from apex.cli.flags import (
+    EngineFlags,
+    ModelDir,
+    ProfileFile,
+    SamplingFlags,
+    StrategyFlags,
+    SystemName,
+    build,
+)
+from apex.progress import progress_bar
+
+if TYPE_CHECKING:
+    from swiftllm.engine import Engine
+    from swiftllm.request import RequestOutput
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Complete prompts and print the texts."""
+
+    model: ModelDir
+    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
+    prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
+    """Texts to complete; without any, each line of standard input is one."""
+    system: SystemName = "apex"
+    """How the CPU helps: not at all (swiftllm), or as one of the papers has it."""
+    chat: bool = False
+    """Put each prompt to the model as a user's message, in its own chat template."""
+    profile: ProfileFile = None
+    """Profile table to use; by default the cached one, measured on the first start."""
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+    strategy: StrategyFlags = field(default_factory=StrategyFlags)
+
+    def run(self) -> int:
+        prompts = self.prompts or read_lines()
+        with input_errors():
+            sampling = self.sampling.params()
+        for engine in build([self.system], self.model, self.engine, self.strategy, self.profile):
+            with input_errors():
+                for index, prompt in enumerate(encode(engine, prompts, self.chat)):
+                    engine.add_request(str(index), prompt, sampling)
+            start_s = engine.now()
+            num_tokens = self._print_one(engine) if len(prompts) == 1 else self._print_all(engine, prompts)
+            seconds = engine.now() - start_s
+            print(f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        return 0
+
+    def _print_one(self, engine: Engine) -> int:
+        """Print a lone answer as it comes."""
+        stream = engine.tokenizer.stream()
+        outputs = finish(engine, lambda output: print(stream.push(output.new_token_ids), end="", flush=True))
+        print(stream.finish())
+        return len(outputs["0"].token_ids)
+
+    def _print_all(self, engine: Engine, prompts: Sequence[str]) -> int:
+        """Print the answers below their prompts, in the order of the prompts."""
+        total = len(prompts) * self.sampling.max_tokens
+        done = 0
+        with progress_bar("generating") as report:
+
+            def count(output: RequestOutput) -> None:
+                nonlocal done
+                done += len(output.new_token_ids)
+                report(done / total, f"{done} tokens")
+
+            outputs = finish(engine, count)
+        for index, prompt in enumerate(prompts):
+            print(f"{'' if index == 0 else chr(10)}>>> {prompt}")
+            print(engine.tokenizer.decode(outputs[str(index)].token_ids))
+        return done
+
+
+def read_lines() -> tuple[str, ...]:
+    """One prompt per line of standard input that is not blank."""
+    prompts = () if sys.stdin.isatty() else tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+    if not prompts:
+        raise InputError("no prompt: give one or more as arguments, or one per line on standard input")
+    return prompts
+
+
+def encode(engine: Engine, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ValueError("the model folder has no tokenizer (tokenizer.json): text can be neither read nor written")
+    if chat:
+        return [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [tokenizer.encode(prompt) for prompt in prompts]
+
+
+def finish(engine: Engine, on_output: Callable[[RequestOutput], None]) -> dict[str, RequestOutput]:
+    """Run the engine until nothing is left; returns the last output of each request."""
+    outputs = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            on_output(output)
+            outputs[output.request_id] = output
+    return outputs

@@ -1,0 +1,108 @@
+"""`apex profile`: measure what the schedulers predict from, and show the key figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apex.cli.errors import input_errors
+from apex.cli.flags import EngineFlags, ModelDir, ProfileFile
+from apex.cli.output import number, ratio, stdout_console, table
+from apex.doctor import cached_profiles
+from apex.perf_model import PerfModel, ProfileTable, Surface
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swiftllm.config import EngineConfig
+    from swiftllm.torch_backend import TorchBackend
+
+LINEAR_TOKENS = (1, 16, 128)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measure this machine and model into a profile table, and print its key figures.
+
+    Engines measure one on their first start; run this to see it, to measure again, or to keep it in a file. A table
+    is good for one set of engine flags: give the same ones here as to the command that is to use it.
+    """
+
+    model: ModelDir
+    """Hugging Face folder of a Llama-family model."""
+    output: ProfileFile = None
+    """Write the table to this file; by default to the cache, where engines find it."""
+    engine: EngineFlags = field(default_factory=EngineFlags)
+
+    def run(self) -> int:
+        with input_errors():
+            from apex.cpu_worker import CpuWorker
+            from apex.systems import profile_identity
+            from swiftllm.torch_backend import TorchBackend
+
+            config = self.engine.config(self.model)
+            # With the worker that serves: CPU attention is measured while the lane computes, as it will run.
+            backend = TorchBackend(config, CpuWorker())
+            identity = profile_identity(config, backend)
+        try:
+            profile, path = self._measure(config, backend, identity)
+            console = stdout_console()
+            bytes_per_token = backend.kv_bytes_per_block / backend.block_size / backend.num_layers
+            console.print(key_figures(profile, backend.num_layers, bytes_per_token))
+            console.print(f"\nwritten to {path}", soft_wrap=True)
+        finally:
+            backend.close()
+        return 0
+
+    def _measure(
+        self, config: EngineConfig, backend: TorchBackend, identity: Mapping[str, str]
+    ) -> tuple[ProfileTable, Path]:
+        from apex.systems import load_or_measure, measure_profile
+
+        if self.output is not None:
+            profile = measure_profile(config, backend)
+            with input_errors():
+                profile.save(self.output)
+            return profile, self.output
+        for path in cached_paths(identity):
+            path.unlink()
+        profile = load_or_measure(config, backend)
+        return profile, *cached_paths(identity)
+
+
+def cached_paths(identity: Mapping[str, str]) -> list[Path]:
+    return [path for path, found in cached_profiles().items() if found == identity]
+
+
+def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) -> Table:
+    """What decides whether and how offloading pays, one figure a line. ``bytes_per_token``: K and V in one layer."""
+    model = PerfModel(profile, num_layers)
+    gpu, cpu = attention_rate(profile.gpu_attention), attention_rate(profile.cpu_attention)
+    rows = [
+        (
+            f"linear layers, {tokens} token{'s' if tokens > 1 else ''}",
+            f"{model.linear_s(tokens) * 1e3:.2f}",
+            "ms a layer",
+        )
+        for tokens in LINEAR_TOKENS
+    ]
+    rows += [
+        ("  about flat up to (the knee)", str(model.linear_knee_tokens), "tokens"),
+        ("GPU attention rate N_G", rate_text(gpu), "context tokens/s, one layer"),
+        ("CPU attention rate N_C", rate_text(cpu), "context tokens/s, one layer"),
+        ("  which reads", number(cpu and cpu * bytes_per_token / 1e9, ".2f"), "GB/s of K and V"),
+        ("N_G / N_C", number(ratio(gpu, cpu), ".2f"), "pipelining wants it small (inequality 6)"),
+    ]
+    return table(("figure", "value", "unit"), rows, left=("figure", "unit"))
+
+
+def attention_rate(surface: Surface) -> float | None:
+    """Context tokens per second and layer at the largest size measured; None if the tier was too small to measure."""
+    requests, curve = surface.firsts[-1], surface.curves[-1]
+    return ratio(requests * curve.sizes[-1], curve.seconds[-1])
+
+
+def rate_text(rate: float | None) -> str:
+    return number(rate and rate / 1e6, ".2f") + (" M" if rate else "")

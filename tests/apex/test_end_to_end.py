@@ -1,0 +1,142 @@
+"""Greedy tokens are the same under every system and strategy, and the same as transformers' (float32)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import apex.systems
+import swiftllm
+from apex.config import StrategyConfig
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.paths import cache_dir
+from swiftllm.plan import Strategy
+from swiftllm.request import SamplingParams
+from tests.reference.fake_engine import flat_table
+from tests.reference.tiny_model import make_tiny_llama
+
+OVERLAP = StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=0)
+VARIANTS = {
+    "swiftllm": ("swiftllm", StrategyConfig(), False),
+    "neo": ("neo", StrategyConfig(strategy="asymmetric-pipelining"), False),
+    "neo-synchronous": ("neo", StrategyConfig(strategy="asymmetric-pipelining"), True),
+    "fastdecode": ("fastdecode", StrategyConfig(), False),
+    "apex": ("apex", StrategyConfig(), False),
+    "apex-pipelining": ("apex", StrategyConfig(strategy="asymmetric-pipelining"), False),
+    "apex-overlap": ("apex", OVERLAP, False),
+    "apex-overlap-synchronous": ("apex", OVERLAP, True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_up_profile():
+    """Decisions must not hang on how busy this machine is: the rules see a fixed table."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(apex.systems, "load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
+    yield
+    patch.undo()
+
+
+def judge(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+    """Greedy continuations by transformers, stopping after the end-of-sequence token."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    eos = model.generation_config.eos_token_id
+    outputs = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            tokens = model.generate(
+                torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=eos
+            )
+        outputs.append(tuple(tokens[0, len(prompt) :].tolist()))
+    return outputs
+
+
+def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_tokens: int, **pools: int):
+    system, strategy, synchronous = VARIANTS[variant]
+    config = EngineConfig(
+        str(model_dir), device="cpu", dtype="float32", max_num_batched_tokens=48, synchronous=synchronous, **pools
+    )
+    engine = build_system(system, config, strategy)
+    for tensor in engine.backend.kv_pools.tensors.values():
+        tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
+    requests = [
+        engine.add_request(str(i), prompt, SamplingParams(max_tokens=max_tokens)) for i, prompt in enumerate(prompts)
+    ]
+    for _ in range(20_000):
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished(), engine.state()
+    engine.kv.check()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    stats = engine.stats()
+    engine.close()
+    return [tuple(request.output_token_ids) for request in requests], stats
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    model_dir = make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 60))] for _ in range(40)]
+    return model_dir, prompts, judge(model_dir, prompts, 24)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
+    model_dir, prompts, expected = tiny
+    outputs, stats = serve(model_dir, variant, prompts, 24, block_size=4, num_gpu_blocks=60, num_cpu_blocks=1000)
+    assert outputs == expected
+    if variant != "swiftllm":
+        assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+
+
+@pytest.mark.parametrize("variant", ["swiftllm", "neo", "apex", "apex-overlap"])
+def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
+    model_dir, prompts, expected = tiny
+    outputs, stats = serve(model_dir, variant, prompts, 24, block_size=4, num_gpu_blocks=25, num_cpu_blocks=26)
+    assert outputs == expected
+    assert stats.swapped_blocks > 0
+
+
+def test_offline_api(tiny) -> None:
+    model_dir, prompts, expected = tiny
+    for scheduler in ("swiftllm", "apex"):
+        llm = swiftllm.LLM(
+            model_dir, scheduler=scheduler, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
+        )
+        outputs = llm.generate(prompts[:6], SamplingParams(max_tokens=24))
+        assert [output.token_ids for output in outputs] == expected[:6]
+        with pytest.raises(swiftllm.RequestRefused, match="empty"):
+            llm.generate([prompts[0], []])
+        assert not llm.engine.has_unfinished()
+        llm.close()
+    with pytest.raises(ValueError, match="unknown system 'vllm'"):
+        swiftllm.LLM(model_dir, scheduler="vllm")
+
+
+MODEL = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if not MODEL.exists():
+        pytest.skip("no SmolLM2 folder: `make setup` makes it")
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000, 40_000) for _ in range(rng.randint(4, 32))] for _ in range(32)]
+    return prompts, judge(MODEL, prompts, 12)
+
+
+@pytest.mark.parametrize("variant", ["swiftllm", "neo", "fastdecode", "apex", "apex-overlap"])
+def test_smollm2_equals_transformers_with_forced_offloading(smollm2, variant: str) -> None:
+    """32 requests at once, a GPU pool of about four, on a real model."""
+    prompts, expected = smollm2
+    outputs, stats = serve(MODEL, variant, prompts, 12, num_gpu_blocks=12, num_cpu_blocks=200)
+    assert outputs == expected
+    assert (stats.cpu_busy_s > 0) == (variant != "swiftllm")

@@ -1,0 +1,87 @@
+"""Moves lanes and cohorts across a backend by hand, with shuffled block tables and pools full of NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from swiftllm.plan import LaneItem, Swap
+from swiftllm.request import Request, SamplingParams, Tier
+from swiftllm.torch_backend import TorchBackend
+
+
+class BackendDriver:
+    """Owns the block tables of a backend whose pools it has filled with NaN."""
+
+    def __init__(self, backend: TorchBackend, seed: int = 0) -> None:
+        self.backend = backend
+        for pool in backend.kv_pools.tensors.values():
+            pool.fill_(torch.nan)
+        rng = random.Random(seed)
+        self.free = {Tier.GPU: list(range(backend.num_gpu_blocks)), Tier.CPU: list(range(backend.num_cpu_blocks))}
+        for blocks in self.free.values():
+            rng.shuffle(blocks)
+        self.tables: dict[str, list[int]] = {}
+        backend.block_tables = self.tables
+
+    def admit(self, request_id: str, prompt: Sequence[int], tier: Tier, sampling: SamplingParams) -> Request:
+        """A new request with blocks for all tokens it can come to."""
+        request = Request(request_id, tuple(prompt), sampling)
+        request.tier = tier
+        count = -(-request.max_kv_tokens // self.backend.block_size)
+        self.tables[request_id] = [self.free[tier].pop() for _ in range(count)]
+        return request
+
+    def run(self, items: Sequence[LaneItem], riders: Sequence[Request] = ()) -> dict[str, int]:
+        """One iteration: the lane, and a cohort riding every boundary; appends the tokens to their requests."""
+        backend = self.backend
+        lane = backend.open_lane(items)
+        cohort = backend.open_cohort(riders)
+        last = backend.num_layers - 1
+        for layer in range(-1, last):
+            backend.boundary(layer, [lane, cohort])
+            if riders:
+                ticket = backend.submit_cpu_attention(layer + 1, cohort)
+            backend.gpu_attention(layer + 1, lane)
+            if riders:
+                ticket.wait()
+        tokens = dict(backend.boundary(last, [lane, cohort]))
+        for request in [item.request for item in items] + list(riders):
+            if request.request_id in tokens:
+                request.append_token(tokens[request.request_id], 0.0)
+        return tokens
+
+    def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> dict[str, int]:
+        """Compute all known tokens of the requests, at most ``chunk`` of each per iteration."""
+        start, tokens = 0, {}
+        lens = {r.request_id: r.num_tokens for r in requests}
+        while start < max(lens.values()):
+            items = []
+            for r in requests:
+                count = min(chunk or lens[r.request_id], lens[r.request_id] - start)
+                if count > 0:
+                    items.append(LaneItem(r, start, count, r.tier, is_prefill=True))
+            tokens.update(self.run(items))
+            start += chunk or max(lens.values())
+        return tokens
+
+    def decode(self, requests: Sequence[Request]) -> dict[str, int]:
+        """One decode step: GPU requests in the lane, CPU requests riding along."""
+        gpu = [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests if r.tier is Tier.GPU]
+        return self.run(gpu, [r for r in requests if r.tier is Tier.CPU])
+
+    def move(self, requests: Sequence[Request]) -> None:
+        """Swap the requests to the other tier and poison what they leave behind."""
+        swaps = []
+        for request in requests:
+            source, old = request.tier, self.tables[request.request_id]
+            new = [self.free[source.other].pop(0) for _ in old]
+            swaps.append(Swap(request, source, tuple(old), tuple(new)))
+            self.tables[request.request_id] = new
+            request.tier = source.other
+        self.backend.swap(swaps)
+        for swap in swaps:
+            self.backend.kv_pools.tensors[swap.source][:, list(swap.source_blocks)] = torch.nan
+            self.free[swap.source].extend(swap.source_blocks)
