@@ -72,10 +72,10 @@ def build_system(
     strategy = strategy or StrategyConfig()
     worker = InlineWorker() if config.synchronous else CpuWorker()
     backend = TorchBackend(config, worker)
-    limits = scheduler_limits(config, backend)
+    limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
     table = load_or_measure(config, backend, profile)
     model = PerfModel(table, backend.num_layers)
-    scheduler = SCHEDULERS[name](limits, make_kv_manager(backend), backend.now, model, strategy)
+    scheduler = SCHEDULERS[name](limits, kv, backend.now, model, strategy)
     details = {"strategy": asdict(strategy), "profile": dict(table.identity)}
     return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
 

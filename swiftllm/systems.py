@@ -50,7 +50,13 @@ def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLi
 
 
 def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
-    """The block tables of the backend's two pools; the backend reads them from here."""
+    """The block tables of the backend's two pools; the backend reads them from here.
+
+    Raises:
+        ValueError: there is no KV cache at all.
+    """
+    if backend.num_gpu_blocks + backend.num_cpu_blocks == 0:
+        raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size)
     backend.block_tables = kv.block_tables
     return kv

@@ -99,9 +99,14 @@ def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) 
 
 
 def attention_rate(surface: Surface) -> float | None:
-    """Context tokens per second and layer at the largest size measured; None if the tier was too small to measure."""
-    requests, curve = surface.firsts[-1], surface.curves[-1]
-    return ratio(requests * curve.sizes[-1], curve.seconds[-1])
+    """Context tokens per second in one layer, at the best of the sizes measured; None if the tier was too small."""
+    rates = [
+        requests * context / seconds
+        for requests, curve in zip(surface.firsts, surface.curves, strict=True)
+        for context, seconds in zip(curve.sizes, curve.seconds, strict=True)
+        if seconds > 0
+    ]
+    return max(rates, default=None)
 
 
 def rate_text(rate: float | None) -> str:

@@ -1,0 +1,276 @@
+"""What each strategy is worth: the same requests with strategies forced, switched off, or run synchronously.
+
+python scripts/ablation.py [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from apex.cli.output import mix, number, ratio, stdout_console, table
+from apex.cli.profile import attention_rate
+from apex.config import StrategyConfig
+from apex.inequality import offload_bound_tokens_per_s
+from evaluation.experiment import Point, PointResult, RunPoint, run_experiment
+from evaluation.paths import RESULTS_DIR, default_model
+from evaluation.provenance import model_identity
+from evaluation.results import FlatRecord
+from evaluation.torch_point import TorchTask, run_torch_point
+from evaluation.traces import Origin, TraceRow
+from evaluation.workloads import Lengths, WorkloadSpec
+from swiftllm.config import DeviceName, DtypeName, EngineConfig
+
+if TYPE_CHECKING:
+    from swiftllm.engine import Engine
+
+BASELINE = "swiftllm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system and what is changed about it."""
+
+    name: str
+    system: str
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    synchronous: bool = False
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(BASELINE, "swiftllm"),
+        Row("neo", "neo"),
+        Row("fastdecode", "fastdecode"),
+        Row("apex", "apex"),
+        Row("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
+        Row("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
+        Row("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
+        Row("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
+        Row("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
+        Row("synchronous", "apex", synchronous=True),
+    )
+}
+MEANINGS = (
+    "neo, fastdecode, apex as their papers have them; the others are apex with: force-* one strategy forced; no-* one "
+    "switched off; no-threshold: overlap with however few CPU requests; synchronous: CPU attention inline, no overlap"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Toggle strategies on one workload and print what each is worth.
+
+    The GPU tier holds a few requests, all the others wait or go to the CPU. Running the same command again goes on
+    where the last one stopped.
+    """
+
+    model: Path | None = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
+    rows: tuple[str, ...] = tuple(ROWS)
+    """Rows of the table to measure."""
+    num_requests: int = 64
+    """Requests, all there from the start."""
+    input_len: int = 32
+    """Prompt tokens of each."""
+    output_len: int = 32
+    """Output tokens of each."""
+    gpu_requests: int = 4
+    """Requests that fit the GPU tier at once."""
+    repeats: int = 1
+    """Measure every row so often and take medians."""
+    device: DeviceName = "auto"
+    """Where the linear layers run."""
+    dtype: DtypeName = "auto"
+    """Weights, activations and KV cache."""
+    cpu_threads: int = 1
+    """Threads of the CPU attention worker."""
+    seed: int = 0
+    """Seed of the prompts."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to ablation/<run>/ in this folder."""
+
+
+@dataclass(frozen=True)
+class RowTask:
+    row: Row
+    task: TorchTask
+
+
+def make_points(options: Options) -> list[Point]:
+    """A point per row and repeat.
+
+    Raises:
+        ValueError: an option does not fit; the message says what to do.
+    """
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        raise ValueError(f"no rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    for name in ("num_requests", "input_len", "output_len", "gpu_requests", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    model = options.model or default_model()
+    if not (model / "config.json").is_file():
+        remedy = "point --model at a Hugging Face folder" if options.model else "type `make setup` to fetch it"
+        raise ValueError(f"no model in {model}: {remedy}")
+    spec = WorkloadSpec(f"fixed-{options.input_len}-{options.output_len}", options.num_requests, seed=options.seed)
+    origin = Origin("synthetic", "requests of one size, all at once")
+    row = TraceRow(options.input_len, options.output_len, 0.0)
+    lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
+    engine = EngineConfig(str(model), device=options.device, dtype=options.dtype, cpu_threads=options.cpu_threads)
+    blocks = -(-(options.input_len + options.output_len) // engine.block_size)
+    engine = replace(
+        engine, num_gpu_blocks=options.gpu_requests * blocks, num_cpu_blocks=(options.num_requests + 1) * blocks
+    )
+    points = []
+    for repeat in range(options.repeats):
+        turn = repeat % len(options.rows)  # no row always goes first
+        for name in options.rows[turn:] + options.rows[:turn]:
+            config = replace(engine, synchronous=ROWS[name].synchronous)
+            task = TorchTask(ROWS[name].system, config, lengths, {"row": name})
+            key = name + (f"-{repeat}" if options.repeats > 1 else "")
+            points.append(Point(key, name, name, RowTask(ROWS[name], task)))
+    return points
+
+
+def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
+    """What decides the numbers."""
+
+    def described(point: Point) -> dict[str, Any]:
+        row, task = point.task.row, point.task.task
+        engine = {name: value for name, value in asdict(task.engine).items() if name != "model"}
+        return {"key": point.key, "row": asdict(row), "engine": engine, "lengths": task.lengths.digest()}
+
+    model = model_identity(options.model or default_model())
+    return {"experiment": "ablation", "model": model, "points": [described(point) for point in points]}
+
+
+def run_row(point: Point, label: str, console: Console) -> PointResult:
+    """Run a point with its row's strategy, and keep what the bound is computed from."""
+    row, task = point.task.row, point.task.task
+    predictions: dict[str, float | None] = {}
+
+    def build(system: str, config: EngineConfig) -> Engine:
+        from apex.systems import build_system
+
+        engine = build_system(system, config, row.strategy)
+        predictions.update(figures_of_bound(engine, task.lengths.spec.num_requests))
+        return engine
+
+    result = run_torch_point(replace(point, task=task), label, console, build)
+    stats = result.details["engine_stats"]
+    values = {
+        **result.values,
+        "strategy_mix": mix(stats["strategy_iterations"]),
+        "predicted_over_actual": ratio(stats["predicted_s"] or None, stats["duration_s"]),
+        **predictions,
+    }
+    return replace(result, values=values)
+
+
+def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:
+    """From the engine's profile table: how fast the CPU reads KV cache, and what the lane can pass at most (in tokens
+    per second, linear layers alone, with any batch up to ``num_requests``). Nothing for a system without a table."""
+    model = getattr(engine.scheduler, "model", None)
+    if model is None:
+        return {}
+    backend, profile = engine.backend, model.table
+    bytes_per_token = backend.kv_bytes_per_block / backend.block_size
+    rate = attention_rate(profile.cpu_attention)
+    batches = [n for n in (*map(int, profile.linear.sizes), num_requests) if n <= num_requests]
+    return {
+        "kv_bytes_per_token": bytes_per_token,
+        "cpu_bytes_per_s": None if rate is None else rate * bytes_per_token / model.num_layers,
+        "lane_limit_tokens_per_s": max(n / (model.num_layers * model.linear_s(n)) for n in batches),
+    }
+
+
+def results_table(summary: Sequence[FlatRecord]) -> Table:
+    base = next((record["output_tokens_per_s"] for record in summary if record["row"] == BASELINE), None)
+    rows = [
+        (
+            record["row"],
+            number(record["output_tokens_per_s"], ".1f"),
+            number(ratio(record["output_tokens_per_s"], base), ".2f"),
+            number(record["lane_busy_fraction"], ".0%"),
+            number(record["cpu_busy_fraction"], ".0%"),
+            number(record["preemptions"], ".0f"),
+            number(record["predicted_over_actual"], ".2f"),
+            number(record["failed"], ".0f"),
+            record["strategy_mix"],
+        )
+        for record in summary
+    ]
+    columns = ("row", "tok/s", f"/{BASELINE}", "lane busy", "CPU busy", "preempted", "predicted/actual", "failed",
+               "strategy mix (iterations)")  # fmt: skip
+    return table(columns, rows, left=("row", "strategy mix (iterations)"))
+
+
+def bound_text(summary: Sequence[FlatRecord]) -> str:
+    """The best row beside what no schedule can exceed, and what it ran into instead."""
+    base = next((record for record in summary if record["row"] == BASELINE), None)
+    profiled = next((record for record in summary if record.get("cpu_bytes_per_s")), None)
+    measured = [record for record in summary if record["output_tokens_per_s"]]
+    if base is None or not base["output_tokens_per_s"] or profiled is None:
+        return f"No bound: it takes the row {BASELINE} and one of a system that uses the CPU."
+    best = max(measured, key=lambda record: record["output_tokens_per_s"])
+    context = base["input_len"] + base["output_len"] / 2
+    cpu, kv_bytes = profiled["cpu_bytes_per_s"], profiled["kv_bytes_per_token"]
+    bound = offload_bound_tokens_per_s(base["output_tokens_per_s"], cpu, kv_bytes, context)
+    text = (
+        f"Bound: GPU-only {base['output_tokens_per_s']:.1f} + CPU attention {cpu / 1e9:.2f} GB/s / ({kv_bytes:.0f} B x "
+        f"{context:.0f} tokens of context) = {bound:.0f} tokens/s. Best measured: {best['row']}, "
+        f"{best['output_tokens_per_s']:.1f} tokens/s, {best['output_tokens_per_s'] / bound:.0%} of it."
+    )
+    limit = profiled["lane_limit_tokens_per_s"]
+    if limit < bound:
+        where = "one CPU core" if base["backend"] == "torch-cpu" else base["gpu"] or "this device"
+        text += (
+            f"\nThe bound takes the linear layers of offloaded requests for free. On {where} they are not: they alone "
+            f"pass at most {limit:.0f} tokens/s with up to {base['num_requests']} requests in a batch"
+            + (", and a lane on a CPU pays for every token more." if base["backend"] == "torch-cpu" else ".")
+        )
+    if (busy := best["lane_busy_fraction"]) is not None:
+        text += f"\nThe lane of the best row was busy {busy:.0%} of the time, its CPU worker "
+        text += f"{number(best['cpu_busy_fraction'], '.0%')}."
+    return text
+
+
+def main(options: Options, run_point: RunPoint = run_row, console: Console | None = None) -> int:
+    """Run, print, tell where the results are. Returns the exit status: 0 when every row is finished."""
+    console = console or stdout_console()
+    try:
+        points = make_points(options)
+    except ValueError as error:
+        print(f"ablation: {error}", file=sys.stderr)
+        return 2
+    settings = configuration(options, points)
+    outcome = run_experiment("ablation", settings, points, run_point, options.results_dir, console)
+    if outcome.summary:
+        first = outcome.summary[0]
+        console.print(
+            f"\n{first['model']} ({first['dtype']}), {options.num_requests} requests of {options.input_len} in / "
+            f"{options.output_len} out, {options.gpu_requests} of them fit the GPU tier",
+            soft_wrap=True,
+        )
+        console.print(results_table(outcome.summary))
+        console.print(f"\n{MEANINGS}.\n\n{bound_text(outcome.summary)}\n")
+    for label in outcome.failed:
+        console.print(f"failed: {label}, see errors/ in the results", style="bold red", markup=False)
+    console.print(f"summary, raw records and provenance: {outcome.folder}", soft_wrap=True)
+    return 1 if outcome.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, prog="scripts/ablation.py")))
