@@ -5,7 +5,7 @@ one by one and only when they, their headers or their command have changed.
 
 ISPC is looked for in $ISPC, on PATH, and in <cache>/ispc/bin (<cache> is $APEX_CACHE_DIR or ~/.cache/apex). Without
 it the build goes on, and `pacpu.unavailable()` says why. PACPU_SANITIZE=1 adds the address and undefined-behaviour
-sanitizers; then run Python with LD_PRELOAD="$(g++ -print-file-name=libasan.so)" and ASAN_OPTIONS=detect_leaks=0.
+sanitizers; then run Python with ASAN_OPTIONS=detect_leaks=0 and g++'s libasan.so and libstdc++.so.6 in LD_PRELOAD.
 """
 
 import os

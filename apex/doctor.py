@@ -146,7 +146,7 @@ def machine() -> Iterator[Finding]:
     load = os.getloadavg()[0]
     busy = load > usable_cores() / 2
     remark = f", busy with other work (load {load:.1f}): measured figures will be low" if busy else ""
-    yield Finding("CPU", f"{cpu_name()} usable cores, {platform.machine()}{remark}", "note" if busy else "ok")
+    yield Finding("CPU", f"{cpu_name()} ({platform.machine()}){remark}", "note" if busy else "ok")
     flags = cpu_flags()
     yield Finding("CPU features", ", ".join(f"{'' if name in flags else 'no '}{name}" for name in CPU_FLAGS))
     total, available = memory_bytes()

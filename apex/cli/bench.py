@@ -21,7 +21,7 @@ from apex.cli.flags import (
     ProfileFile,
     StrategyFlags,
     SystemName,
-    build,
+    running,
 )
 from apex.cli.output import mix, number, ratio, stdout_console, table
 from apex.progress import progress_bar
@@ -70,10 +70,13 @@ class Bench:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         records: list[dict[str, Any]] = []
-        for engine in build(self.system, self.model, self.engine, self.strategy, self.profile):
-            if not records:
-                self._print_setting(engine)
-            records.append(self._measure(engine))
+        with input_errors():
+            config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)
+        for system in self.system:
+            with running(system, config, strategy, self.profile) as engine:
+                if not records:
+                    self._print_setting(engine)
+                records.append(self._measure(engine))
         stdout_console().print(figures_table(records))
         if self.output is not None:
             with input_errors():

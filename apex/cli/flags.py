@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -59,26 +59,31 @@ class SamplingFlags(Unchecked, SamplingParams):
 class StrategyFlags(Unchecked, StrategyConfig):
     """How the CPU is used."""
 
-    def config(self) -> StrategyConfig:
+    def config(self, *systems: SystemName) -> StrategyConfig:
+        """
+        Raises:
+            InputError: strategies are asked for and none of ``systems`` has any.
+            ValueError: the flags contradict each other.
+        """
+        if set(systems) == {"swiftllm"} and self != StrategyFlags():
+            raise InputError(
+                "the strategy flags mean nothing to swiftllm, which is GPU-only: drop them, or name another --system"
+            )
         return StrategyConfig(**asdict(self))
 
 
-def build(
-    systems: Sequence[SystemName], model: Path, engine: EngineFlags, strategy: StrategyFlags, profile: Path | None
+@contextmanager
+def running(
+    system: SystemName, config: EngineConfig, strategy: StrategyConfig, profile: Path | None
 ) -> Iterator[Engine]:
-    """The engines that a command's flags ask for, one after the other; each is closed before the next is built.
+    """The engine that a command's flags ask for, closed at the end.
 
     Raises:
         InputError: they ask for something that cannot be had; the message says what to do.
     """
-    if set(systems) == {"swiftllm"} and strategy != StrategyFlags():
-        raise InputError(
-            "the strategy flags mean nothing to swiftllm, which is GPU-only: drop them, or name another --system"
-        )
-    for system in systems:
-        with input_errors():
-            from apex.systems import build_system
+    with input_errors():
+        from apex.systems import build_system
 
-            built = build_system(system, engine.config(model), strategy.config(), profile=profile)
-        with closing(built):
-            yield built
+        engine = build_system(system, config, strategy, profile=profile)
+    with closing(engine):
+        yield engine

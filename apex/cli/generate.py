@@ -17,7 +17,7 @@ from apex.cli.flags import (
     SamplingFlags,
     StrategyFlags,
     SystemName,
-    build,
+    running,
 )
 from apex.progress import progress_bar
 
@@ -48,7 +48,8 @@ class Generate:
         prompts = self.prompts or read_lines()
         with input_errors():
             sampling = self.sampling.params()
-        for engine in build([self.system], self.model, self.engine, self.strategy, self.profile):
+            config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
+        with running(self.system, config, strategy, self.profile) as engine:
             with input_errors():
                 for index, prompt in enumerate(encode(engine, prompts, self.chat)):
                     engine.add_request(str(index), prompt, sampling)
