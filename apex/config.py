@@ -11,7 +11,7 @@ StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronou
 @dataclass(frozen=True)
 class StrategyConfig:
     strategy: StrategyName = "auto"
-    """Force one strategy whenever CPU requests are there; auto leaves it to the system's own rule."""
+    """Force one strategy for CPU requests, whatever the model predicts; auto leaves it to the system's own rule."""
     disable_asymmetric_pipelining: bool = False
     """Never split the batch in two (NEO section 3.1)."""
     disable_asynchronous_overlap: bool = False
@@ -19,7 +19,7 @@ class StrategyConfig:
     disable_partial_progress_priority: bool = False
     """Do not put cohorts that are part of the way through their token first (APEX section 3.4)."""
     min_cpu_request_ratio: float = 8.0
-    """Start asynchronous overlap only with this many CPU requests per GPU request (APEX section 4.2)."""
+    """Unless forced, start asynchronous overlap only with so many CPU requests per GPU request (APEX section 4.2)."""
     max_cohorts: int = 2
     """Cohorts under way at once in asynchronous overlap."""
     max_wait_iterations: int = 64

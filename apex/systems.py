@@ -96,7 +96,15 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "gpu_pool": f"2^{backend.num_gpu_blocks.bit_length()} blocks",
         "cpu_pool": f"2^{backend.num_cpu_blocks.bit_length()} blocks",
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
+        "max_model_len": str(scheduler_limits(config, backend).max_model_len),
+        "cpu_worker": "inline" if config.synchronous else "thread",
     }
+
+
+def profile_path(identity: Mapping[str, str]) -> Path:
+    """Where the table of this machine and model is cached."""
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / "profiles" / f"{key}.json"
 
 
 def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | None = None) -> ProfileTable:
@@ -104,8 +112,7 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
     identity = profile_identity(config, backend)
     if path is not None:
         return ProfileTable.load(path, identity)
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    cached = cache_dir() / "profiles" / f"{key}.json"
+    cached = profile_path(identity)
     if cached.exists():
         return ProfileTable.load(cached, identity)
     table = measure_profile(config, backend)

@@ -55,7 +55,7 @@ ROWS = {
         Row("fastdecode", "fastdecode"),
         Row("apex", "apex"),
         Row("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
-        Row("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=0)),
+        Row("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
         Row("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
         Row("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
         Row("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apex.cli.errors import input_errors
 from apex.cli.flags import EngineFlags, ModelDir, ProfileFile
 from apex.cli.output import number, ratio, stdout_console, table
-from apex.doctor import cached_profiles
 from apex.perf_model import PerfModel, ProfileTable, Surface
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from swiftllm.config import EngineConfig
-    from swiftllm.torch_backend import TorchBackend
 
 LINEAR_TOKENS = (1, 16, 128)
 
@@ -39,15 +33,17 @@ class Profile:
     def run(self) -> int:
         with input_errors():
             from apex.cpu_worker import CpuWorker
-            from apex.systems import profile_identity
-            from swiftllm.torch_backend import TorchBackend
+            from apex.systems import measure_profile, profile_path
+            from swiftllm.torch_backend import InlineWorker, TorchBackend
 
             config = self.engine.config(self.model)
             # With the worker that serves: CPU attention is measured while the lane computes, as it will run.
-            backend = TorchBackend(config, CpuWorker())
-            identity = profile_identity(config, backend)
+            backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
         try:
-            profile, path = self._measure(config, backend, identity)
+            profile = measure_profile(config, backend)
+            path = self.output or profile_path(profile.identity)
+            with input_errors():
+                profile.save(path)
             console = stdout_console()
             bytes_per_token = backend.kv_bytes_per_block / backend.block_size / backend.num_layers
             console.print(key_figures(profile, backend.num_layers, bytes_per_token))
@@ -55,25 +51,6 @@ class Profile:
         finally:
             backend.close()
         return 0
-
-    def _measure(
-        self, config: EngineConfig, backend: TorchBackend, identity: Mapping[str, str]
-    ) -> tuple[ProfileTable, Path]:
-        from apex.systems import load_or_measure, measure_profile
-
-        if self.output is not None:
-            profile = measure_profile(config, backend)
-            with input_errors():
-                profile.save(self.output)
-            return profile, self.output
-        for path in cached_paths(identity):
-            path.unlink()
-        profile = load_or_measure(config, backend)
-        return profile, *cached_paths(identity)
-
-
-def cached_paths(identity: Mapping[str, str]) -> list[Path]:
-    return [path for path, found in cached_profiles().items() if found == identity]
 
 
 def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) -> Table:

@@ -99,6 +99,8 @@ class ApexScheduler(OffloadScheduler):
 
     def _enough(self, ready: list[Request], under_way: Sequence[CohortState], load: LaneLoad) -> bool:
         """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
+        if self.config.strategy == "asynchronous-overlap":
+            return True
         num_cpu = len(ready) + sum(len(cohort.members) for cohort in under_way)
         return num_cpu >= self.config.min_cpu_request_ratio * load.requests or self._starving(ready)
 

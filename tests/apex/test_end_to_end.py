@@ -21,7 +21,7 @@ from swiftllm.request import SamplingParams
 from tests.reference.fake_engine import flat_table
 from tests.reference.tiny_model import make_tiny_llama
 
-OVERLAP = StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=0)
+OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
 VARIANTS = {
     "swiftllm": ("swiftllm", StrategyConfig(), False),
     "neo": ("neo", StrategyConfig(strategy="asymmetric-pipelining"), False),

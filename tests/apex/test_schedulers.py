@@ -22,8 +22,8 @@ TABLES = {
 }
 STRATEGIES = {
     "auto": StrategyConfig(),
-    "eager-overlap": StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=0),
-    "one-cohort": StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=1, max_cohorts=1),
+    "forced-overlap": StrategyConfig(strategy="asynchronous-overlap"),
+    "one-cohort": StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1),
     "no-overlap": StrategyConfig(disable_asynchronous_overlap=True),
     "no-pipelining": StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=0),
     "forced-pipelining": StrategyConfig(strategy="asymmetric-pipelining"),
@@ -198,7 +198,7 @@ def test_algorithm_1_picks_by_the_inequality(table: str, strategy: Strategy) -> 
 
 def test_threshold_of_cpu_requests() -> None:
     """Overlap starts only with enough CPU requests for each GPU request (APEX section 4.2)."""
-    strategy = StrategyConfig(strategy="asynchronous-overlap", min_cpu_request_ratio=8, max_wait_iterations=10**6)
+    strategy = StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=8, max_wait_iterations=10**6)
     engine = fake_engine("apex", num_gpu_blocks=40, num_cpu_blocks=800, strategy=strategy, max_tokens=64)
     for i in range(12):  # about half fit the GPU: never eight CPU requests for one GPU request while those run
         engine.add_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True))

@@ -128,7 +128,7 @@ def test_each_row_runs_with_its_own_strategy(options, capsys):
     folder = options.results_dir / "ablation/latest"
     engines = [json.loads((folder / f"points/{row}.json").read_text())["details"]["engine"] for row in rows]
     assert [engine["strategy"]["strategy"] for engine in engines] == ["asynchronous-overlap", "auto", "auto"]
-    assert [engine["strategy"]["min_cpu_request_ratio"] for engine in engines] == [0, 0, 8.0]
+    assert [engine["strategy"]["min_cpu_request_ratio"] for engine in engines] == [8.0, 0, 8.0]
     summary = json.loads((folder / "summary.json").read_text())
     assert "asynchronous-overlap" in summary[0]["strategy_mix"] and "pipelining" not in summary[0]["strategy_mix"]
     assert [point.task.task.engine.synchronous for point in make_points(replace(options, rows=rows))] == [0, 0, 1]
