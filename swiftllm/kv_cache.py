@@ -66,10 +66,11 @@ class KVCacheManager:
         """Make the request's table hold ``num_tokens`` tokens in its tier; False, and no change, if blocks lack."""
         table = self.block_tables.setdefault(request.request_id, [])
         missing = self.blocks_for(num_tokens) - len(table)
+        if missing <= 0:
+            return True
         if missing > self.num_free(request.tier):
             return False
-        if missing > 0:
-            table.extend(self.allocators[request.tier].allocate(missing))
+        table.extend(self.allocators[request.tier].allocate(missing))
         return True
 
     def move(self, request: Request, target: Tier) -> Swap:

@@ -73,7 +73,8 @@ class SamplingParams:
 class Request:
     """One request on its way through the engine. Times are seconds of the engine's clock.
 
-    ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last token,
+    ``num_tokens`` is prompt and output together, kept as a number because schedulers read it a thousand times an
+    iteration. ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last token,
     so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``.
     """
 
@@ -95,6 +96,10 @@ class Request:
     token_times_s: list[float] = field(default_factory=list)
     finish_s: float | None = None
     tier_history: list[tuple[float, str]] = field(default_factory=list)
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def prompt_len(self) -> int:
@@ -105,10 +110,6 @@ class Request:
         return len(self.output_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        return self.prompt_len + self.output_len
-
-    @property
     def max_kv_tokens(self) -> int:
         """Cache slots needed at most: the last output token is never fed back, so its K and V are never stored."""
         return self.prompt_len + self.sampling.max_tokens - 1
@@ -116,7 +117,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """More than one token still lacks K and V: a prompt, or a preempted request's prompt and output."""
-        return self.num_tokens - self.num_computed_tokens > 1 or self.num_computed_tokens == 0
+        computed = self.num_computed_tokens
+        return self.num_tokens - computed > 1 or computed == 0
 
     @property
     def is_finished(self) -> bool:
@@ -133,6 +135,8 @@ class Request:
     def append_token(self, token_id: int, now_s: float) -> None:
         """Take one new output token; finishes the request where it ends."""
         self.output_token_ids.append(token_id)
+        self.num_tokens += 1
+        assert self.num_tokens == self.prompt_len + self.output_len
         self.token_times_s.append(now_s)
         sampling = self.sampling
         stops = token_id in self.eos_token_ids or token_id in sampling.stop_token_ids

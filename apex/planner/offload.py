@@ -95,7 +95,8 @@ class OffloadScheduler(Scheduler):
         """CPU requests at a token boundary with room for their next token, oldest first."""
         ready = []
         for request in list(self.running[Tier.CPU]):
-            if request.tier is Tier.CPU and not request.is_prefilling and self._at_rest(request):
+            resting = request.cohort_id is None and request.tier is Tier.CPU  # growing for others may have evicted it
+            if resting and not request.is_prefilling:
                 self._served.setdefault(request.request_id, self._iteration)
                 if self._grow_on_cpu(request, draft):
                     ready.append(request)
