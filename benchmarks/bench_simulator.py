@@ -1,0 +1,83 @@
+"""How fast the simulator goes: iterations of a 32-layer model per second of real time, and where that time goes.
+
+python benchmarks/bench_simulator.py
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import time
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from apex.perf_model import Curve, ProfileTable, Surface
+from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from swiftllm.engine import Engine
+from swiftllm.request import SamplingParams
+
+NUM_LAYERS = 32
+ITERATIONS = 1000
+# (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
+SIZES = ((16, 64), (64, 256), (200, 800))
+
+
+def table() -> ProfileTable:
+    """Times like those of an 8B model on an A10-class card; only their proportions matter here."""
+
+    def over_context(token_s: float) -> Surface:
+        return Surface((1, 2), (Curve((0, 1000), (1e-6, 1000 * token_s)), Curve((0, 1000), (1e-6, 2000 * token_s))))
+
+    return ProfileTable(
+        identity={},
+        linear=Curve((1, 128, 512), (8e-4, 9e-4, 3e-3)),
+        ends=Curve((1, 256), (1e-3, 2e-3)),
+        swap=Curve((1, 32), (2e-4, 6e-3)),
+        prefill_attention=Surface((1, 512), (Curve((0, 1024), (1e-5, 3e-5)), Curve((0, 1024), (3e-4, 9e-4)))),
+        gpu_attention=over_context(7e-9),
+        cpu_attention=over_context(4e-8),
+    )
+
+
+def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
+    """An engine past its prefills, with more requests waiting."""
+    engine = build_simulated(
+        system,
+        table(),
+        NUM_LAYERS,
+        num_gpu_blocks=num_gpu * 80,
+        num_cpu_blocks=num_cpu * 80,
+        max_num_batched_tokens=2048,
+        max_num_seqs=num_gpu + num_cpu,
+    )
+    for i in range(2 * (num_gpu + num_cpu)):
+        engine.add_request(str(i), (0,) * 900, SamplingParams(max_tokens=2000))
+    while engine.stats().output_tokens < num_gpu + num_cpu // 4:
+        engine.step()
+    return engine
+
+
+def main() -> None:
+    for num_gpu, num_cpu in SIZES:
+        for system in SIMULATED_SYSTEMS:
+            engine = running_engine(system, num_gpu, num_cpu)
+            start_s = time.perf_counter()
+            for _ in range(ITERATIONS):
+                engine.step()
+            seconds = time.perf_counter() - start_s
+            profiler = cProfile.Profile()
+            profiler.enable()
+            for _ in range(ITERATIONS // 10):
+                engine.step()
+            profiler.disable()
+            parts = pstats.Stats(profiler).get_stats_profile().func_profiles
+            spent = ", ".join(f"{name} {parts[name].cumtime / parts['step'].cumtime:.0%}"
+                              for name in ("schedule", "run", "update"))  # fmt: skip
+            print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {ITERATIONS / seconds:6.0f} iterations/s; {spent}")
+
+
+if __name__ == "__main__":
+    main()
