@@ -139,6 +139,11 @@ class SimulatedBackend:
         self._to_gpu_free_s = 0.0
         self._computing: deque[SimulatedTicket] = deque()  # not done yet, in the worker's order
 
+    @property
+    def extrapolated(self) -> frozenset[str]:
+        """Operations that ran at sizes outside the profile table."""
+        return frozenset(self._model.extrapolated)
+
     def now(self) -> float:
         return self.clock_s
 

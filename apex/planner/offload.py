@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class CohortState:
     layer: int = -1
 
 
-class OffloadScheduler(Scheduler):
+class OffloadScheduler(Scheduler, ABC):
     """Queue mechanics of hybrid schedulers. A subclass decides in :meth:`_decide` what runs on the CPU, and how."""
 
     decode_tiers = (Tier.GPU, Tier.CPU)
@@ -65,9 +66,9 @@ class OffloadScheduler(Scheduler):
         self._admit(draft)
         return self._decide(draft, ready)
 
+    @abstractmethod
     def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
         """Turn the draft and the CPU decodes that may start a token into a plan."""
-        raise NotImplementedError
 
     def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         for request_id in result.left:

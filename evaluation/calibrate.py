@@ -1,0 +1,245 @@
+"""Checks the calibrated hardware files against measured tables: fits on two thirds of the rows, predicts the rest.
+
+`python -m evaluation.calibrate` prints the errors and the fitted figures; with `--write-curves` it also writes the
+compact curves of `configs/hardware/measured/`, fitted to all rows. The tables come from Vidur (MIT): columns op,
+num_tokens, time_ms for one layer, and batch_size, num_tokens, context_tokens, time_ms for attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import tyro
+import yaml
+
+from apex.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
+from apex.hardware import HARDWARE_DIR, Gpu, LayerShape, load_gpu
+from apex.perf_model import Curve
+from evaluation.calibration_tables import (
+    ATTENTION_TABLES,
+    GEMM_POINTS,
+    GEMMS,
+    SHORT_NAMES,
+    LayerTable,
+    read_layer_tables,
+    read_rows,
+)
+from evaluation.curve_fit import compact_curve, fit_terms
+from evaluation.paths import REPO_ROOT, RESULTS_DIR
+from evaluation.results import ResultFolder, to_json, write_atomically
+
+ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """Report how well the calibrated hardware files predict measured operator times."""
+
+    tables: Path = REPO_ROOT.parent / "shared" / "calibration"
+    """Folder of the measured tables."""
+    results_dir: Path = RESULTS_DIR
+    """Where calibration/<run>/ goes."""
+    write_curves: bool = False
+    """Also write the compact curves to configs/hardware/measured, fitted to all rows."""
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Absolute relative errors of predictions for measured rows that were not used to make them."""
+
+    gpu: str
+    model: str
+    op: str
+    method: str
+    num_rows: int
+    median_error: float
+    p90_error: float
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def held_out(num_rows: int) -> np.ndarray:
+    """Every third row, beginning with the third."""
+    return np.arange(num_rows) % 3 == 2
+
+
+def layer_errors(table: LayerTable) -> list[ErrorRecord]:
+    """Fit each operation, and the layer as it is shipped, to two thirds of the rows; predict the rest."""
+    test = held_out(len(table.tokens))
+    fitted = table.fit(~test)
+    curves: dict[str, tuple[Callable[[float], float], np.ndarray]] = {
+        op: (compact_curve(table.tokens[~test], table.ops[op][~test], GEMM_POINTS), table.ops[op]) for op in GEMMS
+    }
+    curves["elementwise operations"] = (fitted.elementwise, table.elementwise)
+    curves["layer"] = (lambda n: fitted.gemm(n) + fitted.elementwise(n), table.gemm + table.elementwise)
+    return [
+        _errors(table.gpu, table.model, op, "held-out third", map(curve, table.tokens[test]), measured[test])
+        for op, (curve, measured) in curves.items()
+    ]
+
+
+def transfer_errors(tables: Sequence[LayerTable]) -> list[ErrorRecord]:
+    """A layer predicted from the same card's table of another model, and from data sheets alone.
+
+    The data sheet's fractions are the median of the other cards', since an unmeasured card has none of its own.
+    """
+    records = []
+    for table in tables:
+        gpu, measured = load_gpu(table.gpu), table.gemm + table.elementwise
+        others = [t.fit(np.ones(len(t.tokens), bool)) for t in tables if t.gpu == table.gpu and t.model != table.model]
+        predictors = {f"scaled from {other.model}": replace(gpu, layers=(other,)) for other in others}
+        cards = {other.gpu: load_gpu(other.gpu) for other in tables if other.gpu != table.gpu}.values()
+        names = ("weight_read_fraction", "gemm_fraction")
+        fractions = {name: median(card[name] for card in cards) for name in names}
+        predictors["data sheet, its own fractions"] = replace(gpu, layers=())
+        predictors["data sheet, other cards' fractions"] = with_figures(replace(gpu, layers=()), fractions)
+        for method, predictor in predictors.items():
+            curve = linear_curve(predictor, table.shape, ITEMSIZE, int(table.tokens[-1]))
+            records.append(_errors(table.gpu, table.model, "layer", method, map(curve, table.tokens), measured))
+    return records
+
+
+def attention_errors(folder: Path) -> tuple[list[ErrorRecord], dict[str, dict[str, float]]]:
+    """Attention fitted to two thirds of the rows, and with the figures that unmeasured cards assume.
+
+    Returns:
+        The errors, and the figures fitted to all rows by GPU.
+    """
+    records, figures = [], {}
+    for name, (file, shape) in ATTENTION_TABLES.items():
+        gpu, rows = load_gpu(name), read_rows(folder / file)
+        # The A100's file has no attention figures of its own, so it holds what is assumed for any card.
+        assumed = {key: figure.value for key, figure in load_gpu("a100").figures.items() if "_attention_" in key}
+        figures[name] = {}
+        for op, first, fit, predict in (
+            ("attn_decode", "batch_size", fit_decode, gpu_attention),
+            ("attn_prefill", "num_tokens", fit_prefill, prefill_attention),
+        ):
+            selected = [row for row in rows if row["op"] == op]
+            if not selected:
+                continue
+            firsts = np.array([float(row[first]) for row in selected])
+            contexts = np.array([float(row["context_tokens"]) for row in selected])
+            measured = np.array([float(row["time_ms"]) * 1e-3 for row in selected])
+            test = held_out(len(measured))
+            fitted = with_figures(gpu, fit(gpu, shape, firsts[~test], contexts[~test], measured[~test]))
+            seconds = predict(fitted, shape, firsts[test], contexts[test])
+            model = file.split("_")[2]
+            records.append(_errors(name, model, op, "held-out third", seconds, measured[test]))
+            seconds = predict(with_figures(gpu, assumed), shape, firsts, contexts)
+            records.append(_errors(name, model, op, "figures assumed for other cards", seconds, measured))
+            figures[name] |= fit(gpu, shape, firsts, contexts, measured)
+    return records, figures
+
+
+def fit_decode(gpu: Gpu, shape: LayerShape, requests, contexts, seconds) -> dict[str, float]:
+    """The three figures of ``gpu_attention_s``."""
+    kv_bytes = requests * contexts * shape.kv_elements * ITEMSIZE
+    fixed_s, head_s, byte_s = fit_terms([np.ones_like(requests), requests * shape.num_kv_heads, kv_bytes], seconds)
+    return {
+        "decode_attention_fixed_us": fixed_s * 1e6,
+        "decode_attention_request_head_ns": head_s * 1e9,
+        "decode_attention_fraction": 1 / byte_s / (gpu["memory_bandwidth_gb_s"] * 1e9),
+    }
+
+
+def fit_prefill(gpu: Gpu, shape: LayerShape, new_tokens, contexts, seconds) -> dict[str, float]:
+    """The two figures of ``prefill_attention_s``."""
+    flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (contexts + new_tokens)
+    fixed_s, flop_s = fit_terms([np.ones_like(new_tokens), flops], seconds)
+    return {
+        "prefill_attention_fixed_us": fixed_s * 1e6,
+        "prefill_attention_of_gemm": 1 / flop_s / (gpu["tensor_tflops"] * 1e12) / gpu["gemm_fraction"],
+    }
+
+
+def gpu_attention(gpu: Gpu, shape: LayerShape, requests, contexts) -> list[float]:
+    return [gpu_attention_s(gpu, shape, ITEMSIZE, n, c) for n, c in zip(requests, contexts, strict=True)]
+
+
+def prefill_attention(gpu: Gpu, shape: LayerShape, new_tokens, contexts) -> list[float]:
+    return [prefill_attention_s(gpu, shape, n, c) for n, c in zip(new_tokens, contexts, strict=True)]
+
+
+def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
+    """The GPU with other values for some figures."""
+    changed = {name: replace(gpu.figures[name], value=float(value)) for name, value in values.items()}
+    return replace(gpu, figures={**gpu.figures, **changed})
+
+
+def _errors(gpu: str, model: str, op: str, method: str, predicted, measured: np.ndarray) -> ErrorRecord:
+    errors = np.abs(np.array(list(predicted)) / measured - 1)
+    middle, p90 = np.quantile(errors, (0.5, 0.9))
+    return ErrorRecord(gpu, model, op, method, len(errors), float(middle), float(p90))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_curves(tables: Sequence[LayerTable], folder: Path) -> None:
+    """Write each table's compact curves, fitted to all rows."""
+    for table in tables:
+        layer = table.fit(np.ones(len(table.tokens), bool))
+        head = {
+            "gpu": table.gpu,
+            "model": table.model,
+            "shape": asdict(table.shape),
+            "status": "measured",
+            "origin": f"{table.origin}; fp16, medians of 20 runs, kernel time only",
+            "unit": "ms per layer over tokens",
+        }
+        text = "# Written by `python -m evaluation.calibrate --write-curves`.\n"
+        text += yaml.safe_dump(head, sort_keys=False, width=120)
+        for name, curve in (("gemm", layer.gemm), ("elementwise", layer.elementwise)):
+            text += f"{name}:\n{_points(curve)}"
+        write_atomically(folder / f"{table.gpu}_{SHORT_NAMES[table.model]}.yaml", text)
+
+
+def _points(curve: Curve) -> str:
+    return "".join(f"  - [{n:.0f}, {s * 1e3:.4g}]\n" for n, s in zip(curve.sizes, curve.seconds, strict=True))
+
+
+def markdown(records: Sequence[ErrorRecord]) -> str:
+    lines = [
+        "| GPU | model | operation | predicted from | rows | median error | p90 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.gpu} | {r.model} | {r.op} | {r.method} | {r.num_rows} | {r.median_error:.1%} | {r.p90_error:.1%} |"
+        for r in records
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(options: Options) -> int:
+    try:
+        tables = read_layer_tables(options.tables)
+        if options.write_curves:
+            write_curves(tables, HARDWARE_DIR / "measured")
+        attention, figures = attention_errors(options.tables)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    records = [record for table in tables for record in layer_errors(table)] + attention + transfer_errors(tables)
+    read = [*sorted(options.tables.glob("*.csv")), *sorted(HARDWARE_DIR.rglob("*.yaml"))]
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in read}
+    folder = ResultFolder("calibration", {"files": hashes}, options.results_dir)
+    folder.note_invocation()
+    write_atomically(folder.path / "summary.json", to_json([asdict(record) for record in records]))
+    write_atomically(folder.path / "summary.md", markdown(records))
+    print(markdown(records))
+    for name, values in figures.items():
+        print(f"{name}, fitted to all rows: " + ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
+    print(f"written to {folder.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))
