@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 
 class ProfileMismatch(ValueError):

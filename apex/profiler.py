@@ -87,6 +87,7 @@ class Profiler:
         return self._curve(_up_to(SAMPLED_ROWS, self.max_tokens), self._ends_s)
 
     def _ends_s(self, rows: int) -> float:
+        """Both end boundaries, less the layer of linear work that they make up between them."""
         items = [item for _ in range(rows) for item in self._prefill_items(1)]
         last = self.backend.num_layers - 1
         samples = []
@@ -99,7 +100,7 @@ class Profiler:
             logits_start_s = time.perf_counter()
             self.backend.boundary(last, [lane])
             samples.append(opened_s - start_s + time.perf_counter() - logits_start_s)
-        return _lower_quartile(samples)
+        return max(0.0, _lower_quartile(samples) - self._linear_s(rows))
 
     def _swap(self) -> Curve:
         most = min(self.num_blocks.values())

@@ -14,7 +14,7 @@ from apex.config import StrategyConfig
 from apex.cpu_worker import CpuWorker
 from apex.executor import OverlapExecutor
 from apex.machine import cpu_name
-from apex.perf_model import PerfModel, ProfileTable
+from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable
 from apex.planner import SCHEDULERS
 from apex.profiler import Profiler
 from apex.progress import progress_bar
@@ -84,6 +84,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
     """What a profile table depends on; a table is refused wherever one of these differs."""
     model = backend.model_config
     return {
+        "format": str(TABLE_VERSION),
         "device": backend.device_name,
         "cpu": cpu_name(),
         "cpu_threads": str(backend.cpu_threads),

@@ -2,18 +2,19 @@
 
 python evaluation/validate.py [--help]
 
-Each engine's profile table, measured here, is all the simulator knows of the machine. Prints, per workload and system,
-the measured and the simulated throughput and the error of the latter. Meant for a quiet machine: a profile measured
-while it was busy makes the simulator slow, and a real run meanwhile makes it look fast.
+A profile table measured right before each real run is all the simulator knows of the machine. Prints, per workload and
+system, the measured and the SIMULATED throughput and the error of the latter.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -26,7 +27,6 @@ from apex.perf_model import ProfileTable
 from evaluation.experiment import Point, PointResult, run_experiment
 from evaluation.fig5 import configuration, make_points
 from evaluation.paths import RESULTS_DIR
-from evaluation.provenance import fingerprint
 from evaluation.reproduce_fig5 import Options as Fig5Options
 from evaluation.reproduce_fig5 import make_plan
 from evaluation.results import FlatRecord
@@ -34,6 +34,9 @@ from evaluation.simulated_point import SimulatedHardware, SimulatedTask, run_sim
 from evaluation.torch_point import TorchTask, run_torch_point
 from swiftllm.config import EngineConfig
 from swiftllm.scheduler import SchedulerLimits
+
+if TYPE_CHECKING:
+    from swiftllm.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,15 @@ class Options:
     """Average output length, before scaling, of workloads that sweep it."""
     num_requests: int = 24
     """Requests of every workload."""
-    repeats: int = 3
-    """Measure every real run so often; the median counts, and the spread says how far it is to be trusted."""
+    repeats: int = 2
+    """Profile, run and simulate everything so often; the median error counts, the spread tells how steady it is."""
     results_dir: Path = RESULTS_DIR
     """Results go to validate/<run>/ in this folder."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the simulator is told: times and limits of one engine configuration."""
+    """What the simulator is told of the machine: the times and limits of one engine configuration."""
 
     table: ProfileTable
     num_layers: int
@@ -66,18 +69,47 @@ class Machine:
     dtype: str
     device: str
 
-    @staticmethod
-    def of(config: EngineConfig) -> Machine:
-        """Build the engine once; its profile is measured now if there is none in the cache."""
-        from apex.systems import build_system  # loads torch
 
-        engine = build_system("apex", config)
-        try:
-            backend = engine.backend
-            table = engine.scheduler.model.table
-            return Machine(table, backend.num_layers, engine.scheduler.limits, backend.dtype_name, backend.device_name)
-        finally:
-            engine.close()
+def start_measured(system: str, config: EngineConfig) -> tuple[Engine, Machine]:
+    """Profile the machine afresh and build the system with that very table.
+
+    A machine's speed drifts by the minute with whatever else runs on it: a profile of another hour says little.
+    """
+    from apex.systems import build_system, measure_profile  # loads torch
+
+    probe = build_system("apex", config)  # a profile wants the worker thread that serves; swiftllm has none
+    try:
+        backend = probe.backend
+        table = measure_profile(config, backend)
+        machine = Machine(table, backend.num_layers, probe.scheduler.limits, backend.dtype_name, backend.device_name)
+    finally:
+        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        table.save(path)
+        return build_system(system, config, profile=path), machine
+
+
+def run_pair(point: Point, label: str, console: Console) -> PointResult:
+    """The real run, with the simulated one's figures under ``simulated_*`` names."""
+    machines = []
+
+    def build(system: str, config: EngineConfig) -> Engine:
+        engine, machine = start_measured(system, config)
+        machines.append(machine)
+        return engine
+
+    real = run_torch_point(point, label, console, build)
+    (machine,) = machines
+    simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
+    rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
+    values = {
+        **real.values,
+        "simulated_output_tokens_per_s": simulated_rate,
+        "simulated_error": simulated_rate / rate - 1.0 if rate and simulated_rate else None,
+    }
+    details = {**real.details, "profile": asdict(machine.table), "simulated": dict(simulated.values)}
+    return PointResult(values, real.records, details)
 
 
 def simulated_twin(point: Point, machine: Machine) -> Point:
@@ -94,69 +126,38 @@ def simulated_twin(point: Point, machine: Machine) -> Point:
         block_size=task.engine.block_size,
         values=task.values,
     )
-    key = f"{point.key}-simulated"
-    return Point(key, key, f"{point.label}, simulated", twin)
+    return replace(point, task=twin)
 
 
-def run_point(point: Point, label: str, console: Console) -> PointResult:
-    run = run_simulated_point if isinstance(point.task, SimulatedTask) else run_torch_point
-    return run(point, label, console)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One system on one workload: output tokens per second of each real run and of the simulated one."""
-
-    workload: str
-    output_len: float
-    system: str
-    measured: tuple[float, ...]
-    simulated: float
-
-    @property
-    def error(self) -> float:
-        """By how much the simulated throughput is too high, relative to the median of the real runs."""
-        return self.simulated / statistics.median(self.measured) - 1.0
-
-
-def compare(summary: Sequence[FlatRecord]) -> list[Comparison]:
-    """What was both measured and simulated, in the order of the summary."""
-    by_place: dict[tuple[str, float, str], tuple[list[float], list[float]]] = {}
+def print_comparison(summary: Sequence[FlatRecord], console: Console) -> None:
+    """``summary`` has a record for each pair of runs, repeats one by one."""
+    by_place: dict[tuple[str, float, str], list[FlatRecord]] = {}
     for record in summary:
-        place = (record["workload"], record["output_len"], record["system"])
-        measured, simulated = by_place.setdefault(place, ([], []))
-        if record["output_tokens_per_s"]:
-            (simulated if record["backend"] == "simulated" else measured).append(record["output_tokens_per_s"])
-    return [
-        Comparison(*place, tuple(measured), simulated[0])
-        for place, (measured, simulated) in by_place.items()
-        if measured and simulated
-    ]
-
-
-def print_comparisons(comparisons: Sequence[Comparison], machine: str, console: Console) -> None:
-    table = Table(title=f"Output tokens/s on {machine}: measured and SIMULATED", title_justify="left")
-    for title in ("workload", "out", "system", "measured", "spread", "SIMULATED", "error"):
+        if record["simulated_error"] is not None:
+            by_place.setdefault((record["workload"], record["output_len"], record["system"]), []).append(record)
+    table = Table(title="Output tokens/s of this machine: measured and SIMULATED", title_justify="left")
+    for title in ("workload", "out", "system", "measured", "SIMULATED", "error", "spread"):
         table.add_column(title, justify="left" if title in ("workload", "system") else "right", no_wrap=True)
     by_system: dict[str, list[float]] = {}
-    for item in comparisons:
+    for (workload, output_len, system), records in by_place.items():
+        errors = [record["simulated_error"] for record in records]
         table.add_row(
-            item.workload,
-            f"{item.output_len:.0f}",
-            item.system,
-            f"{statistics.median(item.measured):.1f}",
-            f"{min(item.measured):.1f}-{max(item.measured):.1f}",
-            f"{item.simulated:.1f}",
-            f"{item.error:+.1%}",
+            workload,
+            f"{output_len:.0f}",
+            system,
+            f"{statistics.median(record['output_tokens_per_s'] for record in records):.1f}",
+            f"{statistics.median(record['simulated_output_tokens_per_s'] for record in records):.1f}",
+            f"{statistics.median(errors):+.1%}",
+            f"{min(errors):+.1%} to {max(errors):+.1%}",
         )
-        by_system.setdefault(item.system, []).append(abs(item.error))
+        by_system.setdefault(system, []).append(abs(statistics.median(errors)))
     console.print(table)
     means = ", ".join(f"{system} {statistics.fmean(values):.1%}" for system, values in by_system.items())
-    console.print(f"mean absolute error: {means}", highlight=False)
+    console.print(f"mean absolute error: {means or 'nothing to compare'}", highlight=False)
 
 
 def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, whatever the errors are."""
+    """Returns the exit status: 0 when every run is finished, whatever the errors are."""
     console = Console()
     wanted = Fig5Options(
         model=options.model,
@@ -168,31 +169,16 @@ def main(options: Options) -> int:
     )
     try:
         plan = make_plan(wanted)
-        real = make_points(plan)
+        points = [replace(point, group=point.key) for point in make_points(plan)]  # the spread is part of the answer
     except (ValueError, FileNotFoundError) as error:
         console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
         return 2
-    # Each repeat is a record of its own: their spread is part of the answer.
-    real = [replace(point, group=point.key) for point in real]
-    machines = {config: Machine.of(config) for config in dict.fromkeys(point.task.engine for point in real)}
-    twins: dict[tuple[str, str], Point] = {}
-    for point in real:
-        what = (point.task.lengths.digest(), point.task.system)
-        twins.setdefault(what, simulated_twin(point, machines[point.task.engine]))
-    described = {
-        **configuration(plan, real),
-        "experiment": "validate",
-        # A run simulated from other tables is another run.
-        "profiles": [fingerprint(asdict(machine.table)) for machine in machines.values()],
-    }
-    points = [*real, *twins.values()]
-    outcome = run_experiment("validate", described, points, run_point, options.results_dir, console)
-    comparisons = compare(outcome.summary)
-    if comparisons:
-        print_comparisons(comparisons, machines[real[0].task.engine].device, console)
+    described = {**configuration(plan, points), "experiment": "validate"}
+    outcome = run_experiment("validate", described, points, run_pair, options.results_dir, console)
+    print_comparison(outcome.summary, console)
     for label in outcome.failed:
         console.print(f"failed: {label}", style="bold red", highlight=False, markup=False)
-    console.print(f"summary, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
+    console.print(f"summary, raw records, profiles and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
     return 1 if outcome.failed else 0
 
 

@@ -141,10 +141,10 @@ class Engine:
         return touched
 
     def _output(self, request: Request, num_new: int) -> RequestOutput:
-        tokens = tuple(request.output_token_ids)
         reason = request.finish_reason.value if request.finish_reason else None
-        new_tokens = tokens[len(tokens) - num_new :]
-        return RequestOutput(request.request_id, request.prompt_token_ids, tokens, new_tokens, reason)
+        new_tokens = tuple(request.output_token_ids[request.output_len - num_new :])
+        tokens = tuple(request.output_token_ids) if reason else ()
+        return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, reason, tokens)
 
     def now(self) -> float:
         """Seconds of the engine's clock (virtual in a simulation)."""

@@ -74,8 +74,8 @@ class Request:
     """One request on its way through the engine. Times are seconds of the engine's clock.
 
     ``num_tokens`` is prompt and output together, kept as a number because schedulers read it a thousand times an
-    iteration. ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last token,
-    so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``.
+    iteration. ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last
+    token, so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``.
     """
 
     request_id: str
@@ -153,13 +153,15 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one engine step gave one request. Token ids are cumulative; ``text`` comes where a tokenizer is at hand."""
+    """What one engine step gave one request; ``text`` comes where a tokenizer is at hand."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
     new_token_ids: tuple[int, ...]
     finish_reason: str | None
+    """stop, length or abort; None while the request runs."""
+    token_ids: tuple[int, ...] = ()
+    """The whole output, once it is finished: copying it at every step would cost more than the scheduling."""
     text: str = ""
 
     @property

@@ -54,9 +54,6 @@ class CpuBatch:
         self.requests.append(request)
         self.context_tokens += request.num_tokens
 
-    def pop(self) -> None:
-        self.context_tokens -= self.requests.pop().num_tokens
-
 
 class Pipeline:
     """A lane and two CPU batches, with the times the model predicts for one layer of them."""
@@ -99,18 +96,27 @@ class Pipeline:
         return self.model.num_layers * pipelined_layer_s(*self._times()) + self.model.ends_s(self.num_requests)
 
     def fill(self, ready: Sequence[Request]) -> None:
-        """Put each request into batch-1, else batch-0, wherever the CPU stays hidden; leave it out otherwise."""
+        """Put each request into batch-1, else batch-0, wherever the CPU stays hidden; leave it out otherwise.
+
+        A request more makes its batch's CPU time longer and, its linear time being longer too, hides more of the
+        other batch's: so only its own batch's inequality can break.
+        """
+        first, second = self.batches
+        linear_0, linear_1, gpu_attention_0, _, _ = self._times()
+        cpu_attention_s = self.model.cpu_attention_s
         shortest_refused = float("inf")  # batches only fill up: what is as long as a refused request is refused too
         for request in ready:
-            if request.num_tokens >= shortest_refused:
+            tokens = request.num_tokens
+            if tokens >= shortest_refused:
                 continue
-            for batch in (self.batches[1], self.batches[0]):
-                batch.add(request)
-                if self.hides_cpu():
-                    break
-                batch.pop()
+            if cpu_attention_s(second.size + 1, second.context_tokens + tokens) <= linear_0:
+                second.add(request)
+                linear_1 = self.model.linear_s(second.size)
+            elif cpu_attention_s(first.size + 1, first.context_tokens + tokens) <= linear_1 + gpu_attention_0:
+                first.add(request)
+                linear_0 = self.model.linear_s(self.load.tokens + first.size)
             else:
-                shortest_refused = request.num_tokens
+                shortest_refused = tokens
 
     def split_evenly(self, ready: Sequence[Request]) -> None:
         """Take all requests, the longest first, into the batch with less to read, hidden or not."""

@@ -52,7 +52,7 @@ class FakeEngine:
             request.tier_history = request.tier_history or [(self.clock, "gpu")]
             request.append_token(7, self.clock)
             self.counters.output_tokens += 1
-            outputs.append(RequestOutput(request.request_id, request.prompt_token_ids, (7,), (7,), None))
+            outputs.append(RequestOutput(request.request_id, request.prompt_token_ids, (7,), None))
         self.live = [request for request in self.live if not request.is_finished]
         return outputs
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from evaluation.experiment import Point
 from evaluation.records import RequestRecord
 from evaluation.results import SUMMARY_FIELDS
 from evaluation.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
-from evaluation.torch_point import run_torch_point
 from evaluation.traces import Origin, TraceRow
 from evaluation.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.scheduler import SchedulerLimits
@@ -113,50 +111,48 @@ def model(tmp_path):
     load_prompt_tokens.cache_clear()
 
 
-def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(model, tmp_path, monkeypatch, capsys):
-    """In place of the real machine stands one just as fast as its profile says, then one half as fast."""
+@pytest.mark.parametrize(("slowdown", "error"), [(1, 0.0), (2, 1.0)])
+def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
+    model, tmp_path, monkeypatch, capsys, slowdown: int, error: float
+) -> None:
+    """In place of the real machine stands one as fast as its profile says, then one half as fast."""
     limits = SchedulerLimits(256, 64, 1024)
-    machine = validate.Machine(make_table(), 4, limits, "float16", "Imaginary card")
-    monkeypatch.setattr(validate.Machine, "of", staticmethod(lambda config: machine))
-    slow = replace(make_table(), **{name: slowed(getattr(make_table(), name)) for name in TIMES})
+    slow = replace(make_table(), **{name: slowed(getattr(make_table(), name), slowdown) for name in TIMES})
 
-    for table, error in ((make_table(), 0.0), (slow, 1.0)):
-        monkeypatch.setattr(validate, "run_torch_point", real_runs_on(table, limits))
-        folder = tmp_path / f"results-{error}"
-        options = validate.Options(model=model, num_requests=6, repeats=2, results_dir=folder)
-        assert validate.main(options) == 0
-        found = validate.compare(json.loads((folder / "validate" / "latest" / "summary.json").read_text()))
-        assert {(item.workload, item.system) for item in found} == {
-            (workload, system) for workload in ("osc", "azure-conv") for system in ("swiftllm", "neo", "apex")
-        }
-        assert [item.error for item in found] == pytest.approx([error] * 6, abs=1e-6)
-        assert {len(item.measured) for item in found} == {2}
-        assert f"neo {error:.1%}" in capsys.readouterr().out
+    def start(system, config):
+        task = SimulatedTask(
+            system,
+            replace(HARDWARE, table=slow),
+            config.num_gpu_blocks,
+            config.num_cpu_blocks,
+            make_task().lengths,
+            limits,
+        )
+        engine = build_engine(task)
+        engine.backend.device = SimpleNamespace(type="cpu")
+        told = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
+        engine.describe = lambda: told
+        return engine, validate.Machine(make_table(), 4, limits, "float16", "Imaginary card")
+
+    monkeypatch.setattr(validate, "start_measured", start)
+    options = validate.Options(model=model, num_requests=6, results_dir=tmp_path)
+    assert validate.main(options) == 0
+    summary = json.loads((tmp_path / "validate" / "latest" / "summary.json").read_text())
+    assert {(record["workload"], record["system"]) for record in summary} == {
+        (workload, system) for workload in ("osc", "azure-conv") for system in ("swiftllm", "neo", "apex")
+    }
+    assert [record["simulated_error"] for record in summary] == pytest.approx([error] * 12, abs=1e-6)
+    assert {record["backend"] for record in summary} == {"torch-cpu"}
+    assert f"neo {error:.1%}" in capsys.readouterr().out
 
 
 TIMES = ("linear", "ends", "swap", "prefill_attention", "gpu_attention", "cpu_attention")
 
 
-def slowed(part: Curve | Surface) -> Curve | Surface:
+def slowed(part: Curve | Surface, slowdown: int) -> Curve | Surface:
     if isinstance(part, Surface):
-        return replace(part, curves=tuple(map(slowed, part.curves)))
-    return replace(part, seconds=tuple(2 * s for s in part.seconds))
-
-
-def real_runs_on(table: ProfileTable, limits: SchedulerLimits):
-    """`run_torch_point` on an engine that takes the times of ``table``."""
-
-    def build(system, config):
-        hardware = replace(HARDWARE, table=table)
-        lengths = make_task().lengths
-        task = SimulatedTask(system, hardware, config.num_gpu_blocks, config.num_cpu_blocks, lengths, limits)
-        engine = build_engine(task)
-        engine.backend.device = SimpleNamespace(type="cpu")
-        told = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
-        engine.describe = lambda: told
-        return engine
-
-    return lambda point, label, console: run_torch_point(point, label, console, build)
+        return replace(part, curves=tuple(slowed(curve, slowdown) for curve in part.curves))
+    return replace(part, seconds=tuple(slowdown * s for s in part.seconds))
 
 
 def test_an_unknown_model_is_one_line(tmp_path, capsys):
@@ -164,13 +160,12 @@ def test_an_unknown_model_is_one_line(tmp_path, capsys):
     assert "no model in" in capsys.readouterr().out
 
 
-def test_errors_are_relative_to_what_was_measured():
-    def record(backend: str, rate: float | None, system: str = "neo"):
-        row = {"workload": "osc", "output_len": 8.0, "system": system, "backend": backend}
-        return {**row, "output_tokens_per_s": rate}
+def test_the_median_error_of_the_repeats_counts(capsys):
+    def record(rate: float, error: float | None, system: str = "neo"):
+        row = {"workload": "osc", "output_len": 8.0, "system": system, "output_tokens_per_s": rate}
+        return {**row, "simulated_output_tokens_per_s": 100.0, "simulated_error": error}
 
-    rows = [record("torch-cpu", rate) for rate in (80.0, 90.0, 20.0)]
-    (item,) = validate.compare([*rows, record("torch-cpu", 50.0, "apex"), record("simulated", 100.0)])
-    assert (item.system, item.measured) == ("neo", (80.0, 90.0, 20.0))
-    assert math.isclose(item.error, 0.25)
-    assert validate.compare([record("torch-cpu", None), record("simulated", 1.0)]) == []
+    rows = [record(80.0, 0.25), record(100.0, 0.0), record(400.0, -0.75), record(1.0, None, "apex")]
+    validate.print_comparison(rows, Console(width=120))
+    printed = capsys.readouterr().out
+    assert "-75.0% to +25.0%" in printed and "mean absolute error: neo 0.0%" in printed
