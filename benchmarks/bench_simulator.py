@@ -10,12 +10,15 @@ import pstats
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from apex.perf_model import Curve, ProfileTable, Surface
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from evaluation.paths import RESULTS_DIR
+from evaluation.results import ResultFolder, flat_record
 from swiftllm.engine import Engine
 from swiftllm.request import SamplingParams
 
@@ -60,23 +63,46 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
     return engine
 
 
+def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
+    """Iterations per second of real time, and the shares of scheduler, executor and bookkeeping in a profiled run."""
+    engine = running_engine(system, num_gpu, num_cpu)
+    start_s = time.perf_counter()
+    for _ in range(ITERATIONS):
+        engine.step()
+    seconds = time.perf_counter() - start_s
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(ITERATIONS // 10):
+        engine.step()
+    profiler.disable()
+    parts = pstats.Stats(profiler).get_stats_profile().func_profiles
+    shares = {f"{name}_share": parts[name].cumtime / parts["step"].cumtime for name in ("schedule", "run", "update")}
+    return {
+        "system": system,
+        "backend": "simulated",
+        "model": f"{NUM_LAYERS} layers",
+        "gpu_requests": num_gpu,
+        "cpu_requests": num_cpu,
+        "iterations_per_s": ITERATIONS / seconds,
+        "wall_s": seconds,
+        **shares,
+    }
+
+
 def main() -> None:
+    configuration = {"benchmark": "simulator", "sizes": SIZES, "iterations": ITERATIONS, "date": time.ctime()}
+    folder = ResultFolder("bench_simulator", configuration, RESULTS_DIR)
+    folder.note_invocation()
+    records = []
     for num_gpu, num_cpu in SIZES:
         for system in SIMULATED_SYSTEMS:
-            engine = running_engine(system, num_gpu, num_cpu)
-            start_s = time.perf_counter()
-            for _ in range(ITERATIONS):
-                engine.step()
-            seconds = time.perf_counter() - start_s
-            profiler = cProfile.Profile()
-            profiler.enable()
-            for _ in range(ITERATIONS // 10):
-                engine.step()
-            profiler.disable()
-            parts = pstats.Stats(profiler).get_stats_profile().func_profiles
-            spent = ", ".join(f"{name} {parts[name].cumtime / parts['step'].cumtime:.0%}"
-                              for name in ("schedule", "run", "update"))  # fmt: skip
-            print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {ITERATIONS / seconds:6.0f} iterations/s; {spent}")
+            record = flat_record(measure(system, num_gpu, num_cpu))
+            records.append(record)
+            spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in ("schedule", "run", "update"))
+            rate = record["iterations_per_s"]
+            print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {rate:6.0f} iterations/s; {spent}", flush=True)
+    folder.save_summary(records)
+    print(f"summary and provenance: {folder.path}")
 
 
 if __name__ == "__main__":
