@@ -97,7 +97,10 @@ class ProfileTable:
         Raises:
             ProfileMismatch: it was measured on something else; the message names what differs.
         """
-        raw = json.loads(path.read_text())
+        try:
+            raw = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ProfileMismatch(f"{path} is no profile table ({error}): run `apex profile` again") from None
         if raw.pop("version", None) != TABLE_VERSION:
             raise ProfileMismatch(f"{path} has another format: run `apex profile` again")
         found = raw.pop("identity")

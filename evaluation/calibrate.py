@@ -32,7 +32,7 @@ from evaluation.calibration_tables import (
 )
 from evaluation.curve_fit import compact_curve, fit_terms
 from evaluation.paths import REPO_ROOT, RESULTS_DIR
-from evaluation.results import ResultFolder, to_json, write_atomically
+from evaluation.results import ResultFolder, write_atomically
 
 ITEMSIZE = 2
 
@@ -232,8 +232,7 @@ def main(options: Options) -> int:
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in read}
     folder = ResultFolder("calibration", {"files": hashes}, options.results_dir)
     folder.note_invocation()
-    write_atomically(folder.path / "summary.json", to_json([asdict(record) for record in records]))
-    write_atomically(folder.path / "summary.md", markdown(records))
+    folder.save_summary([asdict(record) for record in records], markdown(records))
     print(markdown(records))
     for name, values in figures.items():
         print(f"{name}, fitted to all rows: " + ", ".join(f"{key} {value:.3g}" for key, value in values.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -46,8 +47,8 @@ class Options:
     """Experiment file: systems, workloads, request counts, scales, pool rule, engine options."""
     model: Path | None = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
-    systems: tuple[str, ...] | None = None
-    """Systems to compare, in order: swiftllm, neo, fastdecode, apex."""
+    systems: tuple[Literal["swiftllm", "neo", "fastdecode", "apex"], ...] | None = None
+    """Systems to compare, in order."""
     workloads: tuple[str, ...] | None = None
     """Only these workloads of the experiment file."""
     num_requests: int | None = None

@@ -72,7 +72,6 @@ class ResultFolder:
         self.run = fingerprint(self.identity)
         self.path = results_dir / name / self.run
         self.path.mkdir(parents=True, exist_ok=True)
-        self._point_latest()
 
     def _point_latest(self) -> None:
         link = self.path.parent / "latest"
@@ -108,9 +107,15 @@ class ResultFolder:
     def save_error(self, key: str, text: str) -> None:
         write_atomically(self.path / "errors" / f"{key}.txt", text)
 
-    def save_summary(self, records: Sequence[FlatRecord]) -> None:
+    def save_summary(self, records: Sequence[FlatRecord], table: str | None = None) -> None:
+        """Write what there is, as JSON and as a Markdown table (by default that of the systems' figures).
+
+        A run without a single result does not take the place of the latest one.
+        """
         write_atomically(self.path / "summary.json", to_json(list(records)))
-        write_atomically(self.path / "summary.md", markdown_table(records))
+        write_atomically(self.path / "summary.md", markdown_table(records) if table is None else table)
+        if records:
+            self._point_latest()
 
 
 def flat_record(values: Mapping[str, Any]) -> FlatRecord:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+
+WHOLE_NUMBERS = (
+    "block_size",
+    "num_gpu_blocks",
+    "num_cpu_blocks",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "cpu_threads",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,12 @@ class EngineConfig:
     """Run CPU attention inline on the main thread: the slow twin that shows whether overlap changes any token."""
 
     def __post_init__(self) -> None:
+        for name, choices in (("device", DeviceName), ("dtype", DtypeName), ("load_format", LoadFormat)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
+        for name in WHOLE_NUMBERS:
+            if not isinstance(getattr(self, name), int | None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

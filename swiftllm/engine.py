@@ -11,7 +11,7 @@ from swiftllm.backend import Backend
 from swiftllm.executor import Executor
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import IterationPlan, StepResult
-from swiftllm.request import Request, RequestOutput, RequestRefused, SamplingParams
+from swiftllm.request import Request, RequestOutput, RequestRefused, SamplingParams, whole_number
 from swiftllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ class Engine:
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        prompt = tuple(prompt_token_ids)
+        try:
+            prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from None
         unknown = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
         if unknown is not None:
             raise RequestRefused(f"token id {unknown} is outside the vocabulary of {self._vocab_size} tokens")
@@ -119,16 +122,20 @@ class Engine:
         Raises:
             EngineStalled: nothing could be planned for many steps although requests wait (never expected).
         """
-        done, self._aborted = self._aborted, []
-        outputs = [self._output(request, num_new=0) for request in done]
+        aborted, self._aborted = self._aborted, []
+        outputs = [self._output(request, num_new=0) for request in aborted]
+        self._forget(aborted)  # before anything runs: a new request may have taken the id of one aborted
         if self.scheduler.has_work:
             touched = self._iterate()
             outputs += [self._output(request, num_new=1) for request in touched]
-            done += [request for request in touched if request.is_finished]
-        self.backend.forget([request.request_id for request in done])
+            self._forget([request for request in touched if request.is_finished])
         if not self.has_unfinished():
             self.kv.check()
         return outputs
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self.backend.forget([request.request_id for request in requests])
 
     def _iterate(self) -> list[Request]:
         plan = self.scheduler.schedule()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from swiftllm.config import EngineConfig
-from swiftllm.request import Request, RequestOutput, SamplingParams
+from swiftllm.request import RequestOutput, SamplingParams
 from swiftllm.systems import build_engine
 
 Prompt = str | Sequence[int]
@@ -38,30 +39,26 @@ class LLM:
             RequestRefused: one of the prompts can never be served; none of them has been started then.
             ValueError: the numbers of prompts and sampling parameters differ, or a text comes without a tokenizer.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
             prompts = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling parameters")
-        requests = self._add_all(prompts, sampling_params)
-        final: dict[str, RequestOutput] = {}
-        while len(final) < len(requests):
-            final.update({output.request_id: output for output in self.engine.step() if output.finished})
-        return [self._with_text(final[request.request_id]) for request in requests]
-
-    def _add_all(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[Request]:
-        requests: list[Request] = []
+        final: dict[str, RequestOutput | None] = {}
         try:
-            for prompt, params in zip(prompts, sampling, strict=True):
+            for prompt, params in zip(prompts, sampling_params, strict=True):
                 token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
-                requests.append(self.engine.add_request(f"generate-{next(self._ids)}", token_ids, params))
-        except ValueError:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            self.engine.step()
+                request = self.engine.add_request(f"generate-{next(self._ids)}", token_ids, params)
+                final[request.request_id] = None
+            while None in final.values():
+                final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})
+        except BaseException:  # a refusal, or the user's interrupt: leave nothing behind that runs on
+            for request_id, output in final.items():
+                if output is None:
+                    self.engine.abort(request_id)
             raise
-        return requests
+        return [self._with_text(output) for output in final.values()]
 
     def _encode(self, text: str) -> list[int]:
         if self.engine.tokenizer is None:

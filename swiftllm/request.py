@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import enum
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+MIN_TEMPERATURE = 1e-5
 
 
 class RequestRefused(ValueError):
@@ -57,16 +61,43 @@ class SamplingParams:
     """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "top_k")}
+        whole["seed"] = None if self.seed is None else whole_number("seed", self.seed)
+        whole["stop_token_ids"] = tuple(whole_number("stop_token_ids", token) for token in self.stop_token_ids)
+        for name, value in whole.items():
+            object.__setattr__(self, name, value)
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit number"),
         )
         for name, holds, rule in checks:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """A temperature this small leaves no chance to any but the likeliest token, and float32 cannot divide by it."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+def whole_number(name: str, value: object) -> int:
+    """``value`` as an int, if it is one of any kind (numpy's too).
+
+    Raises:
+        ValueError: it is not; the message names it.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ class Sampler:
         wide = logits.float()
         tokens = wide.argmax(-1)
         for row, request in enumerate(requests):
-            if request.sampling.temperature > 0:
+            if not request.sampling.is_greedy:
                 # The draw lies in (0, 1]: zero would select a token of probability zero.
                 draw = 1.0 - torch.rand((), generator=self._generator(request))
                 tokens[row] = _draw_token(wide[row], request.sampling, draw.to(wide.device))
@@ -52,8 +52,11 @@ class Sampler:
 
 def _draw_token(logits: torch.Tensor, sampling: SamplingParams, draw: torch.Tensor) -> torch.Tensor:
     """Invert the cumulative distribution of one row ``[vocab_size]`` at ``draw``, after top-k and top-p."""
+    highest = logits.max()
+    if not highest.isfinite():  # an overflow or NaN upstream: there is no distribution to draw from
+        return logits.argmax()
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    scaled = (logits - logits.max()) / sampling.temperature
+    scaled = (logits - highest) / sampling.temperature
     token_ids = None
     if 0 < sampling.top_k < len(scaled):
         scaled, token_ids = scaled.topk(sampling.top_k)

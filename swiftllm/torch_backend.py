@@ -57,7 +57,8 @@ class TorchBackend:
         self.cpu_threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1)
         self.cpu_kernel = config.cpu_kernel or pacpu.default_kernel(self.dtype)
         if self.cpu_kernel not in pacpu.kernels():
-            raise ValueError(f"cpu_kernel={self.cpu_kernel!r} is not among {pacpu.kernels()}; {pacpu.unavailable()}")
+            why = pacpu.unavailable().get(self.cpu_kernel, "there is no such kernel")
+            raise ValueError(f"cpu_kernel={self.cpu_kernel!r} is not among {', '.join(pacpu.kernels())}: {why}")
         self.model_config = ModelConfig.from_folder(config.model)
         if config.load_format == "dummy":
             weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)

@@ -73,6 +73,12 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"{path} holds a value that makes no sense: {error}") from None
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+        for name in sizes:
+            if getattr(config, name) < 1:
+                raise ValueError(f"{path}: {name}={getattr(config, name)} must be at least 1")
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
                 f"{path}: num_attention_heads={config.num_heads} is no multiple of "

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -115,7 +116,7 @@ def test_offline_api(tiny) -> None:
         assert [output.token_ids for output in outputs] == expected[:6]
         with pytest.raises(swiftllm.RequestRefused, match="empty"):
             llm.generate([prompts[0], []])
-        assert not llm.engine.has_unfinished()
+        assert not llm.engine.scheduler.has_work
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'vllm'"):
         swiftllm.LLM(model_dir, scheduler="vllm")
@@ -150,3 +151,47 @@ def test_smollm2_equals_transformers_with_forced_offloading(smollm2, variant: st
     outputs, stats = serve(MODEL, variant, prompts, 12, **POOLS)
     assert outputs == expected
     assert stats.cpu_busy_s > 0
+
+
+def test_generate_leaves_nothing_behind(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir, prompts, expected = tiny
+    llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
+    foreign = llm.engine.add_request("foreign", prompts[1], SamplingParams(max_tokens=24))
+    step = llm.engine.step
+
+    def interrupted() -> list:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts[0], SamplingParams(max_tokens=24))
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(TypeError):
+        llm.generate([prompts[0], None])
+    numpy_prompt = np.array(prompts[0])
+    for prompt in (prompts[0], numpy_prompt, list(numpy_prompt), [numpy_prompt]):
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=24))
+        assert output.token_ids == expected[0]
+    while llm.engine.has_unfinished():
+        llm.engine.step()
+    assert tuple(foreign.output_token_ids) == expected[1]
+    assert llm.generate([]) == []
+
+
+def test_an_aborted_requests_draws_do_not_live_on_in_its_successor(tiny) -> None:
+    model_dir, prompts, _ = tiny
+
+    def drawn(abort_first: bool) -> list[int]:
+        engine = build_system("swiftllm", EngineConfig(str(model_dir), device="cpu", num_gpu_blocks=40))
+        if abort_first:
+            engine.add_request("x", prompts[0], SamplingParams(max_tokens=20, temperature=1.0, seed=5))
+            for _ in range(3):
+                engine.step()
+            engine.abort("x")
+        request = engine.add_request("x", prompts[0], SamplingParams(max_tokens=20, temperature=1.0, seed=7))
+        while engine.has_unfinished():
+            engine.step()
+        return request.output_token_ids
+
+    assert drawn(abort_first=True) == drawn(abort_first=False)
