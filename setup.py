@@ -25,13 +25,15 @@ SOURCE_DIR = Path("pacpu/src")
 INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
-SANITIZE_FLAGS = shlex.split("-fsanitize=address,undefined -fno-sanitize-recover -g")
+SANITIZE_FLAGS = shlex.split("-O1 -fsanitize=address,undefined -fno-sanitize-recover -g1")
 
 # Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
-NATIVE_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
+ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
+BF16_FLAGS = [*AVX512_FLAGS, "-mavx512bf16"]  # AMX needs no flag: its instructions stand as assembly
+NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS} if IS_X86 else {})
 ISPC_TARGETS = {"avx2": "avx2-i32x8", "avx512": "avx512skx-x16"}
 ELEMENTS = ["float32", "float16", "bfloat16"]
 
@@ -40,8 +42,23 @@ def find_ispc() -> str | None:
     """Path of the ISPC compiler, or None."""
     if named := os.environ.get("ISPC"):
         return shutil.which(named)
-    cache = Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache/apex")
-    return shutil.which("ispc") or shutil.which(str(cache / "ispc/bin/ispc"))
+    return shutil.which("ispc") or shutil.which(str(cache_dir() / "ispc/bin/ispc"))
+
+
+def find_llamafile() -> tuple[Path | None, str | None]:
+    """The source of llamafile's matrix product, or why there is none."""
+    if not IS_X86:
+        return None, "it is built on x86-64 only"
+    found = sorted((cache_dir() / "llamafile").glob("*/sgemm.cpp"))
+    if found:
+        return found[-1], None
+    return None, (
+        "its matrix product was not there when pacpu was built: run scripts/fetch_llamafile.py, then build again"
+    )
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache/apex")
 
 
 def is_current(output: Path, command: list[str]) -> bool:
@@ -83,18 +100,30 @@ class BuildPacpu(build_ext):
         ispc_objects, ispc_problem = self.build_ispc(build_dir / "ispc")
         if ispc_problem:
             self.warn(f"building without the ISPC kernel: {ispc_problem}")
+        llamafile_source, llamafile_problem = find_llamafile()
+        if llamafile_problem:
+            self.warn(f"building without the llamafile kernel: {llamafile_problem}")
 
         commands = {}
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
             flags = [*CXX_FLAGS, *sanitize_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
-            if source.match("native/avx*.cpp"):
-                if source.stem not in NATIVE_FLAGS:
+            if source.match("native/a[vm]x*.cpp") or source.match("llamafile/avx*.cpp"):
+                if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
                 flags += NATIVE_FLAGS[source.stem]
             if source.match("ispc/ispc.cpp") and ispc_problem:
                 flags.append(f'-DPACPU_ISPC_UNAVAILABLE="{ispc_problem}"')
+            if source.match("llamafile/llamafile.cpp") and llamafile_problem:
+                flags.append(f'-DPACPU_LLAMAFILE_UNAVAILABLE="{llamafile_problem}"')
             output = build_dir / source.relative_to(SOURCE_DIR).with_suffix(".o")
             commands[output] = [*CXX, *flags, "-MMD", "-c", str(source), "-o", str(output)]
+        if llamafile_source:
+            for isa, isa_flags in ISA_FLAGS.items():
+                # The product chooses its code by macros, so each instruction set gets a variant under its own name.
+                flags = [*CXX_FLAGS, *sanitize_flags, *isa_flags, "-w", "-DNDEBUG"]
+                flags.append(f"-Dllamafile_sgemm=pacpu_llamafile_sgemm_{isa}")
+                output = build_dir / f"llamafile/sgemm_{isa}.o"
+                commands[output] = [*CXX, *flags, "-MMD", "-c", str(llamafile_source), "-o", str(output)]
         make_all(commands)
 
         objects = [str(path) for path in (*commands, *ispc_objects)]

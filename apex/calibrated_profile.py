@@ -76,7 +76,7 @@ def hardware_profile(
     return ProfileTable(
         identity,
         linear=linear_curve(gpu, shape, itemsize, max_tokens),
-        ends=_curve(ROWS, lambda rows: ends_s(gpu, host, model_config, itemsize, rows)),
+        ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows)),
         swap=_curve(BLOCKS, lambda blocks: transfer_s(blocks * block_bytes, pcie_gb_s, latency_s)),
         prefill_attention=_surface(
             tokens, (0, CONTEXTS[-1]), lambda new, cached: prefill_attention_s(gpu, shape, new, cached)
@@ -89,6 +89,9 @@ def hardware_profile(
             CONTEXTS,
             lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context),
         ),
+        first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
+        # Handing a ticket over is taken to cost the lane nothing: its time is in the ticket's own, see cpu_attention_s.
+        iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
     )
 
 
@@ -140,12 +143,12 @@ def elementwise_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> 
     return gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
 
 
-def ends_s(gpu: Gpu, host: Host, config: ModelConfig, itemsize: int, rows: float) -> float:
-    """Per iteration: scheduling and launching on the host, embedding rows, logits of the sampled rows."""
+def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float) -> float:
+    """Per iteration: embedding rows, logits of the sampled rows."""
     embedding_bytes = 2 * rows * config.hidden_size * itemsize  # read and written
     embedding_s = embedding_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     logits_s = gemm_s(gpu, config.vocab_size * config.hidden_size, itemsize, rows)
-    return host["iteration_overhead_ms"] * 1e-3 + embedding_s + logits_s
+    return embedding_s + logits_s
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -186,7 +189,11 @@ def cpu_attention_s(
 
 
 def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
-    """What a kernel achieves on a host: its fraction of what the host's cores can read.
+    """What a kernel achieves on a host with all its cores.
+
+    A kernel's fraction was measured on a core that reads ``core_read_gb_s`` when it only reads. What it takes longer
+    than that for each byte is arithmetic, which all cores do at once; reading they share, so a core of a crowded
+    socket gets less than it could read alone. Taken as not overlapping, as in the measurement.
 
     Raises:
         ValueError: there is no figure for the kernel; the message lists the kernels there are.
@@ -197,7 +204,10 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
         ending = f"_{host.isa}_{heads}"
         kernels = sorted(name.removesuffix(ending) for name in host.figures if name.endswith(ending))
         raise ValueError(f"no figure for CPU kernel {cpu_kernel!r} on {host.isa}: known are {', '.join(kernels)}")
-    return host_read_gb_s(host) * host[figure]
+    alone_gb_s = host["core_read_gb_s"]
+    arithmetic_s_per_gb = (1 / host[figure] - 1) / alone_gb_s
+    reading_s_per_gb = 1 / min(alone_gb_s, host_read_gb_s(host) / host["cores"])
+    return host["cores"] / (arithmetic_s_per_gb + reading_s_per_gb)
 
 
 def host_read_gb_s(host: Host) -> float:

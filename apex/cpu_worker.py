@@ -6,18 +6,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from swiftllm.backend import TicketTimes
+
 
 class WorkerTicket:
     """A CPU attention task handed to the worker thread."""
 
-    def __init__(self, future: Future[float]) -> None:
+    def __init__(self, future: Future[tuple[float, float]]) -> None:
         self._future = future
 
     def ready(self) -> bool:
         return self._future.done()
 
     def wait(self) -> float:
-        return self._future.result()
+        start_s, done_s = self._future.result()
+        return done_s - start_s
+
+    def times(self) -> TicketTimes:
+        start_s, done_s = self._future.result()
+        return TicketTimes(start_s, done_s, ready_s=done_s)
 
 
 class CpuWorker:
@@ -36,7 +43,7 @@ class CpuWorker:
         self._pool.shutdown(wait=True)
 
 
-def _timed(task: Callable[[], None]) -> float:
+def _timed(task: Callable[[], None]) -> tuple[float, float]:
     start_s = time.perf_counter()
     task()
-    return time.perf_counter() - start_s
+    return start_s, time.perf_counter()

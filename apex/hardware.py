@@ -7,6 +7,7 @@ is the same for every machine until a file says better, so that a new card needs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ class Host(Machine):
     isa: str = "avx2"
 
 
+@functools.cache
 def load_gpu(name_or_path: str | Path) -> Gpu:
     """Read a GPU: a name in ``configs/hardware``, or a path to a file of the same form.
 
@@ -121,6 +123,7 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     return Gpu(raw["name"], figures, layers)
 
 
+@functools.cache
 def load_host(name_or_path: str | Path) -> Host:
     """Read a host, as :func:`load_gpu` does a GPU."""
     raw, figures = _read(_find(name_or_path, "host"), "host", HOST_FIGURES)

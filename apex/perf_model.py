@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 
 
 class ProfileMismatch(ValueError):
@@ -32,9 +32,10 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         sizes, seconds = self.sizes, self.seconds
-        i = min(max(bisect_right(sizes, size) - 1, 0), len(sizes) - 2)
+        i = bisect_right(sizes, size, 1, len(sizes) - 1) - 1  # the first or last two sizes beyond the ends
         slope = (seconds[i + 1] - seconds[i]) / (sizes[i + 1] - sizes[i])
-        return max(0.0, seconds[i] + slope * (size - sizes[i]))
+        result = seconds[i] + slope * (size - sizes[i])
+        return result if result > 0.0 else 0.0
 
 
 def _ascending(values: Sequence[float]) -> list[float]:
@@ -59,10 +60,26 @@ class Surface:
 
     def __call__(self, first: float, second: float) -> float:
         firsts = self.firsts
-        i = min(max(bisect_right(firsts, first) - 1, 0), len(firsts) - 2)
+        i = bisect_right(firsts, first, 1, len(firsts) - 1) - 1
         low, high = self.curves[i](second), self.curves[i + 1](second)
         share = (first - firsts[i]) / (firsts[i + 1] - firsts[i])
-        return max(0.0, low + share * (high - low))
+        result = low + share * (high - low)
+        return result if result > 0.0 else 0.0
+
+
+FREE = Curve((1, 2), (0.0, 0.0))
+"""Of what costs nothing, or could not be measured."""
+
+
+def attention_rate(surface: Surface) -> float | None:
+    """Context tokens per second in one layer, at the best of the sizes measured; None if the tier was too small."""
+    rates = [
+        requests * context / seconds
+        for requests, curve in zip(surface.firsts, surface.curves, strict=True)
+        for context, seconds in zip(curve.sizes, curve.seconds, strict=True)
+        if seconds > 0
+    ]
+    return max(rates, default=None)
 
 
 def covers(sizes: Sequence[float], size: float) -> bool:
@@ -72,8 +89,14 @@ def covers(sizes: Sequence[float], size: float) -> bool:
 @dataclass(frozen=True)
 class ProfileTable:
     """Measured seconds. Per layer: ``linear`` over tokens, ``prefill_attention`` over (new tokens, tokens cached
-    before), ``gpu_attention`` and ``cpu_attention`` (with its hand-over to the worker) over (requests, context tokens
-    of each). Per iteration: ``ends`` over sampled rows (embedding, logits, sampling). ``swap`` over blocks.
+    before), ``gpu_attention`` and ``cpu_attention`` (with the way to the worker and back) over (requests, context
+    tokens of each), ``hand_over`` over requests: what giving a ticket to the worker costs the lane. Per iteration:
+    ``ends`` over sampled rows (embedding, logits, sampling), ``iteration`` over requests (the host's own work:
+    scheduling, opening batches, taking tokens in). ``swap`` over blocks.
+
+    ``first_share`` is the part of a layer's linear work that comes before its attention (norm, QKV, rotary): the
+    first boundary is that part for all tokens, the last one is the rest for the sampled rows alone.
+    ``prefill_shared_s`` is the part of a prefill's attention that a lane pays once, however many chunks it has.
     """
 
     identity: Mapping[str, str]
@@ -83,6 +106,10 @@ class ProfileTable:
     prefill_attention: Surface
     gpu_attention: Surface
     cpu_attention: Surface
+    first_share: float = 0.5
+    prefill_shared_s: float = 0.0
+    hand_over: Curve = FREE
+    iteration: Curve = FREE
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +138,9 @@ class ProfileTable:
         return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
 
 
-def _from_json(value: dict) -> Curve | Surface:
+def _from_json(value: dict | float) -> Curve | Surface | float:
+    if isinstance(value, float):
+        return value
     if "curves" in value:
         return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
     return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
@@ -137,7 +166,10 @@ class PerfModel:
 
     def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""
-        return sum(self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks)
+        if not chunks:
+            return 0.0
+        alone_s = [self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks]
+        return max(max(alone_s), sum(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
 
     def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
         """One layer's decode attention in the lane (T_g); the context is summed over the requests."""
@@ -152,8 +184,24 @@ class PerfModel:
         return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
 
     def ends_s(self, rows: int) -> float:
-        """What an iteration costs beside its layers: scheduling, embedding, logits and sampling."""
-        return self._curve("ends", self.table.ends, rows)
+        """What an iteration costs beside its layers: the host's work, embedding, logits and sampling."""
+        return self.iteration_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
+
+    def first_s(self, tokens: int) -> float:
+        """The boundary before all layers."""
+        return self.table.first_share * self.linear_s(tokens)
+
+    def last_s(self, rows: int) -> float:
+        """The boundary after all layers, which only rows that get a token cross (and here the embedding counts)."""
+        return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
+
+    def hand_over_s(self, requests: int) -> float:
+        """What the lane loses by giving a cohort of so many requests to the CPU worker, in one layer."""
+        return self._curve("hand_over", self.table.hand_over, requests)
+
+    def iteration_s(self, requests: int) -> float:
+        """The host's own work in an iteration of so many requests; with 0, what an iteration costs in any case."""
+        return self.table.iteration(requests)
 
     def swap_s(self, blocks: int) -> float:
         return self._curve("swap", self.table.swap, blocks)

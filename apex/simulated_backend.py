@@ -3,8 +3,10 @@
 Scheduler, KV accounting and executor are the real ones; only the seconds are made up, from a profile table. Resources:
 
 - GPU: boundaries and lane attention, one after the other, each as long as :class:`~apex.perf_model.PerfModel` says and
-  no shorter than the host takes to launch it. The host is paced by the GPU, so the two share the clock. Boundaries -1
-  and ``num_layers - 1`` are the two halves of a layer's linear work and of the iteration's ends.
+  no shorter than the host takes to launch it. The host is paced by the GPU, so the two share the clock. Boundary -1
+  is what comes before a layer's attention, for all rows; boundary ``num_layers - 1`` the rest of a layer, logits and
+  sampling, for the rows alone that get a token.
+- Host: its own work of an iteration and of each request, and the handing over of tickets, hold up the lane.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v are there.
 - PCIe, one link each way: swaps, which the lane waits for, and q, k, v to the host and the outputs back where an
   :class:`Interconnect` tells their sizes; without one the profile's CPU attention includes the hand-over.
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 
 from apex.perf_model import PerfModel
 from apex.planner.pipeline import LaneLoad
+from swiftllm.backend import TicketTimes
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request, Tier
 
@@ -81,14 +84,22 @@ class SimulatedBatch:
 class SimulatedTicket:
     """``done_s`` is when the worker finishes, as far as known now: transfers that come meanwhile delay it."""
 
-    __slots__ = ("backend", "done_s", "ready_s", "return_s", "start_s")
+    __slots__ = ("backend", "done_s", "ready_s", "return_s", "start_s", "to_host")
 
-    def __init__(self, backend: SimulatedBackend, start_s: float, done_s: float, return_s: float) -> None:
+    def __init__(
+        self,
+        backend: SimulatedBackend,
+        start_s: float,
+        done_s: float,
+        return_s: float,
+        to_host: tuple[float, float] | None,
+    ) -> None:
         self.backend = backend
         self.start_s = start_s
         self.done_s = done_s
         self.return_s = return_s
         self.ready_s: float | None = None  # once the output's way back is booked
+        self.to_host = to_host
 
     def ready(self) -> bool:
         self.backend.settle(self.backend.clock_s)
@@ -102,6 +113,11 @@ class SimulatedTicket:
         busy_s = self.done_s - self.start_s
         backend.busy.cpu_s += busy_s
         return busy_s
+
+    def times(self) -> TicketTimes:
+        assert self.ready_s is not None
+        to_gpu = (self.ready_s - self.return_s, self.ready_s) if self.return_s else None
+        return TicketTimes(self.start_s, self.done_s, self.ready_s, self.to_host, to_gpu)
 
 
 class _Memo(dict[int, float]):
@@ -133,7 +149,11 @@ class SimulatedBackend:
         self._interconnect = interconnect
         self._last = model.num_layers - 1
         self._linear_s = _Memo(model.linear_s)
-        self._ends_s = _Memo(model.ends_s)
+        self._first_s = _Memo(model.first_s)
+        self._last_s = _Memo(model.last_s)
+        self._hand_over_s = _Memo(model.hand_over_s)
+        self._iteration_s = model.iteration_s(0)
+        self._requests_s = _Memo(lambda requests: model.iteration_s(requests) - self._iteration_s)
         self._worker_free_s = 0.0
         self._to_host_free_s = 0.0
         self._to_gpu_free_s = 0.0
@@ -154,17 +174,22 @@ class SimulatedBackend:
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
+        self.clock_s += self._requests_s[len(items)]
         load = LaneLoad.of(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
+        self.clock_s += self._requests_s[len(requests)]
+        return self._cohort(requests)
+
+    def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         context_tokens = sum(request.num_tokens for request in requests)
         attention_s = self._model.cpu_attention_s(len(requests), context_tokens)
         return SimulatedBatch(len(requests), attention_s, tuple(r.request_id for r in requests), tuple(requests))
 
     def drop_rows(self, cohort: SimulatedBatch, request_ids: frozenset[str]) -> SimulatedBatch:
-        return self.open_cohort([r for r in cohort.requests if r.request_id not in request_ids])
+        return self._cohort([r for r in cohort.requests if r.request_id not in request_ids])
 
     def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         num_rows = 0
@@ -173,10 +198,10 @@ class SimulatedBackend:
         if 0 <= layer < self._last:
             self._run(self._linear_s[num_rows])
             return {}
-        num_sampled = sum(len(batch.sampled) for batch in batches)
-        self._run((self._linear_s[num_rows] + self._ends_s[num_sampled]) / 2)
         if layer < 0:
+            self._run(self._first_s[num_rows])
             return {}
+        self._run(self._last_s[sum(len(batch.sampled) for batch in batches)])
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
@@ -189,18 +214,20 @@ class SimulatedBackend:
     # -- the CPU worker ---------------------------------------------------------------------------------------------
 
     def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
-        arrived_s, return_s = self.clock_s, 0.0
+        self.clock_s += self._hand_over_s[cohort.num_rows]
+        arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect
             self.settle(arrived_s)
             start_s = max(arrived_s, self._to_host_free_s)
             arrived_s = self._to_host_free_s = start_s + link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row)
+            to_host = (start_s, arrived_s)
             self.busy.to_host_s += arrived_s - start_s
             self._slow_worker(start_s, arrived_s)
             return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
         start_s = max(arrived_s, self._worker_free_s)
         done_s = self._worker_free_s = start_s + cohort.attention_s
-        ticket = SimulatedTicket(self, start_s, done_s, return_s)
+        ticket = SimulatedTicket(self, start_s, done_s, return_s, to_host)
         self._computing.append(ticket)
         return ticket
 
@@ -220,6 +247,8 @@ class SimulatedBackend:
     # -- PCIe and DRAM ----------------------------------------------------------------------------------------------
 
     def swap(self, swaps: Sequence[Swap]) -> None:
+        """Every iteration begins here, be there anything to move or not."""
+        self.clock_s += self._iteration_s
         if not swaps:
             return
         self.settle(self.clock_s)

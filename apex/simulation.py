@@ -13,8 +13,9 @@ from swiftllm.engine import Engine
 from swiftllm.executor import Executor, LaneExecutor
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.scheduler import Scheduler, SchedulerLimits
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
-SIMULATED_SYSTEMS = ("swiftllm", *SCHEDULERS)
+SIMULATED_SYSTEMS = (*GPU_ONLY_SCHEDULERS, *SCHEDULERS)
 
 
 def build_simulated(
@@ -62,7 +63,7 @@ def build_simulated(
         scheduler = SCHEDULERS[system](limits, kv, backend.now, PerfModel(table, num_layers), strategy)
         executor = OverlapExecutor(backend)
     else:
-        scheduler, executor = Scheduler(limits, kv, backend.now), LaneExecutor(backend)
+        scheduler, executor = GPU_ONLY_SCHEDULERS[system](limits, kv, backend.now), LaneExecutor(backend)
     description = {
         "system": system,
         "backend": "simulated",

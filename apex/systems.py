@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from apex.config import StrategyConfig
 from apex.cpu_worker import CpuWorker
 from apex.executor import OverlapExecutor
 from apex.machine import cpu_name
-from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable
+from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable, attention_rate
 from apex.planner import SCHEDULERS
 from apex.profiler import Profiler
 from apex.progress import progress_bar
@@ -24,6 +26,7 @@ from swiftllm.paths import cache_dir
 from swiftllm.request import Tier
 from swiftllm.systems import assemble, build_gpu_only, make_kv_manager, register_system, scheduler_limits
 from swiftllm.torch_backend import InlineWorker, TorchBackend
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class SystemInfo:
 SYSTEMS: Mapping[str, SystemInfo] = {
     info.name: info
     for info in (
+        SystemInfo("vllm", "GPU only, as vLLM V1 schedules: chunked prefill, preemption by recompute", "vLLM, SOSP'23"),
         SystemInfo("swiftllm", "GPU only: continuous batching, chunked prefill, paged attention", "SwiftLLM"),
         SystemInfo("neo", "load-aware scheduling, asymmetric pipelining", "NEO, MLSys'25"),
         SystemInfo("fastdecode", "all decode attention on the CPU", "FastDecode+ in NEO, MLSys'25"),
@@ -67,8 +71,8 @@ def build_system(
     """
     if name not in SYSTEMS:
         raise ValueError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
-    if name not in SCHEDULERS:
-        return build_gpu_only(config)
+    if name in GPU_ONLY_SCHEDULERS:
+        return build_gpu_only(name, config)
     strategy = strategy or StrategyConfig()
     worker = InlineWorker() if config.synchronous else CpuWorker()
     backend = TorchBackend(config, worker)
@@ -76,8 +80,19 @@ def build_system(
     table = load_or_measure(config, backend, profile)
     model = PerfModel(table, backend.num_layers)
     scheduler = SCHEDULERS[name](limits, kv, backend.now, model, strategy)
-    details = {"strategy": asdict(strategy), "profile": dict(table.identity)}
+    details = {
+        "strategy": asdict(strategy),
+        "profile": dict(table.identity),
+        "cpu_attention_gbps": cpu_attention_gbps(table, backend),
+    }
     return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
+
+
+def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | None:
+    """Gigabytes of K and V that the CPU kernel reads in a second, at the best size of the table; None if the tier was
+    too small to be measured."""
+    rate = attention_rate(table.cpu_attention)
+    return rate and rate * backend.kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9
 
 
 def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
@@ -124,18 +139,23 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
 
 def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:
     """Profile the backend now, with a progress bar."""
-    limits = scheduler_limits(config, backend)
     with progress_bar("profiling this machine") as progress:
-        profiler = Profiler(
-            backend,
-            num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
-            block_size=backend.block_size,
-            max_tokens=config.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            vocab_size=backend.model_config.vocab_size,
-            progress=progress,
-        )
-        return profiler.measure(profile_identity(config, backend))
+        return make_profiler(config, backend, progress).measure(profile_identity(config, backend))
+
+
+def make_profiler(
+    config: EngineConfig, backend: TorchBackend, progress: Callable[[float, str], None] = lambda done, what: None
+) -> Profiler:
+    return Profiler(
+        backend,
+        num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
+        block_size=backend.block_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_model_len=scheduler_limits(config, backend).max_model_len,
+        vocab_size=backend.model_config.vocab_size,
+        progress=progress,
+        synchronize=torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None,
+    )
 
 
 def _builder(name: str) -> Callable[[EngineConfig], Engine]:

@@ -1,10 +1,17 @@
-"""Runs the points of an experiment one after another into a result folder, but those already there."""
+"""Runs the points of an experiment into a result folder, but those already there.
+
+Points that measure this machine run one after another. Points that do not (``concurrent``: simulations) run in
+parallel processes; a point's result never depends on how many.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +20,7 @@ from rich.console import Console
 
 from evaluation.progress import RunProgress
 from evaluation.provenance import usable_cores
-from evaluation.records import RequestRecord
+from evaluation.records import RequestRecord, RequestSummary
 from evaluation.results import FlatRecord, ResultFolder, flat_record, median_record
 
 BUSY_LOAD_PER_CORE = 0.75
@@ -27,6 +34,10 @@ class Point:
     group: str
     label: str
     task: Any
+    concurrent: bool = False
+    """Whether other points may run at the same time; then ``task`` and the function that runs it are picklable."""
+    cost: float = 1.0
+    """How long it takes, in any unit: the longest start first, and the time left is told from it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class PointResult:
     """``values`` are flat summary fields, ``details`` whatever else is worth keeping (engine, counters)."""
 
     values: Mapping[str, Any]
-    records: Sequence[RequestRecord]
+    records: Sequence[RequestRecord | RequestSummary]
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,11 +69,12 @@ def run_experiment(
     run_point: RunPoint,
     results_dir: Path,
     console: Console | None = None,
+    jobs: int = 1,
 ) -> Outcome:
     """Run all points that are not finished yet and write the summary.
 
     A point that raises is reported with its traceback in ``errors/`` and tried again by the next invocation;
-    the others still run.
+    the others still run. At most ``jobs`` concurrent points run at a time, before those that want the machine alone.
     """
     keys = [point.key for point in points]
     if len(set(keys)) < len(keys):
@@ -70,34 +82,91 @@ def run_experiment(
     console = console or Console()
     folder = ResultFolder(name, configuration, results_dir)
     folder.note_invocation()
-    warn_if_busy(console)
     progress = RunProgress(len(points), console)
-    failed = []
+    failed: list[str] = []
+    left = []
     for point in points:
-        if folder.finished_point(point.key) is not None:
+        if folder.finished_point(point.key) is None:
+            left.append(point)
+        else:
             progress.skip_point(point.label)
-            continue
-        try:
-            load = os.getloadavg()[0]
-            result = run_point(point, progress.start_point(point.label), console)
-            values = flat_record(result.values)
-        except Exception as error:
-            failed.append(point.label)
-            folder.save_error(point.key, traceback.format_exc())
-            progress.finish_point(point.label, f"FAILED: {type(error).__name__}: {error}")
-            continue
-        saved = {
-            "group": point.group,
-            "values": values,
-            "details": {**result.details, "load_average_before": load},
-        }
-        folder.save_point(point.key, saved, result.records)
-        rate = values["output_tokens_per_s"]
-        outcome = "no tokens" if rate is None else f"{rate:.1f} output tok/s"
-        progress.finish_point(point.label, outcome + (f", {values['failed']} failed" if values["failed"] else ""))
+    together = [point for point in left if point.concurrent and jobs > 1]
+    alone = [point for point in left if point not in together]
+    if any(not point.concurrent for point in alone):
+        warn_if_busy(console)
+    if together:
+        failed += run_together(folder, together, run_point, progress, jobs)
+    failed += run_one_by_one(folder, alone, run_point, progress, console)
     summary = summarise(folder, points)
     folder.save_summary(summary)
-    return Outcome(folder.path, summary, failed)
+    return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
+
+
+def run_one_by_one(
+    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, console: Console
+) -> list[str]:
+    """Run points in this process, in their order. Returns the labels of those that failed."""
+    failed = []
+    for point in points:
+        label = progress.start_point(point.label)
+        load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
+        try:
+            outcome = save(folder, point, run_point(point, label, console), load)
+        except Exception as error:
+            failed.append(point.label)
+            outcome = save_failure(folder, point, error)
+        progress.finish_point(point.label, outcome)
+    return failed
+
+
+def run_together(
+    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, jobs: int
+) -> list[str]:
+    """Run points in up to ``jobs`` processes, the longest first. Returns the labels of those that failed."""
+    failed = []
+    # A fresh interpreter for each process: forking one that has started threads can deadlock.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context) as pool:
+        try:
+            with progress.beside_each_other(sum(point.cost for point in points)) as lines:
+                by_cost = sorted(points, key=lambda point: -point.cost)
+                futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
+                for future in as_completed(futures):
+                    point = futures[future]
+                    try:
+                        outcome = save(folder, point, future.result(), {})
+                    except Exception as error:
+                        failed.append(point.label)
+                        outcome = save_failure(folder, point, error)
+                    lines.finish_point(point.label, outcome, point.cost)
+        except BaseException:  # interrupted: what has not begun need not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
+    """Run a point in a process of its own, whose parent shows the progress."""
+    return run_point(point, point.label, Console(quiet=True))
+
+
+def save(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
+    """Save a point's result; returns it in a few words."""
+    values = flat_record(result.values)
+    saved = {"group": point.group, "values": values, "details": {**result.details, **details}}
+    folder.save_point(point.key, saved, result.records)
+    rate = values["output_tokens_per_s"]
+    kind = "SIMULATED output tok/s" if values["backend"] == "simulated" else "output tok/s"
+    outcome = "no tokens" if rate is None else f"{rate:.1f} {kind}"
+    return outcome + (f", {values['failed']} failed" if values["failed"] else "")
+
+
+def save_failure(folder: ResultFolder, point: Point, error: Exception) -> str:
+    """Save why a point failed; returns it in a line."""
+    folder.save_error(point.key, "".join(traceback.format_exception(error)))
+    if isinstance(error, BrokenProcessPool):
+        return "FAILED: a process died, perhaps for lack of memory; run the same command again with fewer --jobs"
+    return f"FAILED: {type(error).__name__}: {error}"
 
 
 def warn_if_busy(console: Console) -> None:

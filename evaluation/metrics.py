@@ -1,12 +1,14 @@
 """Every metric, defined once.
 
 Times are seconds from the start of a replay. Percentiles interpolate linearly between order statistics. Only
-completed requests count, except in ``failed``. A metric that does not apply is None.
+completed requests count, except in ``failed``. A metric that does not apply is None. docs/metrics.md says the same in
+words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +17,19 @@ from evaluation.records import RequestRecord
 MID_WINDOW = (0.2, 0.8)
 
 Metrics = dict[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a request must keep to count in goodput."""
+
+    ttft_s: float = 2.0
+    """Time to first token: what NEO's load-latency curves on the A10G are read at (its section 5.2)."""
+    tpot_s: float = 0.2
+    """Time per output token: five tokens a second, about as fast as people read."""
+
+
+DEFAULT_TARGETS = Targets()
 
 
 def makespan_s(records: Sequence[RequestRecord]) -> float | None:
@@ -47,6 +62,18 @@ def requests_per_s(records: Sequence[RequestRecord]) -> float | None:
     """Completed requests over the makespan."""
     span = makespan_s(records)
     return sum(record.completed for record in records) / span if span else None
+
+
+def goodput_requests_per_s(records: Sequence[RequestRecord], targets: Targets) -> float | None:
+    """Completed requests that keep both targets, over the makespan."""
+    span = makespan_s(records)
+    return sum(record.completed and keeps(record, targets) for record in records) / span if span else None
+
+
+def keeps(record: RequestRecord, targets: Targets) -> bool:
+    """Whether a completed request keeps both targets; a single token has no gap to be too long."""
+    tpot_s = time_per_output_token_s(record) or 0.0
+    return time_to_first_token_s(record) <= targets.ttft_s and tpot_s <= targets.tpot_s
 
 
 def per_token_latency_s(record: RequestRecord) -> float:
@@ -85,7 +112,10 @@ def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
 
 
 def compute_metrics(
-    records: Sequence[RequestRecord], wall_s: float, stats: Mapping[str, float] | None = None
+    records: Sequence[RequestRecord],
+    wall_s: float,
+    stats: Mapping[str, float] | None = None,
+    targets: Targets = DEFAULT_TARGETS,
 ) -> Metrics:
     """All metrics of one replay of ``wall_s`` seconds.
 
@@ -99,6 +129,9 @@ def compute_metrics(
         "output_tokens_per_s": output_tokens_per_s(records),
         "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),
         "requests_per_s": requests_per_s(records),
+        "goodput_requests_per_s": goodput_requests_per_s(records, targets),
+        "ttft_target_s": targets.ttft_s,
+        "tpot_target_s": targets.tpot_s,
         **spread("per_token_latency_s", [per_token_latency_s(record) for record in done]),
         **spread("ttft_s", [time_to_first_token_s(record) for record in done]),
         **spread("tpot_s", gaps),

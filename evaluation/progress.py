@@ -87,15 +87,50 @@ class RunProgress:
 
     def skip_point(self, label: str) -> None:
         self.index += 1
-        self.console.print(
-            f"{self.index}/{self.total_points} {label}: finished before", highlight=False, markup=False, soft_wrap=True
-        )
+        self._print(f"{label}: finished before")
 
     def finish_point(self, label: str, outcome: str) -> None:
         self.finished_s.append(time.monotonic() - self.point_start)
-        self.console.print(
-            f"{self.index}/{self.total_points} {label}: {outcome}", highlight=False, markup=False, soft_wrap=True
-        )
+        self._print(f"{label}: {outcome}")
+
+    def beside_each_other(self, total_cost: float) -> PoolProgress:
+        """For points that run at once, in any order; ``total_cost`` is the sum of theirs."""
+        return PoolProgress(self, total_cost)
+
+    def _print(self, text: str) -> None:
+        numbered = f"{self.index}/{self.total_points} {text}"
+        self.console.print(numbered, highlight=False, markup=False, soft_wrap=True)
+
+
+class PoolProgress:
+    """A line per finished point and one bar below them over the cost of all. A context manager."""
+
+    def __init__(self, run: RunProgress, total_cost: float) -> None:
+        self.run = run
+        self.total_cost = total_cost
+        self.done_cost = 0.0
+        self.start = time.monotonic()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        terminal = run.console.is_terminal
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=run.console, transient=True, disable=not terminal)
+
+    def __enter__(self) -> PoolProgress:
+        self.bar.start()
+        self.task = self.bar.add_task("all points", total=self.total_cost)
+        return self
+
+    def finish_point(self, label: str, outcome: str, cost: float) -> None:
+        self.run.index += 1
+        self.done_cost += cost
+        self.bar.advance(self.task, cost)
+        passed = time.monotonic() - self.start
+        left = passed * (self.total_cost - self.done_cost) / self.done_cost
+        self.run._print(f"{label}: {outcome}" + (f" (~{format_s(left)} left)" if left > 0 else ""))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
 
 
 def format_s(seconds: float) -> str:

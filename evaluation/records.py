@@ -40,6 +40,40 @@ class RequestRecord:
         return self.failure is None
 
 
+@dataclass(frozen=True)
+class RequestSummary:
+    """A request without the times of its single tokens: whatever a distribution over requests needs, in few bytes.
+
+    Times are seconds from the start of the replay, to the microsecond.
+    """
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+    prompt_len: int
+    output_len: int
+    num_preemptions: int
+    last_tier: str | None
+    failure: str | None
+
+
+def summary_of(record: RequestRecord) -> RequestSummary:
+    """A record in short."""
+    times = record.token_times_s
+    return RequestSummary(
+        request_id=record.request_id,
+        arrival_s=round(record.arrival_s, 6),
+        first_token_s=round(times[0], 6) if times else None,
+        last_token_s=round(times[-1], 6) if times else None,
+        prompt_len=record.prompt_len,
+        output_len=record.output_len,
+        num_preemptions=record.num_preemptions,
+        last_tier=record.tier_history[-1][1] if record.tier_history else None,
+        failure=record.failure,
+    )
+
+
 def record_of(request: Request, wanted_output_len: int, start_s: float) -> RequestRecord:
     """The record of a request after its replay began at ``start_s`` of the engine's clock."""
     times = tuple(time - start_s for time in request.token_times_s)

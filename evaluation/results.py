@@ -1,7 +1,7 @@
 """Result folders: ``results/<name>/<run>/`` holds everything of one run, so that a half-done run can go on.
 
     points/<key>.json      one finished point: its flat record and what the engine said of itself
-    records/<key>.jsonl    its raw per-request records, one line each
+    records/<key>.jsonl.gz its raw per-request records, one line each (read_records reads them)
     summary.json           list of flat records
     summary.md             the same as a table
     figure.png, figure.pdf
@@ -16,6 +16,7 @@ one.
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 import statistics
@@ -26,33 +27,46 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.provenance import fingerprint, git_state, machine_identity, software, source_hash
-from evaluation.records import RequestRecord
+from evaluation.records import RequestRecord, RequestSummary
 
 FlatRecord = dict[str, Any]
 
 # Every summary record has these; None where a value does not apply.
 SUMMARY_FIELDS = (
-    "system", "backend", "gpu", "model", "workload", "trace_origin", "num_requests", "output_len",
+    "system", "backend", "gpu", "model", "workload", "trace_origin", "num_requests",
+    "output_len", "output_len_mean", "request_rate", "cpu_bandwidth_gb_s",
     "output_tokens_per_s", "output_tokens_per_s_mid_window", "requests_per_s",
-    "per_token_latency_s_mean", "per_token_latency_s_p50",
-    "per_token_latency_s_p90", "per_token_latency_s_p99",
-    "ttft_s_mean", "ttft_s_p99", "tpot_s_mean", "tpot_s_p50", "tpot_s_p99",
+    "goodput_requests_per_s", "ttft_target_s", "tpot_target_s",
+    "per_token_latency_s_mean", "per_token_latency_s_p50", "per_token_latency_s_p90", "per_token_latency_s_p99",
+    "ttft_s_mean", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99",
+    "tpot_s_mean", "tpot_s_p50", "tpot_s_p90", "tpot_s_p99",
     "completed", "failed", "wall_s", "lane_busy_fraction", "cpu_busy_fraction",
 )  # fmt: skip
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all, whenever the machine stops."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def records_file(folder: Path, key: str) -> Path:
+    """Where a run's folder keeps the records of a point."""
+    return folder / "records" / f"{key}.jsonl.gz"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The per-request records of a point, in the workload's order."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def to_json(value: Any) -> str:
@@ -97,10 +111,11 @@ class ResultFolder:
         path = self.path / "points" / f"{key}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord]) -> None:
+    def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord | RequestSummary]) -> None:
         """Save a finished point; its JSON file comes last and makes it count as finished."""
-        lines = "".join(json.dumps({"point": key, **asdict(record)}) + "\n" for record in records)
-        write_atomically(self.path / "records" / f"{key}.jsonl", lines)
+        lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+        packed = gzip.compress(lines.encode(), mtime=0)  # the same records, the same bytes
+        write_atomically(records_file(self.path, key), packed)
         write_atomically(self.path / "points" / f"{key}.json", to_json(point))
         (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
 

@@ -98,6 +98,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "cpu_threads": task.hardware.table.identity.get("cpu_threads"),
         **workload_values(task.lengths, PLACEHOLDER_PROMPTS),
         "prompts": "placeholder token ids",
+        "cpu_bandwidth_gb_s": None,
         **task.values,
         **compute_metrics(result.records, wall_s, result.stats),
         "iterations": result.stats["iterations"],

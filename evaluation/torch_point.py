@@ -83,6 +83,7 @@ def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, 
     spec = lengths.spec
     return {
         "workload": spec.name,
+        "workload_title": lengths.title,
         "trace_origin": lengths.origin.kind,
         "trace_note": lengths.origin.note,
         "trace_file": lengths.origin.file,
@@ -92,7 +93,8 @@ def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, 
         "arrivals": spec.arrivals,
         "request_rate": spec.request_rate,
         "input_len": lengths.mean_input_tokens,
-        "output_len": lengths.mean_output_tokens,
+        "output_len": lengths.mean_output_tokens if spec.output_len is None else spec.output_len * spec.scale,
+        "output_len_mean": lengths.mean_output_tokens,
         "seed": spec.seed,
     }
 

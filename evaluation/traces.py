@@ -123,6 +123,39 @@ class FittedTrace:
         )
 
 
+@dataclass(frozen=True)
+class UniformTrace:
+    """Inputs and outputs drawn independently and uniformly within ``spread`` of their means (NEO section 5.1)."""
+
+    input_len: int
+    output_len: float
+    spread: float = 0.1
+
+    @property
+    def name(self) -> str:
+        return f"input-{self.input_len}"
+
+    @property
+    def title(self) -> str:
+        return f"input {self.input_len}"
+
+    @property
+    def origin(self) -> Origin:
+        return Origin("synthetic", f"uniform within {self.spread:.0%} of the mean, inputs and outputs independent")
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        rng = np.random.default_rng(seed)
+        low, high = 1 - self.spread, 1 + self.spread
+        inputs, outputs = (mean * rng.uniform(low, high, num_requests) for mean in (self.input_len, self.output_len))
+        return [
+            TraceRow(max(1, round(given)), max(1, round(out)))
+            for given, out in zip(inputs.tolist(), outputs.tolist(), strict=True)
+        ]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
+
+
 def read_rows(path: Path) -> tuple[TraceRow, ...]:
     """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens.
 

@@ -24,7 +24,7 @@ class WorkloadSpec:
     """Which requests to make; all of it decides the result, so all of it goes into a run's identity."""
 
     name: str
-    """Workload of configs/experiments/workloads.yaml."""
+    """Workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
     num_requests: int
     scale: float = 1.0
     """Multiplies input and output lengths (rounded, at least 1 token)."""

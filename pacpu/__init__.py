@@ -5,14 +5,15 @@ without the GIL on the caller's thread and a pool of helpers. Several kernels st
 `pacpu/include/kernel.h` for what a kernel is.
 
 The instruction set is chosen when the package is imported: the best that the CPU has, or the one named by the
-environment variable PACPU_ISA (portable, avx2 or avx512). Importing fails with ImportError if the CPU lacks it.
+environment variable PACPU_ISA (portable, avx2, avx512, avx512bf16 or amx). Importing fails with ImportError if it
+cannot be used here.
 """
 
 from typing import Any
 
 from pacpu import _pacpu
 
-__all__ = ["default_kernel", "isa", "kernels", "paged_attention", "unavailable"]
+__all__ = ["default_kernel", "isa", "kernels", "paged_attention", "read_bandwidth", "unavailable", "unavailable_isas"]
 
 
 def paged_attention(
@@ -47,7 +48,7 @@ def paged_attention(
         out: `[batch, num_heads, head_dim]`, overwritten.
         scale: factor on the scores, usually `head_dim ** -0.5`.
         num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding.
-        kernel: one of `kernels()`; None means `default_kernel(dtype)`.
+        kernel: one of `kernels(dtype)`; None means `default_kernel(dtype)`.
 
     Raises:
         ValueError: an argument does not fit the above; nothing has been written. The message names the argument and
@@ -56,9 +57,28 @@ def paged_attention(
     _pacpu.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, num_threads, kernel)
 
 
-def kernels() -> list[str]:
-    """Names of the kernels that can be used here, best first."""
-    return _pacpu.kernels()
+def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
+    """Bytes per second at which so many threads read an array once, in several prefetched streams each.
+
+    The limit that a kernel's speed is held against: give it an array much larger than the last-level cache.
+
+    Args:
+        array: contiguous, in host memory, of any dtype.
+        num_threads: threads to use at most, the caller's included.
+
+    Raises:
+        ValueError: an argument does not fit the above.
+    """
+    return _pacpu.read_bandwidth(array, num_threads)
+
+
+def kernels(dtype: Any = None) -> list[str]:
+    """Names of the kernels that can be used here, best first; with a dtype, of those that compute in it.
+
+    Raises:
+        ValueError: `dtype` is not float32, float16 or bfloat16.
+    """
+    return _pacpu.kernels(None if dtype is None else _name(dtype))
 
 
 def unavailable() -> dict[str, str]:
@@ -72,9 +92,21 @@ def default_kernel(dtype: Any) -> str:
     Raises:
         ValueError: no kernel computes in this dtype.
     """
-    return _pacpu.default_kernel(str(dtype).removeprefix("torch."))
+    return _pacpu.default_kernel(_name(dtype))
 
 
 def isa() -> str:
-    """The instruction set in use: "portable", "avx2" or "avx512"."""
+    """The instruction set in use: "portable", "avx2", "avx512", "avx512bf16" or "amx"."""
     return _pacpu.isa()
+
+
+def unavailable_isas() -> dict[str, str]:
+    """The instruction sets that cannot be used here, and why.
+
+    AMX is among them, too, where the operating system refuses it or where it fails a comparison with AVX-512.
+    """
+    return _pacpu.unavailable_isas()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

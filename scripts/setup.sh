@@ -4,6 +4,7 @@
 #   venv           a virtual environment, from Python 3.11 or 3.12 on PATH or from PYTHON=...
 #   requirements   torch first and alone, then the rest of requirements.txt
 #   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
+#   llamafile      the source of Mozilla's sgemm, optional (scripts/fetch_llamafile.py)
 #   native         the CPU attention kernels: python setup.py build_ext --inplace
 #   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
 #
@@ -108,6 +109,13 @@ install_ispc() {
     [ "$(find_ispc)" != none ] || say "to try again later: rm $state/ispc"
 }
 
+# Remembers failed attempts, too.
+llamafile_key() { { cat scripts/fetch_llamafile.py && ls "$cache"/llamafile/*/sgemm.cpp 2>/dev/null || true; } | digest; }
+fetch_llamafile() {
+    "$python" scripts/fetch_llamafile.py
+    ls "$cache"/llamafile/*/sgemm.cpp >/dev/null 2>&1 || say "to try again later: rm $state/llamafile"
+}
+
 # setup.py compiles only what has changed, so it runs every time.
 build_native() {
     say "native ..."
@@ -133,6 +141,7 @@ else
     stage packages python_key check_own_packages
 fi
 stage ispc ispc_key install_ispc
+stage llamafile llamafile_key fetch_llamafile
 build_native
 prepare_model
 say "ready after $((SECONDS - start)) s"

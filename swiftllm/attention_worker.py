@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from swiftllm.backend import Ticket
+from swiftllm.backend import Ticket, TicketTimes
 
 
 class AttentionWorker(Protocol):
@@ -20,8 +20,9 @@ class AttentionWorker(Protocol):
 class FinishedTask:
     """The ticket of a task that has run already."""
 
-    def __init__(self, seconds: float, error: BaseException | None) -> None:
-        self._seconds = seconds
+    def __init__(self, start_s: float, done_s: float, error: BaseException | None) -> None:
+        self._start_s = start_s
+        self._done_s = done_s
         self._error = error
 
     def ready(self) -> bool:
@@ -30,7 +31,10 @@ class FinishedTask:
     def wait(self) -> float:
         if self._error is not None:
             raise self._error
-        return self._seconds
+        return self._done_s - self._start_s
+
+    def times(self) -> TicketTimes:
+        return TicketTimes(self._start_s, self._done_s, ready_s=self._done_s)
 
 
 class InlineWorker:
@@ -43,7 +47,7 @@ class InlineWorker:
             task()
         except Exception as raised:  # comes out of wait(), as from a thread
             error = raised
-        return FinishedTask(time.perf_counter() - start_s, error)
+        return FinishedTask(start_s, time.perf_counter(), error)
 
     def close(self) -> None:
         pass

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request
+
+
+@dataclass(frozen=True)
+class TicketTimes:
+    """When a CPU attention task went through its stations, in seconds of the backend's clock.
+
+    The worker computes from ``start_s`` to ``done_s``; at ``ready_s`` the result may be used. ``to_host`` and
+    ``to_gpu`` are the start and end of its transfers, where the backend books them by themselves.
+    """
+
+    start_s: float
+    done_s: float
+    ready_s: float
+    to_host: tuple[float, float] | None = None
+    to_gpu: tuple[float, float] | None = None
 
 
 class Ticket(Protocol):
@@ -20,6 +36,9 @@ class Ticket(Protocol):
 
         Raises whatever the CPU worker raised.
         """
+
+    def times(self) -> TicketTimes:
+        """When the task ran, for timelines. Call only once the result is there."""
 
 
 class Batch(Protocol):

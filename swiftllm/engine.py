@@ -42,7 +42,7 @@ class EngineStats:
     def note(self, plan: IterationPlan, result: StepResult) -> None:
         self.iterations += 1
         self.output_tokens += len(result.tokens)
-        self.prefill_tokens += sum(item.num_tokens for item in plan.lane if item.is_prefill)
+        self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
         self.duration_s += result.duration_s
         self.lane_busy_s += result.lane_busy_s
         self.cpu_busy_s += result.cpu_busy_s

@@ -71,6 +71,7 @@ class KVCacheManager:
         if missing > self.num_free(request.tier):
             return False
         table.extend(self.allocators[request.tier].allocate(missing))
+        request.num_kv_slots = len(table) * self.block_size
         return True
 
     def move(self, request: Request, target: Tier) -> Swap:
@@ -89,6 +90,7 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Give back all blocks of a request; harmless if it holds none."""
         blocks = self.block_tables.pop(request.request_id, [])
+        request.num_kv_slots = 0
         if blocks:
             self.allocators[request.tier].free(blocks)
 

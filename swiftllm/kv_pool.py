@@ -12,12 +12,14 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
+from swiftllm.ops import Ops
 from swiftllm.plan import Swap
 from swiftllm.request import Tier
 
 GIB = 1 << 30
 EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier when the linear layers run on the CPU: small, as on the GPUs meant
 EMBEDDED_CPU_TIER_BYTES = 4 * GIB
+STAGING_BYTES = 64 << 20  # of blocks on their way between the tiers
 HOST_HEADROOM_BYTES = GIB // 2  # left to activations and to everything else on the machine
 CUDA_HEADROOM = 0.05  # share of the GPU's memory left to its context, libraries and fragmentation
 
@@ -32,11 +34,15 @@ class KVPools:
     ``layers[tier][layer]`` is one layer's view. Memory is not initialised.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-        """
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype, ops: Ops
+    ) -> None:
+        """``ops`` copies blocks on ``device`` and in host memory.
+
         Raises:
             InsufficientMemory: the numbers of blocks in ``config`` do not fit.
         """
+        self._ops = ops
         self.block_size = config.block_size
         self.bytes_per_block = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
         self.num_blocks = _plan_blocks(model, config, device, dtype, self.bytes_per_block)
@@ -58,14 +64,17 @@ class KVPools:
         """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied."""
         for source_tier, run in groupby(swaps, key=lambda swap: swap.source):
             pairs = list(_block_pairs(run))
-            if not pairs:
-                continue
-            sources, targets = torch.tensor(pairs).unbind(1)
-            source_layers, target_layers = self.layers[source_tier], self.layers[source_tier.other]
-            sources, targets = sources.to(source_layers[0].device), targets.to(target_layers[0].device)
-            # Layer by layer: the gathered copy in between stays small.
-            for source, target in zip(source_layers, target_layers, strict=True):
-                target[targets] = source.index_select(0, sources).to(target.device)
+            # In batches: the gathered copies in between stay small.
+            batch = max(1, STAGING_BYTES // self.bytes_per_block)
+            for first in range(0, len(pairs), batch):
+                self._copy(source_tier, *torch.tensor(pairs[first : first + batch]).T.contiguous())
+
+    def _copy(self, source_tier: Tier, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        source, target = self.tensors[source_tier], self.tensors[source_tier.other]
+        shape = (source.shape[0], len(sources), *source.shape[2:])
+        staging = torch.empty(shape, dtype=source.dtype, device=source.device)
+        self._ops.gather_blocks(source, sources.to(source.device), staging)
+        self._ops.scatter_blocks(staging.to(target.device), target, targets.to(target.device))
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

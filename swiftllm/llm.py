@@ -20,7 +20,7 @@ class LLM:
 
     Args:
         model: Hugging Face folder of a Llama-family model.
-        scheduler: "swiftllm" (GPU only), "neo", "fastdecode" or "apex".
+        scheduler: "vllm" or "swiftllm" (GPU only), "neo", "fastdecode" or "apex".
         options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``.
     """
 

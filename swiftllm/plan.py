@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
+from operator import attrgetter
+from typing import NamedTuple
 
 from swiftllm.request import Request, Tier
 
@@ -24,8 +29,7 @@ class SteppingRule(enum.Enum):
     RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration, never waited for (APEX)
 
 
-@dataclass(frozen=True)
-class LaneItem:
+class LaneItem(NamedTuple):
     """``num_tokens`` tokens of one request from position ``start``: a prefill chunk, or a decode of one token.
 
     ``tier`` says where the K and V go. A decode in the lane always has its cache on the GPU; a prefill bound for
@@ -47,6 +51,13 @@ class LaneItem:
     def samples(self) -> bool:
         """Whether the item reaches the last known token, so that a next one is sampled."""
         return self.context_len == self.request.num_tokens
+
+    @classmethod
+    def decodes(cls, requests: Sequence[Request]) -> list[LaneItem]:
+        """The next token of each request; a lane may have a thousand of them, so they are made all at once."""
+        starts = map(attrgetter("num_computed_tokens"), requests)
+        fields = zip(requests, starts, repeat(1), repeat(Tier.GPU), repeat(False), strict=False)
+        return list(map(tuple.__new__, repeat(cls), fields))
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,14 @@ class Swap:
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """One iteration: what moves, what runs, and the predictions that led to it (seconds; kept for logs and figures)."""
+    """One iteration: what moves, what runs, and the predictions that led to it (seconds; kept for logs and figures).
+
+    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``.
+    """
 
     strategy: Strategy = Strategy.GPU_ONLY
-    lane: tuple[LaneItem, ...] = ()
+    decodes: tuple[Request, ...] = ()
+    prefills: tuple[LaneItem, ...] = ()
     cohorts: tuple[CohortPlan, ...] = ()
     swaps: tuple[Swap, ...] = ()
     leaving: frozenset[str] = (
@@ -81,9 +96,14 @@ class IterationPlan:
     )  # aborted requests to take out of their cohorts as soon as no ticket needs them
     predicted: dict[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def lane(self) -> tuple[LaneItem, ...]:
+        """Decodes and prefills spelled out for the backend, as they stand before the iteration runs."""
+        return (*LaneItem.decodes(self.decodes), *self.prefills)
+
     @property
     def is_empty(self) -> bool:
-        return not (self.lane or self.cohorts or self.swaps or self.leaving)
+        return not (self.decodes or self.prefills or self.cohorts or self.swaps or self.leaving)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Request:
 
     ``num_tokens`` is prompt and output together, kept as a number because schedulers read it a thousand times an
     iteration. ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last
-    token, so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``.
+    token, so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``. ``num_kv_slots`` is
+    how many tokens the blocks it holds can take; the KV cache manager keeps it.
     """
 
     request_id: str
@@ -121,6 +122,7 @@ class Request:
     tier: Tier | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_kv_slots: int = 0
     cohort_id: int | None = None  # set while its token is under way through the layers in a cohort
     num_preemptions: int = 0
 
@@ -128,9 +130,14 @@ class Request:
     finish_s: float | None = None
     tier_history: list[tuple[float, str]] = field(default_factory=list)
     num_tokens: int = field(init=False)
+    _stop_token_ids: frozenset[int] = field(init=False, repr=False)
+    _most_tokens: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        stops = frozenset() if self.sampling.ignore_eos else self.eos_token_ids.union(self.sampling.stop_token_ids)
+        self._stop_token_ids = stops
+        self._most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
 
     @property
     def prompt_len(self) -> int:
@@ -164,19 +171,18 @@ class Request:
         return head + self.output_token_ids[: stop - prompt_len] if stop > prompt_len else head
 
     def append_token(self, token_id: int, now_s: float) -> None:
-        """Take one new output token; finishes the request where it ends."""
+        """Take one new output token, which all tokens before it have led to; finishes the request where it ends."""
         self.output_token_ids.append(token_id)
-        self.num_tokens += 1
-        assert self.num_tokens == self.prompt_len + self.output_len
         self.token_times_s.append(now_s)
-        sampling = self.sampling
-        stops = token_id in self.eos_token_ids or token_id in sampling.stop_token_ids
-        if stops and not sampling.ignore_eos:
+        self.num_computed_tokens = self.num_tokens
+        self.num_tokens += 1
+        if token_id in self._stop_token_ids:
             self.finish(FinishReason.STOP, now_s)
-        elif self.output_len >= sampling.max_tokens:
+        elif self.num_tokens >= self._most_tokens:
             self.finish(FinishReason.LENGTH, now_s)
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
+        assert self.num_tokens == self.prompt_len + self.output_len
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.finish_s = now_s

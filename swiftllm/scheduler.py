@@ -7,12 +7,13 @@ its blocks back and is computed again later.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from swiftllm.kv_cache import KVCacheManager
-from swiftllm.plan import IterationPlan, LaneItem, StepResult, Strategy, Swap
+from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, StepResult, Strategy, Swap
 from swiftllm.request import FinishReason, Request, RequestRefused, RequestStatus, Tier
 
 
@@ -23,26 +24,62 @@ class SchedulerLimits:
     max_model_len: int
 
 
+arrival_order = attrgetter("arrival_index")
+
+
+class ArrivalQueue(list[Request]):
+    """Requests in the order of arrival."""
+
+    def put(self, request: Request) -> None:
+        insort(self, request, key=arrival_order)
+
+    def take(self, request: Request) -> None:
+        index = bisect_left(self, request.arrival_index, key=arrival_order)
+        assert self[index] is request, f"{request.request_id} is not in this queue"
+        del self[index]
+
+
 class PlanDraft:
     """A plan in the making."""
 
     def __init__(self, token_budget: int) -> None:
-        self.lane: list[LaneItem] = []
+        self.decodes: list[Request] = []
+        self.prefills: list[LaneItem] = []
         self.swaps: list[Swap] = []
         self.tokens_left = token_budget
         self.admitted: set[str] = set()  # requests that left the waiting queue for this plan
 
-    def add(self, request: Request, num_tokens: int, *, is_prefill: bool) -> None:
-        self.lane.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, is_prefill))
-        self.tokens_left -= num_tokens
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        self.decodes += requests
+        self.tokens_left -= len(requests)
 
-    def remove(self, item: LaneItem) -> None:
-        self.lane.remove(item)
+    def add_prefill(self, request: Request) -> None:
+        """As much of what is left to compute of a prompt as the budget allows."""
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.tokens_left)
+        if num_tokens > 0:
+            self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
+            self.tokens_left -= num_tokens
+
+    def remove_prefill(self, item: LaneItem) -> None:
+        self.prefills.remove(item)
         self.tokens_left += item.num_tokens
 
-
-def arrival_order(request: Request) -> int:
-    return request.arrival_index
+    def plan(
+        self,
+        strategy: Strategy = Strategy.GPU_ONLY,
+        cohorts: Sequence[CohortPlan] = (),
+        leaving: Iterable[str] = (),
+        predicted: dict[str, float] | None = None,
+    ) -> IterationPlan:
+        return IterationPlan(
+            strategy,
+            tuple(self.decodes),
+            tuple(self.prefills),
+            tuple(cohorts),
+            tuple(self.swaps),
+            frozenset(leaving),
+            predicted or {},
+        )
 
 
 class Scheduler:
@@ -57,8 +94,9 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.now = now
-        self.waiting: list[Request] = []
-        self.running: dict[Tier, list[Request]] = {Tier.GPU: [], Tier.CPU: []}
+        self.waiting = ArrivalQueue()
+        self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
+        self.prefilling = ArrivalQueue()  # those of the running requests that do not decode yet
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
 
@@ -72,7 +110,7 @@ class Scheduler:
         """
         self._check(request)
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=arrival_order)
+        self.waiting.put(request)
         self._note_tier(request)
 
     def _check(self, request: Request) -> None:
@@ -124,38 +162,47 @@ class Scheduler:
         self._schedule_running_prefills(draft)
         if not self.running[Tier.CPU]:  # what was pushed out is older than what waits
             self._admit(draft)
-        return IterationPlan(Strategy.GPU_ONLY, tuple(draft.lane), (), tuple(draft.swaps))
+        return draft.plan()
 
     def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         """Take in what the plan gave; returns the requests that got a token."""
         now_s = self.now()
-        for item in plan.lane:
+        for item in plan.prefills:
             item.request.num_computed_tokens = item.context_len
+            if not item.request.is_prefilling:
+                self.prefilling.take(item.request)
         touched = []
+        requests = self.requests
         for request_id, token in result.tokens.items():
-            request = self.requests.get(request_id)
-            if request is None or request.is_finished:  # aborted while its token was under way
-                continue
-            request.append_token(token, now_s)
-            if request.is_finished:
-                self._retire(request)
-            touched.append(request)
+            request = requests.get(request_id)
+            if request is not None and request.finish_reason is None:  # else aborted while its token was under way
+                request.append_token(token, now_s)
+                touched.append(request)
+                if request.finish_reason is not None:
+                    self._retire(request)
         return touched
 
     # -- GPU decodes and room for them ------------------------------------------------------------------------------
 
-    def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
-        for request in list(self.running[Tier.GPU]):
-            if request.tier is not Tier.GPU or request.is_prefilling:  # pushed out meanwhile, or not there yet
-                continue
-            if draft.tokens_left < 1:
-                break
-            if self._make_gpu_room(request, draft):
-                draft.add(request, 1, is_prefill=False)
+    def _decoding(self, tier: Tier) -> list[Request]:
+        if not self.prefilling:
+            return list(self.running[tier])
+        prefilling = set(self.prefilling)
+        return [request for request in self.running[tier] if request not in prefilling]
 
-    def _make_gpu_room(self, request: Request, draft: PlanDraft) -> bool:
-        """Grow a GPU request by its next token, pushing out younger ones; False if it had to go itself."""
-        while not self.kv.grow(request, request.num_tokens):
+    def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
+        decodes = self._decoding(Tier.GPU)[: draft.tokens_left]
+        num_on_gpu = len(self.running[Tier.GPU])
+        for request in out_of_blocks(decodes):
+            if request.tier is Tier.GPU:  # not pushed out meanwhile
+                self._make_gpu_room(request, request.num_tokens, draft)
+        if len(self.running[Tier.GPU]) < num_on_gpu:
+            decodes = [request for request in decodes if request.tier is Tier.GPU]
+        draft.add_decodes(decodes)
+
+    def _make_gpu_room(self, request: Request, num_tokens: int, draft: PlanDraft) -> bool:
+        """Give a GPU request blocks for so many tokens, pushing out younger ones; False if it had to go itself."""
+        while not self.kv.grow(request, num_tokens):
             victim = self.running[Tier.GPU][-1]
             self._push_out(victim, draft)
             if victim is request:
@@ -174,9 +221,9 @@ class Scheduler:
         return self.kv.num_held(request) <= self.kv.num_free(Tier.CPU)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
-        self.running[request.tier].remove(request)
+        self.running[request.tier].take(request)
         draft.swaps.append(self.kv.move(request, target))
-        insort(self.running[target], request, key=arrival_order)
+        self.running[target].put(request)
         self._note_tier(request)
 
     def _recompute(self, request: Request, draft: PlanDraft) -> None:
@@ -188,80 +235,94 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Back to the waiting queue, without blocks."""
         self.kv.release(request)
-        self.running[request.tier].remove(request)
+        self._leave_running(request)
         request.tier = None
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        insort(self.waiting, request, key=arrival_order)
+        self.waiting.put(request)
         self._note_tier(request)
+
+    def _leave_running(self, request: Request) -> None:
+        self.running[request.tier].take(request)
+        if request.is_prefilling:
+            self.prefilling.take(request)
 
     def _swap_in(self, draft: PlanDraft) -> None:
         """Bring the oldest CPU requests back while blocks are free, and decode them at once."""
         if draft.swaps:  # something was just pushed out: the GPU is full
             return
         for request in list(self.running[Tier.CPU]):
-            if not self._at_rest(request) or self.kv.blocks_for(request.max_kv_tokens) > self.kv.capacity(Tier.GPU):
+            if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):
+                break
+            if not self._at_rest(request) or not self.can_hold(Tier.GPU, request):
                 continue
-            if draft.tokens_left < 1 or not self._has_room(Tier.GPU, request):
+            if not self._has_room(Tier.GPU, self.kv.blocks_for(request.num_tokens)):
                 break
             self._move(request, Tier.GPU, draft)
             self.kv.grow(request, request.num_tokens)
             if not request.is_prefilling:
-                draft.add(request, 1, is_prefill=False)
+                draft.add_decodes([request])
 
     def _at_rest(self, request: Request) -> bool:
         """Whether no CPU attention of the request is under way, so that its blocks may move."""
         return request.cohort_id is None
 
-    def _has_room(self, tier: Tier, request: Request) -> bool:
-        """Room for all known tokens, and one more block for each request there, lest it be pushed out at once."""
-        reserve = len(self.running[tier])
-        return self.kv.blocks_for(request.num_tokens) + reserve <= self.kv.num_free(tier)
+    def _has_room(self, tier: Tier, num_blocks: int) -> bool:
+        """Room for a newcomer, and one more block for each request there, lest one of them be pushed out at once."""
+        return num_blocks + len(self.running[tier]) <= self.kv.num_free(tier)
 
     # -- prefills ---------------------------------------------------------------------------------------------------
 
     def _schedule_running_prefills(self, draft: PlanDraft) -> None:
         for tier in self.decode_tiers:
-            for request in self.running[tier]:
-                if request.is_prefilling:
-                    self._add_prefill_chunk(request, draft)
+            for request in self.prefilling:
+                if request.tier is tier:
+                    draft.add_prefill(request)
 
     def _admit(self, draft: PlanDraft) -> None:
         """Start waiting requests, oldest first; one that finds no room keeps those behind it waiting."""
-        while self.waiting and draft.tokens_left > 0:
+        num_running = sum(map(len, self.running.values()))
+        while self.waiting and draft.tokens_left > 0 and num_running < self.limits.max_num_seqs:
             request = self.waiting[0]
-            num_running = sum(len(queue) for queue in self.running.values())
-            tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request)), None)
-            if tier is None or num_running >= self.limits.max_num_seqs:
+            num_tokens = self._tokens_to_hold(request, draft)
+            num_blocks = self.kv.blocks_for(num_tokens)
+            tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
+            if tier is None:
                 break
-            self.waiting.pop(0)
+            self.waiting.take(request)
             request.status, request.tier = RequestStatus.RUNNING, tier
-            self.kv.grow(request, request.num_tokens)
-            insort(self.running[tier], request, key=arrival_order)
+            self.kv.grow(request, num_tokens)
+            self.running[tier].put(request)
+            self.prefilling.put(request)
             self._note_tier(request)
             draft.admitted.add(request.request_id)
-            self._add_prefill_chunk(request, draft)
+            draft.add_prefill(request)
+            num_running += 1
 
-    def _may_start(self, tier: Tier, request: Request) -> bool:
+    def _tokens_to_hold(self, request: Request, draft: PlanDraft) -> int:
+        """For how many tokens a request takes blocks when it starts: for all it has."""
+        return request.num_tokens
+
+    def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         # A request may outgrow the GPU if the CPU tier can take it then; it may never outgrow the CPU tier.
         fits_later = any(self.can_hold(t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
-        return fits_later and self._has_room(tier, request)
-
-    def _add_prefill_chunk(self, request: Request, draft: PlanDraft) -> None:
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.tokens_left)
-        if num_tokens > 0:
-            draft.add(request, num_tokens, is_prefill=True)
+        return fits_later and self._has_room(tier, num_blocks)
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 
     def _retire(self, request: Request) -> None:
         """Take a finished request out of every queue and free its blocks."""
         if request.tier is None:
-            self.waiting.remove(request)
+            self.waiting.take(request)
         else:
-            self.running[request.tier].remove(request)
+            self._leave_running(request)
             self.kv.release(request)
         del self.requests[request.request_id]
 
     def _note_tier(self, request: Request) -> None:
         request.tier_history.append((self.now(), request.tier.value if request.tier else "waiting"))
+
+
+def out_of_blocks(requests: Sequence[Request]) -> list[Request]:
+    """Those that have no cache slot for their newest token."""
+    return [request for request in requests if request.num_tokens > request.num_kv_slots]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine import Engine
 from swiftllm.executor import Executor, LaneExecutor
@@ -14,6 +16,7 @@ from swiftllm.kv_cache import KVCacheManager
 from swiftllm.scheduler import Scheduler, SchedulerLimits
 from swiftllm.tokenizer import Tokenizer
 from swiftllm.torch_backend import TorchBackend
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 Builder = Callable[[EngineConfig], Engine]
 
@@ -81,6 +84,7 @@ def assemble(
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
         "cpu_kernel": backend.cpu_kernel,
+        "cpu_isa": pacpu.isa(),
         "cpu_threads": backend.cpu_threads,
         **(details or {}),
     }
@@ -95,10 +99,11 @@ def assemble(
     )
 
 
-def build_gpu_only(config: EngineConfig) -> Engine:
+def build_gpu_only(name: str, config: EngineConfig) -> Engine:
     backend = TorchBackend(config)
-    scheduler = Scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-    return assemble("swiftllm", config, backend, scheduler, LaneExecutor(backend))
+    scheduler = GPU_ONLY_SCHEDULERS[name](scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
+    return assemble(name, config, backend, scheduler, LaneExecutor(backend))
 
 
-register_system("swiftllm", build_gpu_only)
+for _name in GPU_ONLY_SCHEDULERS:
+    register_system(_name, partial(build_gpu_only, _name))

@@ -56,17 +56,20 @@ class TorchBackend:
             torch.set_num_threads(1)
         self.cpu_threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1)
         self.cpu_kernel = config.cpu_kernel or pacpu.default_kernel(self.dtype)
-        if self.cpu_kernel not in pacpu.kernels():
+        usable = pacpu.kernels(self.dtype)
+        if self.cpu_kernel not in usable:
             why = pacpu.unavailable().get(self.cpu_kernel, "there is no such kernel")
-            raise ValueError(f"cpu_kernel={self.cpu_kernel!r} is not among {', '.join(pacpu.kernels())}: {why}")
+            if self.cpu_kernel in pacpu.kernels():
+                why = f"it does not compute in {str(self.dtype).removeprefix('torch.')}"
+            raise ValueError(f"cpu_kernel={self.cpu_kernel!r} is not among {', '.join(usable)}: {why}")
         self.model_config = ModelConfig.from_folder(config.model)
         if config.load_format == "dummy":
             weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
         else:
             weights = load_weights(config.model, self.model_config, self.device, self.dtype)
-        self._ops = select_ops(self.device, self.cpu_kernel)
+        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
-        self.kv_pools = KVPools(self.model_config, config, self.device, self.dtype)
+        self.kv_pools = KVPools(self.model_config, config, self.device, self.dtype, self._ops)
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
         self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
         self.kv_bytes_per_block = self.kv_pools.bytes_per_block

@@ -8,19 +8,19 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tyro
 
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import (
     EngineFlags,
     ModelDir,
+    OutputFile,
     ProfileFile,
     StrategyFlags,
     SystemName,
+    TimelineFlags,
     running,
 )
 from apex.cli.output import mix, number, ratio, stdout_console, table
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 WARM_UP = SamplingParams(max_tokens=4, ignore_eos=True)
 WARM_UP_REQUESTS = 2
 WARM_UP_INPUT_LEN = 32
-
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,21 @@ class Bench:
     """Prompt tokens of each."""
     output_len: int = 32
     """Output tokens of each."""
-    prompt_file: File = None
+    prompt_file: OutputFile = None
     """Take the prompts from this text; by default they are random tokens."""
-    output: File = None
+    output: OutputFile = None
     """Write the figures to this JSON file too."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     engine: EngineFlags = field(default_factory=EngineFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
+    timeline: TimelineFlags = field(default_factory=TimelineFlags)
 
     def run(self) -> int:
         for name in ("num_requests", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        self.timeline.check(self.system)
         records: list[dict[str, Any]] = []
         with input_errors():
             config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)
@@ -97,13 +97,21 @@ class Bench:
         with input_errors():
             requests = [engine.add_request(str(i), prompt, sampling, start_s) for i, prompt in enumerate(prompts)]
         total = self.num_requests * self.output_len
-        with progress_bar(engine.describe()["system"]) as report:
-            while engine.has_unfinished():
-                engine.step()
-                done = engine.stats().output_tokens - before.output_tokens
-                report(done / total, f"{done}/{total} tokens, {done / (engine.now() - start_s):.0f}/s")
+
+        def num_done() -> int:
+            return engine.stats().output_tokens - before.output_tokens
+
         description = engine.describe()
         on_cpu = engine.backend.device.type == "cpu"
+        clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"
+        with (
+            self.timeline.traced(engine, self._setting(engine) + clock, lambda: num_done() / total),
+            progress_bar(description["system"]) as report,
+        ):
+            while engine.has_unfinished():
+                engine.step()
+                done = num_done()
+                report(done / total, f"{done}/{total} tokens, {done / (engine.now() - start_s):.0f}/s")
         return {
             "system": description["system"],
             "backend": f"torch-{engine.backend.device.type}",
@@ -142,9 +150,15 @@ class Bench:
             for tier, blocks in (("GPU", told["num_gpu_blocks"]), ("CPU", told["num_cpu_blocks"]))
         )
         print(
-            f"{self.model.name} ({told['dtype']}) on {told['device']}; {told['cpu_threads']} CPU attention thread(s), "
-            f"kernel {told['cpu_kernel']}\n"
+            f"{self._setting(engine)}\n"
             f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out; {tiers}\n"
+        )
+
+    def _setting(self, engine: Engine) -> str:
+        told = engine.describe()
+        return (
+            f"{self.model.name} ({told['dtype']}) on {told['device']}; {told['cpu_threads']} CPU attention thread(s), "
+            f"kernel {told['cpu_kernel']}"
         )
 
 

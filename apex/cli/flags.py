@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from apex.cli.errors import InputError, input_errors
 from apex.config import StrategyConfig
+from apex.timeline import names_file, write_timeline
 from swiftllm.config import EngineConfig
 from swiftllm.request import SamplingParams
 
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from swiftllm.engine import Engine
 
 # The keys of apex.systems.SYSTEMS, which cannot be imported without torch.
-SystemName = Literal["swiftllm", "neo", "fastdecode", "apex"]
+SystemName = Literal["vllm", "swiftllm", "neo", "fastdecode", "apex"]
 ModelDir = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL_DIR")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
 FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
@@ -65,11 +68,65 @@ class StrategyFlags(Unchecked, StrategyConfig):
             InputError: strategies are asked for and none of ``systems`` has any.
             ValueError: the flags contradict each other.
         """
-        if set(systems) == {"swiftllm"} and self != StrategyFlags():
+        if set(systems) <= {"vllm", "swiftllm"} and self != StrategyFlags():
             raise InputError(
-                "the strategy flags mean nothing to swiftllm, which is GPU-only: drop them, or name another --system"
+                f"the strategy flags mean nothing to {' and '.join(systems)}, GPU-only: drop them, or name another "
+                "--system"
             )
         return StrategyConfig(**asdict(self))
+
+
+@dataclass(frozen=True)
+class TimelineFlags:
+    """A picture of what runs when."""
+
+    trace_timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None
+    """Write some iterations as a trace for ui.perfetto.dev (JSON) and as a chart (PNG); recording costs a little."""
+    timeline_iterations: int = 3
+    """How many, one after the other."""
+    timeline_start: int | None = None
+    """The first of them, counted from 0; by default the nearest to the middle of the run that move CPU requests."""
+
+    def check(self, systems: Sequence[str]) -> None:
+        """
+        Raises:
+            InputError: a flag makes no sense, or the timelines of several systems are to go to one file.
+        """
+        if self.trace_timeline is None:
+            if self != TimelineFlags():
+                raise InputError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
+            return
+        if self.timeline_iterations < 1:
+            raise InputError(f"timeline_iterations={self.timeline_iterations} must be at least 1")
+        if self.timeline_start is not None and self.timeline_start < 0:
+            raise InputError(f"timeline_start={self.timeline_start} must not be negative")
+        if names_file(self.trace_timeline) and len(systems) > 1:
+            raise InputError(
+                f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
+            )
+
+    @contextmanager
+    def traced(
+        self, engine: Engine, setting: str, progress: Callable[[], float], *, simulated: bool = False
+    ) -> Iterator[None]:
+        """Record the run inside, if that is asked for, and write its timeline at the end.
+
+        ``setting`` says in words what runs where; ``progress`` how far the run is, 0 to 1.
+        """
+        if self.trace_timeline is None:
+            yield
+            return
+        from apex.timeline_recorder import recording
+
+        window = {"num_iterations": self.timeline_iterations, "start": self.timeline_start}
+        with recording(engine, **window, progress=progress) as recorder:
+            yield
+        try:
+            timeline = recorder.timeline(engine.describe()["system"], setting, simulated=simulated)
+            trace, picture = write_timeline(timeline, self.trace_timeline)
+        except (ValueError, OSError) as error:
+            raise InputError(str(error)) from error
+        print(f"timeline: {trace} (for ui.perfetto.dev), {picture}")
 
 
 @contextmanager
@@ -86,4 +143,15 @@ def running(
 
         engine = build_system(system, config, strategy, profile=profile)
     with closing(engine):
+        print(cpu_attention_line(engine.describe()), file=sys.stderr)
         yield engine
+
+
+def cpu_attention_line(description: Mapping[str, Any]) -> str:
+    """Who computes attention on the CPU, and how fast it was when the machine was profiled."""
+    threads, rate = description["cpu_threads"], description.get("cpu_attention_gbps")
+    speed = f", {rate:.1f} GB/s of K and V in the profile" if rate else ""
+    return (
+        f"CPU attention: kernel {description['cpu_kernel']} ({description['cpu_isa']}), {threads} "
+        f"thread{'s' if threads > 1 else ''}{speed}"
+    )

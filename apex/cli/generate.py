@@ -35,7 +35,7 @@ class Generate:
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; without any, each line of standard input is one."""
     system: SystemName = "apex"
-    """How the CPU helps: not at all (swiftllm), or as one of the papers has it."""
+    """How the CPU helps: not at all (vllm, swiftllm), or as one of the papers has it."""
     chat: bool = False
     """Put each prompt to the model as a user's message, in its own chat template."""
     profile: ProfileFile = None

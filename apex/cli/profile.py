@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from apex.cli.errors import input_errors
 from apex.cli.flags import EngineFlags, ModelDir, ProfileFile
 from apex.cli.output import number, ratio, stdout_console, table
-from apex.perf_model import PerfModel, ProfileTable, Surface
+from apex.perf_model import PerfModel, ProfileTable, attention_rate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,17 +73,6 @@ def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) 
         ("N_G / N_C", number(ratio(gpu, cpu), ".2f"), "pipelining wants it small (inequality 6)"),
     ]
     return table(("figure", "value", "unit"), rows, left=("figure", "unit"))
-
-
-def attention_rate(surface: Surface) -> float | None:
-    """Context tokens per second in one layer, at the best of the sizes measured; None if the tier was too small."""
-    rates = [
-        requests * context / seconds
-        for requests, curve in zip(surface.firsts, surface.curves, strict=True)
-        for context, seconds in zip(curve.sizes, curve.seconds, strict=True)
-        if seconds > 0
-    ]
-    return max(rates, default=None)
 
 
 def rate_text(rate: float | None) -> str:

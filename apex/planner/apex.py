@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from apex.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.planner.offload import CohortState, OffloadScheduler
-from apex.planner.pipeline import LaneLoad, Pipeline
+from apex.planner.pipeline import LaneLoad, Pipeline, context_tokens
 from swiftllm.plan import IterationPlan, SteppingRule, Strategy
 from swiftllm.request import Request
 from swiftllm.scheduler import PlanDraft
@@ -29,22 +29,21 @@ class ApexScheduler(OffloadScheduler):
         return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
 
     def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
-        under_way = self._under_way()
+        under_way, load = self._under_way(), LaneLoad.of_draft(draft)
         if not ready and not under_way:
-            return self._gpu_only_plan(draft)
-        load = LaneLoad.of(draft.lane)
+            return self._gpu_only_plan(draft, load)
         inequality = self._inequality(load, ready + [r for cohort in under_way for r in cohort.members])
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
         if self._may_pipeline and (inequality.holds or not self._may_overlap):
             forced = self.config.strategy == "asymmetric-pipelining"
-            pipeline = self._pipeline(draft, ready, under_way)
+            pipeline = self._pipeline(load, ready, under_way)
             any_cpu = any(batch.size for batch in pipeline.batches)
             if any_cpu and (inequality.holds or forced or self._starving(ready)):
                 predicted["iteration_s"] = pipeline.iteration_s()
                 return self._pipelined_plan(draft, pipeline, under_way, predicted)
         if self._may_overlap:
             return self._overlap_plan(draft, ready, under_way, load, predicted)
-        return self._gpu_only_plan(draft, predicted)
+        return self._gpu_only_plan(draft, load, predicted)
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ class ApexScheduler(OffloadScheduler):
         model = self.model
         linear_s = model.linear_s(load.decodes)
         attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
-        cpu_context = sum(request.num_tokens for request in cpu_requests)
+        cpu_context = context_tokens(cpu_requests)
         cpu_attention_s = model.cpu_attention_s(len(cpu_requests), cpu_context)
         cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
         gpu_rate = load.decode_context / attention_s if attention_s else 0.0
@@ -64,13 +63,13 @@ class ApexScheduler(OffloadScheduler):
                 linear_s = model.linear_s(load.tokens)
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
 
-    def _pipeline(self, draft: PlanDraft, ready: list[Request], under_way: Sequence[CohortState]) -> Pipeline:
+    def _pipeline(self, load: LaneLoad, ready: list[Request], under_way: Sequence[CohortState]) -> Pipeline:
         """Two batches of what the CPU can compute in its window; cohorts under way have the first claim on it."""
-        pipeline = Pipeline(self.model, draft.lane)
+        pipeline = Pipeline(self.model, load)
         partial = [request for cohort in under_way for request in cohort.members]
         if not self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
-        if draft.lane and not self._starving(ready):
+        if load.requests and not self._starving(ready):
             pipeline.fill(ready)
         else:
             pipeline.split_evenly(ready)
@@ -93,7 +92,7 @@ class ApexScheduler(OffloadScheduler):
             # One cohort at a time starts, so that the next arrivals need not wait for all the others.
             cohorts.append(self._start_cohort(ready, SteppingRule.RIDE_IF_READY))
         if not cohorts:
-            return self._gpu_only_plan(draft, predicted)
+            return self._gpu_only_plan(draft, load, predicted)
         predicted["iteration_s"] = self._overlap_s(load, cohorts)
         return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, predicted)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apex.planner.offload import OffloadScheduler
-from apex.planner.pipeline import Pipeline
+from apex.planner.pipeline import LaneLoad, Pipeline
 from swiftllm.plan import IterationPlan
 from swiftllm.request import Request, Tier
 from swiftllm.scheduler import PlanDraft
@@ -24,8 +24,9 @@ class FastDecodeScheduler(OffloadScheduler):
         """Never: the GPU keeps no cache."""
 
     def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+        load = LaneLoad.of_draft(draft)
         if not ready:
-            return self._gpu_only_plan(draft)
-        pipeline = Pipeline(self.model, draft.lane)
+            return self._gpu_only_plan(draft, load)
+        pipeline = Pipeline(self.model, load)
         pipeline.split_evenly(ready)
         return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})

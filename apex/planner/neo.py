@@ -19,8 +19,8 @@ class NeoScheduler(OffloadScheduler):
         return config.strategy != "gpu-only" and not config.disable_asymmetric_pipelining
 
     def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
-        pipeline = Pipeline(self.model, draft.lane)
-        if not draft.lane:
+        pipeline = Pipeline(self.model, LaneLoad.of_draft(draft))
+        if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # nothing to hide behind: the two batches hide each other
             return self._finish_pipelined(draft, pipeline)
         pipeline.fill(ready)
@@ -29,21 +29,20 @@ class NeoScheduler(OffloadScheduler):
             return self._finish_pipelined(draft, pipeline)
         self._reduce_cpu_prefills(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):
-            gpu_only = LaneLoad.of(draft.lane)
-            gpu_only_rate = gpu_only.requests / self._gpu_only_s(gpu_only)
+            gpu_only_rate = pipeline.load.requests / self._gpu_only_s(pipeline.load)
             forced = self.config.strategy == "asymmetric-pipelining"
             if forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
                 return self._finish_pipelined(draft, pipeline)
-        return self._gpu_only_plan(draft)
+        return self._gpu_only_plan(draft, pipeline.load)
 
     def _finish_pipelined(self, draft: PlanDraft, pipeline: Pipeline) -> IterationPlan:
         return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})
 
     def _include_oldest(self, pipeline: Pipeline, ready: list[Request]) -> None:
         """Serve the request that has waited longest although the CPU shows: it would starve otherwise."""
-        longest_waiting = min(ready, key=lambda request: self._served[request.request_id])
+        longest_waiting = min(ready, key=self._served.__getitem__)
         if not any(longest_waiting in batch.requests for batch in pipeline.batches):
-            pipeline.batches[1].add(longest_waiting)
+            pipeline.batches[1].add([longest_waiting])
 
     def _reduce_cpu_prefills(self, draft: PlanDraft, pipeline: Pipeline) -> None:
         """Step 5: put off prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
@@ -51,14 +50,13 @@ class NeoScheduler(OffloadScheduler):
         Within the flat part of the linear time a prefill costs the lane nothing, so those stay; and so does the last
         one, or the CPU would never get any work.
         """
-        for item in reversed([i for i in draft.lane if i.is_prefill and i.tier is Tier.CPU]):
-            num_prefills = sum(other.is_prefill for other in draft.lane)
-            lane = [other for other in draft.lane if other is not item]
-            pipeline.set_lane(lane)
+        for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
+            load = pipeline.load
+            pipeline.set_load(load.without(item))
             lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-            if num_prefills == 1 or lane_tokens < self.model.linear_knee_tokens or not pipeline.hides_cpu():
+            if len(load.chunks) == 1 or lane_tokens < self.model.linear_knee_tokens or not pipeline.hides_cpu():
+                pipeline.set_load(load)
                 break
-            draft.remove(item)
+            draft.remove_prefill(item)
             if item.request.request_id in draft.admitted:
                 self._requeue(item.request)
-        pipeline.set_lane(draft.lane)

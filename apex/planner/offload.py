@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from apex.planner.pipeline import LaneLoad, Pipeline
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
 from swiftllm.request import FinishReason, Request, Tier
-from swiftllm.scheduler import PlanDraft, Scheduler, SchedulerLimits
+from swiftllm.scheduler import PlanDraft, Scheduler, SchedulerLimits, arrival_order, out_of_blocks
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._cohort_ids = itertools.count()
         self._leaving: dict[str, Request] = {}  # aborted while a ticket may still use their blocks
         self._iteration = 0
-        self._served: dict[str, int] = {}  # iteration in which a CPU request last ran
+        self._served: dict[Request, int] = {}  # iteration in which a request of the CPU tier last ran
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
 
@@ -74,34 +75,36 @@ class OffloadScheduler(Scheduler, ABC):
         for request_id in result.left:
             self._let_go(self._leaving.pop(request_id))
         for cohort_id, cohort in list(self._cohorts.items()):
-            cohort.members = [request for request in cohort.members if request.request_id in self.requests]
+            if result.left:
+                cohort.members = [request for request in cohort.members if request.request_id not in result.left]
             if cohort_id in result.cohort_layers:
                 cohort.layer = result.cohort_layers[cohort_id]
             else:
                 self._finish_cohort(cohort)
+        for item in plan.prefills:
+            self._served[item.request] = self._iteration
         return super().update(plan, result)
+
+    def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
+        super()._move(request, target, draft)
+        self._served[request] = self._iteration
 
     def _finish_cohort(self, cohort: CohortState) -> None:
         del self._cohorts[cohort.cohort_id]
+        for request in [request for request in self._leaving.values() if request.cohort_id == cohort.cohort_id]:
+            self._let_go(self._leaving.pop(request.request_id))
         for request in cohort.members:
             request.cohort_id = None
-            if self._leaving.pop(request.request_id, None):
-                self._let_go(request)
-            else:
-                request.num_computed_tokens = request.num_tokens
 
     # -- CPU decodes ------------------------------------------------------------------------------------------------
 
     def _ready_cpu_decodes(self, draft: PlanDraft) -> list[Request]:
         """CPU requests at a token boundary with room for their next token, oldest first."""
-        ready = []
-        for request in list(self.running[Tier.CPU]):
-            resting = request.cohort_id is None and request.tier is Tier.CPU  # growing for others may have evicted it
-            if resting and not request.is_prefilling:
-                self._served.setdefault(request.request_id, self._iteration)
-                if self._grow_on_cpu(request, draft):
-                    ready.append(request)
-        return ready
+        resting = [request for request in self._decoding(Tier.CPU) if request.cohort_id is None]
+        for request in out_of_blocks(resting):
+            if request.tier is Tier.CPU:  # growing for others may have evicted it
+                self._grow_on_cpu(request, draft)
+        return [request for request in resting if request.num_tokens <= request.num_kv_slots]
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> bool:
         while not self.kv.grow(request, request.num_tokens):
@@ -128,11 +131,12 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _younger_cpu_requests(self, request: Request) -> list[Request]:
         queue = self.running[Tier.CPU]
-        return [r for r in queue if r.arrival_index > request.arrival_index and self._at_rest(r)]
+        first_younger = bisect_right(queue, request.arrival_index, key=arrival_order)
+        return [r for r in queue[first_younger:] if self._at_rest(r)]
 
     def _starving(self, ready: Sequence[Request]) -> bool:
         """Whether a CPU request has been left out for too long: a rule that predicts no gain must not starve it."""
-        oldest = min((self._served[request.request_id] for request in ready), default=self._iteration)
+        oldest = min(map(self._served.__getitem__, ready), default=self._iteration)
         return self._iteration - oldest > self.config.max_wait_iterations
 
     # -- plans ------------------------------------------------------------------------------------------------------
@@ -145,8 +149,7 @@ class OffloadScheduler(Scheduler, ABC):
         return self._continue_cohort(cohort, rule)
 
     def _continue_cohort(self, cohort: CohortState, rule: SteppingRule) -> CohortPlan:
-        for request in cohort.members:
-            self._served[request.request_id] = self._iteration
+        self._served.update(dict.fromkeys(cohort.members, self._iteration))
         return CohortPlan(cohort.cohort_id, tuple(cohort.members), rule)
 
     def _under_way(self) -> list[CohortState]:
@@ -167,8 +170,10 @@ class OffloadScheduler(Scheduler, ABC):
         ]
         return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, predicted)
 
-    def _gpu_only_plan(self, draft: PlanDraft, predicted: dict[str, float] | None = None) -> IterationPlan:
-        iteration_s = self._gpu_only_s(LaneLoad.of(draft.lane))
+    def _gpu_only_plan(
+        self, draft: PlanDraft, load: LaneLoad, predicted: dict[str, float] | None = None
+    ) -> IterationPlan:
+        iteration_s = self._gpu_only_s(load)
         return self._plan(Strategy.GPU_ONLY, draft, [], {"iteration_s": iteration_s, **(predicted or {})})
 
     def _gpu_only_s(self, load: LaneLoad) -> float:
@@ -178,8 +183,7 @@ class OffloadScheduler(Scheduler, ABC):
     def _plan(
         self, strategy: Strategy, draft: PlanDraft, cohorts: Sequence[CohortPlan], predicted: dict[str, float]
     ) -> IterationPlan:
-        leaving = frozenset(self._leaving)
-        return IterationPlan(strategy, tuple(draft.lane), tuple(cohorts), tuple(draft.swaps), leaving, predicted)
+        return draft.plan(strategy, cohorts, self._leaving, predicted)
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 
@@ -188,15 +192,15 @@ class OffloadScheduler(Scheduler, ABC):
         if request is None or request.is_finished or self._at_rest(request):
             return super().abort(request_id)
         request.finish(FinishReason.ABORT, self.now())
-        self.running[Tier.CPU].remove(request)
+        self.running[Tier.CPU].take(request)
         self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
         return request
 
     def _let_go(self, request: Request) -> None:
         self.kv.release(request)
-        self._served.pop(request.request_id, None)
+        self._served.pop(request, None)
         del self.requests[request.request_id]
 
     def _retire(self, request: Request) -> None:
         super()._retire(request)
-        self._served.pop(request.request_id, None)
+        self._served.pop(request, None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import attrgetter
 
 from apex.inequality import pipelined_layer_s
 from apex.perf_model import PerfModel
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request
+from swiftllm.scheduler import PlanDraft
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,30 @@ class LaneLoad:
 
     @staticmethod
     def of(lane: Sequence[LaneItem]) -> LaneLoad:
-        decodes = [item for item in lane if not item.is_prefill]
+        prefills = [item for item in lane if item.is_prefill]
+        context = sum([item.start for item in lane if not item.is_prefill])
+        num_decodes = len(lane) - len(prefills)
+        return LaneLoad._of_parts(num_decodes, context + num_decodes, prefills)
+
+    @staticmethod
+    def of_draft(draft: PlanDraft) -> LaneLoad:
+        return LaneLoad._of_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
+
+    @staticmethod
+    def _of_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
         return LaneLoad(
-            tokens=sum(item.num_tokens for item in lane),
-            requests=len(lane),
-            decodes=len(decodes),
-            decode_context=sum(item.context_len for item in decodes),
-            chunks=tuple((item.num_tokens, item.start) for item in lane if item.is_prefill),
+            tokens=num_decodes + sum([item.num_tokens for item in prefills]),
+            requests=num_decodes + len(prefills),
+            decodes=num_decodes,
+            decode_context=decode_context,
+            chunks=tuple([(item.num_tokens, item.start) for item in prefills]),
         )
+
+    def without(self, chunk: LaneItem) -> LaneLoad:
+        """The load if a prefill did not run."""
+        chunks = list(self.chunks)
+        chunks.remove((chunk.num_tokens, chunk.start))
+        return replace(self, tokens=self.tokens - chunk.num_tokens, requests=self.requests - 1, chunks=tuple(chunks))
 
     def gpu_attention_s(self, model: PerfModel) -> float:
         """One layer's attention in the lane, prefills and decodes."""
@@ -50,28 +70,32 @@ class CpuBatch:
     def size(self) -> int:
         return len(self.requests) + self.num_under_way
 
-    def add(self, request: Request) -> None:
-        self.requests.append(request)
-        self.context_tokens += request.num_tokens
+    def add(self, requests: Sequence[Request]) -> None:
+        self.requests += requests
+        self.context_tokens += context_tokens(requests)
+
+
+def context_tokens(requests: Sequence[Request]) -> int:
+    """What a decode of all of them attends to."""
+    return sum(map(attrgetter("num_tokens"), requests))
 
 
 class Pipeline:
     """A lane and two CPU batches, with the times the model predicts for one layer of them."""
 
-    def __init__(self, model: PerfModel, lane: Sequence[LaneItem]) -> None:
+    def __init__(self, model: PerfModel, load: LaneLoad) -> None:
         self.model = model
         self.batches = (CpuBatch(), CpuBatch())
-        self.set_lane(lane)
+        self.set_load(load)
 
-    def set_lane(self, lane: Sequence[LaneItem]) -> None:
-        self.load = LaneLoad.of(lane)
-        self._lane_attention_s = self.load.gpu_attention_s(self.model)
+    def set_load(self, load: LaneLoad) -> None:
+        self.load = load
+        self._lane_attention_s = load.gpu_attention_s(self.model)
 
-    def add_under_way(self, requests: Iterable[Request]) -> None:
+    def add_under_way(self, requests: Sequence[Request]) -> None:
         """Requests that are part of the way through their token; they step with batch-1."""
-        for request in requests:
-            self.batches[1].num_under_way += 1
-            self.batches[1].context_tokens += request.num_tokens
+        self.batches[1].num_under_way += len(requests)
+        self.batches[1].context_tokens += context_tokens(requests)
 
     @property
     def num_requests(self) -> int:
@@ -96,29 +120,99 @@ class Pipeline:
         return self.model.num_layers * pipelined_layer_s(*self._times()) + self.model.ends_s(self.num_requests)
 
     def fill(self, ready: Sequence[Request]) -> None:
-        """Put each request into batch-1, else batch-0, wherever the CPU stays hidden; leave it out otherwise.
+        """Put each request into batch-1 or batch-0, wherever the CPU stays hidden; leave it out otherwise.
 
         A request more makes its batch's CPU time longer and, its linear time being longer too, hides more of the
-        other batch's: so only its own batch's inequality can break.
+        other batch's: so only its own batch's inequality can break. The batches take turns, each taking the longest
+        run that keeps its inequality, until neither can take the next request. Batches only fill up: what is as long
+        as a request left out is left out too.
         """
+        queue = _Queue(ready)
+        while queue:
+            taken = 0
+            for batch, hides in ((self.batches[1], self._hides_in_second), (self.batches[0], self._hides_in_first)):
+                run = longest_run(lambda n, hides=hides: hides(n, queue.context(n)), len(queue))
+                batch.add(queue.take(run))
+                taken += run
+            if not taken:
+                queue.leave_out(self._longest_fit(queue))
+
+    def _hides_in_second(self, count: int, tokens: int) -> bool:
+        """Whether batch-1 can take so many requests of so many tokens together."""
         first, second = self.batches
-        linear_0, linear_1, gpu_attention_0, _, _ = self._times()
-        cpu_attention_s = self.model.cpu_attention_s
-        shortest_refused = float("inf")  # batches only fill up: what is as long as a refused request is refused too
-        for request in ready:
-            tokens = request.num_tokens
-            if tokens >= shortest_refused:
-                continue
-            if cpu_attention_s(second.size + 1, second.context_tokens + tokens) <= linear_0:
-                second.add(request)
-                linear_1 = self.model.linear_s(second.size)
-            elif cpu_attention_s(first.size + 1, first.context_tokens + tokens) <= linear_1 + gpu_attention_0:
-                first.add(request)
-                linear_0 = self.model.linear_s(self.load.tokens + first.size)
-            else:
-                shortest_refused = tokens
+        cpu_s = self.model.cpu_attention_s(second.size + count, second.context_tokens + tokens)
+        return cpu_s <= self.model.linear_s(self.load.tokens + first.size)
+
+    def _hides_in_first(self, count: int, tokens: int) -> bool:
+        first, second = self.batches
+        cpu_s = self.model.cpu_attention_s(first.size + count, first.context_tokens + tokens)
+        return cpu_s <= self.model.linear_s(second.size) + self._lane_attention_s
+
+    def _longest_fit(self, queue: _Queue) -> int:
+        """The longest request that one of the batches can take; too short for all that wait if neither can."""
+        shorter = queue.shortest() - 1
+        more = longest_run(
+            lambda n: self._hides_in_second(1, shorter + n) or self._hides_in_first(1, shorter + n),
+            queue.context(1) - shorter,
+        )
+        return shorter + more
 
     def split_evenly(self, ready: Sequence[Request]) -> None:
         """Take all requests, the longest first, into the batch with less to read, hidden or not."""
-        for request in sorted(ready, key=lambda r: -r.num_tokens):
-            min(self.batches, key=lambda batch: batch.context_tokens).add(request)
+        halves: tuple[list[Request], list[Request]] = ([], [])
+        ahead = self.batches[0].context_tokens - self.batches[1].context_tokens
+        for request in sorted(ready, key=attrgetter("num_tokens"), reverse=True):
+            if ahead <= 0:
+                halves[0].append(request)
+                ahead += request.num_tokens
+            else:
+                halves[1].append(request)
+                ahead -= request.num_tokens
+        for batch, half in zip(self.batches, halves, strict=True):
+            batch.add(half)
+
+
+class _Queue:
+    """CPU decodes on their way into the batches, oldest first."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._start_with(requests)
+
+    def _start_with(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._tokens = [request.num_tokens for request in requests]
+        self._sums = [0, *accumulate(self._tokens)]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._requests) - self._next
+
+    def context(self, count: int) -> int:
+        """Tokens of the next requests together."""
+        return self._sums[self._next + count] - self._sums[self._next]
+
+    def shortest(self) -> int:
+        """Tokens of the shortest request that waits."""
+        return min(self._tokens[self._next :])
+
+    def take(self, count: int) -> Sequence[Request]:
+        start, self._next = self._next, self._next + count
+        return self._requests[start : self._next]
+
+    def leave_out(self, longest_fit: int) -> None:
+        """Go on to the next request of at most ``longest_fit`` tokens, without all that those before it rule out."""
+        tokens = self._tokens[self._next :]
+        skipped = next((i for i, count in enumerate(tokens) if count <= longest_fit), len(tokens))
+        shortest_left_out = min(tokens[:skipped])
+        rest = self._requests[self._next + skipped :]
+        self._start_with([request for request in rest if request.num_tokens < shortest_left_out])
+
+
+def longest_run(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count up to ``most`` that fits; what does not fit, does not fit with more. Few questions are asked:
+    counts double until one does not fit, and bisection finds where that began."""
+    reach = 1
+    while reach <= most and fits(reach):
+        reach *= 2
+    low, high = reach // 2, min(reach - 1, most)
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))

@@ -12,16 +12,24 @@ namespace pacpu {
 Isa current_isa();
 const char* isa_name(Isa isa);
 
+// Why an instruction set cannot be used here, or nullptr.
+const char* isa_problem(Isa isa);
+
 // Throws std::invalid_argument if `name` is unknown or this CPU lacks it. Not for use during a call.
 void select_isa(const std::string& name);
 
 // Kernels for the current instruction set, best first, unavailable ones included.
 const std::vector<Kernel>& all_kernels();
 
-// The kernel used when the caller names none.
+const char* dtype_name(DType dtype);
+
+// Whether a kernel can be used here for this type.
+bool computes(const Kernel& kernel, DType dtype);
+
+// The kernel used when the caller names none: the first in the order of all_kernels() that computes in this type.
 const Kernel& default_kernel(DType dtype);
 
-// Throws std::invalid_argument if there is no such kernel or it is unavailable.
-const Kernel& find_kernel(const std::string& name);
+// Throws std::invalid_argument if there is no such kernel, it is unavailable or does not compute in this type.
+const Kernel& find_kernel(const std::string& name, DType dtype);
 
 }  // namespace pacpu

@@ -1,5 +1,6 @@
 // The Python module: checks arguments and calls the driver.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 
 #include "dlpack.h"
 #include "paged_attention.h"
+#include "read_bandwidth.h"
 #include "registry.h"
 
 namespace py = pybind11;
@@ -143,7 +145,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     const Kernel* kernel = nullptr;
     try {
         kernel = kernel_object.is_none() ? &default_kernel(*dtype)
-                                         : &find_kernel(read_scalar<std::string>("kernel", kernel_object));
+                                         : &find_kernel(read_scalar<std::string>("kernel", kernel_object), *dtype);
     } catch (const std::invalid_argument& error) {
         refuse(error.what());
     }
@@ -173,11 +175,36 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     run(problem, *kernel);
 }
 
-py::list kernels() {
+double read_bandwidth(py::handle object, py::handle num_threads_object) {
+    const Array array = read_array("array", object);
+    const auto num_threads = read_scalar<int64_t>("num_threads", num_threads_object);
+    if (array.shape.empty()) refuse("array must have a dimension");
+    row_stride(array, false);
+    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
+    size_t num_bytes = array.type_bits / 8;
+    for (const int64_t size : array.shape) num_bytes *= size;
+    py::gil_scoped_release release;
+    return num_bytes / read_seconds(array.data, num_bytes, static_cast<int>(std::min(num_threads, int_max)));
+}
+
+DType dtype_named(const std::string& name) {
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
+        if (name == dtype_name(dtype)) return dtype;
+    refuse("dtype must be float32, float16 or bfloat16, not " + name);
+}
+
+py::list kernels(const std::optional<std::string>& dtype) {
     py::list names;
     for (const Kernel& kernel : all_kernels())
-        if (!kernel.unavailable) names.append(kernel.name);
+        if (dtype ? computes(kernel, dtype_named(*dtype)) : !kernel.unavailable) names.append(kernel.name);
     return names;
+}
+
+py::dict unavailable_isas() {
+    py::dict reasons;
+    for (int i = 0; i < num_isas; ++i)
+        if (const char* problem = isa_problem(static_cast<Isa>(i))) reasons[isa_name(static_cast<Isa>(i))] = problem;
+    return reasons;
 }
 
 py::dict unavailable() {
@@ -187,12 +214,7 @@ py::dict unavailable() {
     return reasons;
 }
 
-const char* default_kernel_name(const std::string& dtype) {
-    if (dtype == "float32") return default_kernel(DType::float32).name;
-    if (dtype == "float16") return default_kernel(DType::float16).name;
-    if (dtype == "bfloat16") return default_kernel(DType::bfloat16).name;
-    refuse("dtype must be float32, float16 or bfloat16, not " + dtype);
-}
+const char* default_kernel_name(const std::string& dtype) { return default_kernel(dtype_named(dtype)).name; }
 
 }  // namespace
 }  // namespace pacpu
@@ -206,8 +228,10 @@ PYBIND11_MODULE(_pacpu, module) {
         }
     }
     module.def("paged_attention", &pacpu::paged_attention);
+    module.def("read_bandwidth", &pacpu::read_bandwidth);
     module.def("kernels", &pacpu::kernels);
     module.def("unavailable", &pacpu::unavailable);
+    module.def("unavailable_isas", &pacpu::unavailable_isas);
     module.def("default_kernel", &pacpu::default_kernel_name);
     module.def("isa", [] { return pacpu::isa_name(pacpu::current_isa()); });
     module.def("select_isa", &pacpu::select_isa);

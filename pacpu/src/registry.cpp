@@ -5,28 +5,44 @@
 namespace pacpu {
 namespace {
 
-constexpr const char* isa_names[num_isas] = {"portable", "avx2", "avx512"};
+constexpr const char* dtype_names[num_dtypes] = {"float32", "float16", "bfloat16"};
+constexpr const char* isa_names[num_isas] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
 
-bool cpu_has(Isa isa) {
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
-    if (isa == Isa::avx2) return avx2;
-    if (isa == Isa::avx512) return avx512;
-#endif
-    return isa == Isa::portable;
+bool cpu_has(Isa isa) {
+    switch (isa) {
+        case Isa::portable: return true;
+        case Isa::avx2:
+            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        case Isa::avx512:
+            return cpu_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vl");
+        case Isa::avx512bf16: return cpu_has(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
+        case Isa::amx:
+            return cpu_has(Isa::avx512bf16) && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
+    }
+    return false;
 }
+#else
+bool cpu_has(Isa isa) { return isa == Isa::portable; }
+#endif
+
+// What the kernels without bf16 instructions make of an instruction set.
+Isa plain(Isa isa) { return isa > Isa::avx512 ? Isa::avx512 : isa; }
 
 struct Registry {
     Isa isa;
     std::vector<Kernel> kernels;
 
-    explicit Registry(Isa isa) : isa(isa), kernels{native_kernel(isa), ispc_kernel(isa)} {}
+    explicit Registry(Isa isa) : isa(isa), kernels{native_kernel(isa), llamafile_kernel(plain(isa)), ispc_kernel(plain(isa))} {}
 };
 
-Isa best_isa() { return cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::portable; }
+Isa best_isa() {
+    for (int i = num_isas; i-- > 0;)
+        if (!isa_problem(static_cast<Isa>(i))) return static_cast<Isa>(i);
+    return Isa::portable;
+}
 
 Registry& registry() {
     static Registry instance(best_isa());
@@ -37,37 +53,47 @@ Registry& registry() {
 
 Isa current_isa() { return registry().isa; }
 
+const char* isa_problem(Isa isa) {
+    if (!cpu_has(isa)) return "this CPU lacks it";
+    return isa == Isa::amx ? native_amx_problem() : nullptr;
+}
+
 const char* isa_name(Isa isa) { return isa_names[static_cast<int>(isa)]; }
 
 void select_isa(const std::string& name) {
     for (int i = 0; i < num_isas; ++i) {
         if (name != isa_names[i]) continue;
         const Isa isa = static_cast<Isa>(i);
-        if (!cpu_has(isa))
-            throw std::invalid_argument("instruction set '" + name + "' is not supported by this CPU; the best it has is '" +
+        if (const char* problem = isa_problem(isa))
+            throw std::invalid_argument("instruction set '" + name + "' cannot be used: " + problem + "; the best is '" +
                                         isa_name(best_isa()) + "'");
         registry() = Registry(isa);
         return;
     }
-    throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2 or avx512");
+    throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2, avx512, avx512bf16 or amx");
 }
 
 const std::vector<Kernel>& all_kernels() { return registry().kernels; }
 
-const Kernel& default_kernel(DType) {
+const char* dtype_name(DType dtype) { return dtype_names[static_cast<int>(dtype)]; }
+
+bool computes(const Kernel& kernel, DType dtype) { return !kernel.unavailable && kernel.attend[static_cast<int>(dtype)]; }
+
+const Kernel& default_kernel(DType dtype) {
     for (const Kernel& kernel : all_kernels())
-        if (!kernel.unavailable) return kernel;
+        if (computes(kernel, dtype)) return kernel;
     throw std::logic_error("the native kernel is always available");
 }
 
-const Kernel& find_kernel(const std::string& name) {
+const Kernel& find_kernel(const std::string& name, DType dtype) {
     std::string available;
     for (const Kernel& kernel : all_kernels()) {
         if (name == kernel.name) {
-            if (!kernel.unavailable) return kernel;
-            throw std::invalid_argument("kernel '" + name + "' is unavailable: " + kernel.unavailable);
+            if (computes(kernel, dtype)) return kernel;
+            if (kernel.unavailable) throw std::invalid_argument("kernel '" + name + "' is unavailable: " + kernel.unavailable);
+            throw std::invalid_argument("kernel '" + name + "' does not compute in " + dtype_name(dtype) + ": " + kernel.limit);
         }
-        if (!kernel.unavailable) available += available.empty() ? kernel.name : std::string(", ") + kernel.name;
+        if (computes(kernel, dtype)) available += available.empty() ? kernel.name : std::string(", ") + kernel.name;
     }
     throw std::invalid_argument("kernel '" + name + "' is unknown; available: " + available);
 }

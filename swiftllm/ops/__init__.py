@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -10,7 +12,10 @@ import torch
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.reference import ReferenceOps
 
-__all__ = ["CpuOps", "Linear", "Ops", "ReferenceOps", "select_ops"]
+__all__ = ["CpuOps", "Linear", "Ops", "ReferenceOps", "select_ops", "why_no_triton"]
+
+BFLOAT16_CAPABILITY = 80
+TRITON_CAPABILITY = 75
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -18,7 +23,9 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 class Ops(Protocol):
     """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
 
-    All tensors of a call are on one device and, where not said otherwise, of one dtype; sums run in float32.
+    All tensors of a call are on one device and, where not said otherwise, of one dtype; sums run in float32. The
+    operations for a GPU take tensors in host memory where a cache may lie there: ``store_kv``, ``gather_kv``,
+    ``gather_blocks``, ``scatter_blocks``.
     Slots that hold no token of the request are never read: the cache need not be initialised.
     """
 
@@ -52,6 +59,16 @@ class Ops(Protocol):
     def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
         """K and V of one request, ``[2, num_kv_heads, context_len, head_dim]``, from its ``blocks`` in order."""
 
+    def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        """Copy ``blocks`` (int64, distinct) of all layers into a buffer that one transfer can move to the other tier.
+
+        ``pool [num_layers, num_blocks, ...]`` to ``staging [num_layers, len(blocks), ...]``, both contiguous, bit by
+        bit.
+        """
+
+    def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        """The way back: ``staging[:, i]`` becomes block ``blocks[i]`` of the pool; its others stay."""
+
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
@@ -79,6 +96,30 @@ class Ops(Protocol):
         """
 
 
-def select_ops(device: torch.device, cpu_kernel: str | None = None) -> Ops:
-    """The fastest operations for a device; ``cpu_kernel`` names the kernel of pacpu for decodes on a CPU."""
-    return CpuOps(cpu_kernel) if device.type == "cpu" else ReferenceOps()
+def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
+    """The fastest operations for a device; ``cpu_kernel`` names the kernel of pacpu for decodes on a CPU.
+
+    Raises:
+        ValueError: the GPU has no arithmetic in ``dtype``.
+    """
+    if device.type == "cpu":
+        return CpuOps(cpu_kernel)
+    gpu = torch.cuda.get_device_properties(device)
+    capability = 10 * gpu.major + gpu.minor
+    if dtype is torch.bfloat16 and capability < BFLOAT16_CAPABILITY:
+        raise ValueError(f"{gpu.name} (sm_{capability}) has no bfloat16: use dtype='float16'")
+    if why := why_no_triton(capability):
+        warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
+        return ReferenceOps()
+    from swiftllm.ops.triton_ops import TritonOps
+
+    return TritonOps(device, capability, gpu.multi_processor_count)
+
+
+def why_no_triton(capability: int) -> str | None:
+    """What keeps the Triton kernels from running on a GPU of this compute capability (75 for sm_75); None: nothing."""
+    if capability < TRITON_CAPABILITY:
+        return f"the Triton kernels are checked from sm_{TRITON_CAPABILITY} on, and this GPU is sm_{capability}"
+    if find_spec("triton") is None:
+        return "Triton is not installed: type `pip install triton`"
+    return None

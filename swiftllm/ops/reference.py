@@ -49,6 +49,12 @@ class ReferenceOps:
         gathered = kv_layer.index_select(0, blocks).permute(2, 1, 0, 3, 4)
         return gathered.flatten(2, 3)[:, :, :context_len]
 
+    def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        torch.index_select(pool, 1, blocks, out=staging)
+
+    def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        pool.index_copy_(1, blocks, staging)
+
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:

@@ -96,3 +96,11 @@ def test_table_round_trip_and_refusal(tmp_path: Path) -> None:
     assert ProfileTable.load(tmp_path / "t.json", {"cpu": "a", "dtype": "float32"}) == table
     with pytest.raises(ProfileMismatch, match="cpu: table 'a', here 'b'"):
         ProfileTable.load(tmp_path / "t.json", {"cpu": "b", "dtype": "float32"})
+
+
+def test_chunks_of_a_lane_share_what_it_pays_once() -> None:
+    table = ProfileTable(**{**vars(flat_table()), "prefill_shared_s": 4e-7})
+    model = PerfModel(table, 2)
+    assert model.prefill_attention_s([(1, 0)]) == pytest.approx(1e-6)
+    assert model.prefill_attention_s([(1, 0)] * 3) == pytest.approx(3e-6 - 2 * 4e-7)
+    assert model.prefill_attention_s([]) == 0

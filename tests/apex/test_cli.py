@@ -17,6 +17,7 @@ from apex.cli import main
 from apex.cli.bench import figures_table
 from apex.cli.flags import SystemName
 from apex.cli.profile import attention_rate, key_figures
+from apex.cli.validate import OPTIONAL_VERBS
 from apex.config import StrategyConfig
 from apex.perf_model import Curve, ProfileTable, Surface
 from swiftllm.config import EngineConfig
@@ -68,7 +69,8 @@ def help_of(capsys, *command: str) -> str:
 def fails(capsys, *arguments: str) -> str:
     """The one line a command ends with."""
     assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("profiling")]
+    told = ("profiling", "CPU attention")
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(told)]
     assert len(lines) == 1 and lines[0].startswith("apex: ")
     return lines[0]
 
@@ -174,7 +176,8 @@ def test_interrupt_ends_quietly(capsys, model, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", interrupted)
     assert main(["generate", model, "hi", "--system", "swiftllm", *SMALL]) == 130
-    assert capsys.readouterr().err == "apex: interrupted\n"
+    start, *end = capsys.readouterr().err.splitlines()
+    assert start.startswith("CPU attention: kernel ") and end == ["apex: interrupted"]
 
 
 def expected_texts(model: str, prompts: list[str], **sampling) -> list[str]:
@@ -276,3 +279,13 @@ def test_key_figures_are_those_of_the_table():
     assert figures["CPU attention rate N_C"] == "0.01 M"
     assert figures["  which reads"] == "0.01"
     assert figures["N_G / N_C"] == "40.00"
+
+
+def test_a_verb_of_another_package_is_found_by_name_or_said_to_be_missing(capsys, monkeypatch):
+    with pytest.raises(SystemExit) as raised:
+        main(["validate", "--help"])
+    assert raised.value.code == 0
+    assert "apex validate" in capsys.readouterr().out
+    monkeypatch.setitem(OPTIONAL_VERBS, "validate", "no_such_package.validate")
+    assert main(["validate"]) == 2
+    assert "no_such_package" in capsys.readouterr().err

@@ -19,11 +19,13 @@ from swiftllm.config import EngineConfig
 from swiftllm.paths import cache_dir
 from swiftllm.plan import Strategy
 from swiftllm.request import SamplingParams
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 from tests.reference.fake_engine import flat_table
 from tests.reference.tiny_model import make_tiny_llama
 
 OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
 VARIANTS = {
+    "vllm": ("vllm", StrategyConfig(), False),
     "swiftllm": ("swiftllm", StrategyConfig(), False),
     "neo": ("neo", StrategyConfig(strategy="asymmetric-pipelining"), False),
     "neo-synchronous": ("neo", StrategyConfig(strategy="asymmetric-pipelining"), True),
@@ -94,8 +96,15 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     model_dir, prompts, expected = tiny
     outputs, stats = serve(model_dir, variant, prompts, 24, block_size=4, num_gpu_blocks=60, num_cpu_blocks=1000)
     assert outputs == expected
-    if variant != "swiftllm":
+    if variant not in GPU_ONLY_SCHEDULERS:
         assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+
+
+def test_vllm_preempts_by_recompute(tiny) -> None:
+    model_dir, prompts, expected = tiny
+    outputs, stats = serve(model_dir, "vllm", prompts, 24, block_size=4, num_gpu_blocks=25, num_cpu_blocks=26)
+    assert outputs == expected
+    assert stats.swapped_blocks == 0 and stats.preemptions > 0
 
 
 @pytest.mark.parametrize("variant", ["swiftllm", "neo", "apex", "apex-overlap"])
@@ -108,7 +117,7 @@ def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
 
 def test_offline_api(tiny) -> None:
     model_dir, prompts, expected = tiny
-    for scheduler in ("swiftllm", "apex"):
+    for scheduler in ("vllm", "swiftllm", "apex"):
         llm = swiftllm.LLM(
             model_dir, scheduler=scheduler, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
         )
@@ -118,8 +127,8 @@ def test_offline_api(tiny) -> None:
             llm.generate([prompts[0], []])
         assert not llm.engine.scheduler.has_work
         llm.close()
-    with pytest.raises(ValueError, match="unknown system 'vllm'"):
-        swiftllm.LLM(model_dir, scheduler="vllm")
+    with pytest.raises(ValueError, match="unknown system 'orca'"):
+        swiftllm.LLM(model_dir, scheduler="orca")
 
 
 MODEL = cache_dir() / "models" / "SmolLM2-135M-Instruct"

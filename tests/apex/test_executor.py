@@ -8,7 +8,7 @@ import pytest
 
 from apex.executor import OverlapExecutor
 from swiftllm.executor import LaneExecutor
-from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Strategy
+from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
 from swiftllm.request import Request, RequestStatus, SamplingParams, Tier
 from tests.reference.fake_backend import FakeBackend, FakeTicket
 
@@ -36,19 +36,15 @@ def place(backend: FakeBackend, request_id: str, tier: Tier, block: int) -> Requ
     return request
 
 
-def lane_of(*requests: Request) -> tuple[LaneItem, ...]:
-    return tuple(LaneItem(r, r.num_computed_tokens, 1, Tier.GPU, False) for r in requests)
-
-
-def plan(lane=(), cohorts=(), leaving=()) -> IterationPlan:
-    return IterationPlan(Strategy.ASYNCHRONOUS_OVERLAP, lane, tuple(cohorts), (), frozenset(leaving))
+def plan(decodes=(), cohorts=(), leaving=()) -> IterationPlan:
+    return IterationPlan(Strategy.ASYNCHRONOUS_OVERLAP, decodes, (), tuple(cohorts), (), frozenset(leaving))
 
 
 def test_without_cohorts_it_is_the_lane_executor() -> None:
     calls, tokens = [], []
     for executor_class in (LaneExecutor, OverlapExecutor):
         backend = FakeBackend(LAYERS)
-        lane = lane_of(place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
+        lane = (place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
         tokens.append(executor_class(backend).run(plan(lane)).tokens)
         calls.append(backend.calls)
     assert calls[0] == calls[1]
@@ -64,7 +60,7 @@ def test_lane_executor_refuses_cohorts(backend: FakeBackend) -> None:
 
 @pytest.mark.parametrize("rule", [SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT])
 def test_waiting_rules_finish_in_one_iteration(backend: FakeBackend, rule: SteppingRule) -> None:
-    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    lane = (place(backend, "g", Tier.GPU, 0),)
     executor = OverlapExecutor(backend)
     result = executor.run(plan(lane, [CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), rule)]))
     assert set(result.tokens) == {"g", "c"}
@@ -74,7 +70,7 @@ def test_waiting_rules_finish_in_one_iteration(backend: FakeBackend, rule: Stepp
 
 
 def test_overlap_rides_one_boundary_an_iteration(backend: FakeBackend) -> None:
-    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    lane = (place(backend, "g", Tier.GPU, 0),)
     cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
     executor = OverlapExecutor(backend)
     layers = []
@@ -91,7 +87,7 @@ def test_overlap_rides_one_boundary_an_iteration(backend: FakeBackend) -> None:
 
 def test_overlap_never_waits(backend: FakeBackend) -> None:
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
-    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    lane = (place(backend, "g", Tier.GPU, 0),)
     cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
     executor = OverlapExecutor(backend)
     for _ in range(20):
@@ -109,7 +105,7 @@ def test_overlap_with_an_empty_lane_waits_instead_of_spinning(backend: FakeBacke
 
 
 def test_strategy_may_change_while_a_cohort_is_under_way(backend: FakeBackend) -> None:
-    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    lane = (place(backend, "g", Tier.GPU, 0),)
     request = place(backend, "c", Tier.CPU, 0)
     executor = OverlapExecutor(backend)
     executor.run(plan(lane, [CohortPlan(7, (request,), SteppingRule.RIDE_IF_READY)]))
@@ -122,7 +118,7 @@ def test_strategy_may_change_while_a_cohort_is_under_way(backend: FakeBackend) -
 def test_aborted_rows_leave_when_no_ticket_needs_them(backend: FakeBackend) -> None:
     submit = backend.submit_cpu_attention
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
-    lane = lane_of(place(backend, "g", Tier.GPU, 0))
+    lane = (place(backend, "g", Tier.GPU, 0),)
     members = (place(backend, "c", Tier.CPU, 0), place(backend, "d", Tier.CPU, 1))
     cohort = CohortPlan(7, members, SteppingRule.RIDE_IF_READY)
     executor = OverlapExecutor(backend)

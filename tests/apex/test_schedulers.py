@@ -13,7 +13,7 @@ from swiftllm.scheduler import PlanDraft
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
-SYSTEMS = ("swiftllm", "neo", "fastdecode", "apex")
+SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex")
 # How fast the CPU is against the lane decides which strategy the rules take: hopeless, comparable, ample.
 TABLES = {
     "slow-cpu": flat_table(cpu_token_s=1e-3),

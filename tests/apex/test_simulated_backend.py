@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -217,6 +221,33 @@ def test_the_same_run_gives_the_same_bits(system: str) -> None:
     assert times() == times()
 
 
+PRINT_TOKEN_TIMES = """
+from tests.apex.test_simulated_backend import PCIE, SIMULATED_SYSTEMS, mixed_engine
+for system in SIMULATED_SYSTEMS:
+    engine, requests = mixed_engine(system, PCIE)
+    while engine.has_unfinished():
+        engine.step()
+    print(system, [[time.hex() for time in request.token_times_s] for request in requests])
+"""
+
+
+def test_other_processes_give_the_same_bits() -> None:
+    root = Path(__file__).resolve().parents[2]
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PRINT_TOKEN_TIMES],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert printed[0].count("\n") == len(SIMULATED_SYSTEMS)
+
+
 @pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
 def test_aborts_in_mid_flight_leave_the_pools_empty(system: str) -> None:
     engine, requests = mixed_engine(system)
@@ -356,3 +387,31 @@ def test_unknown_systems_and_empty_pools_are_refused() -> None:
         build_simulated("orca", table, 2, num_gpu_blocks=1, num_cpu_blocks=1)
     with pytest.raises(ValueError, match="no blocks"):
         build_simulated("neo", table, 2, num_gpu_blocks=0, num_cpu_blocks=0)
+
+
+def test_the_last_boundary_is_for_sampled_rows_and_the_host_holds_up_the_lane() -> None:
+    """A chunk that ends no prompt pays nothing at the last boundary; the host costs what the table says."""
+    table = ProfileTable(
+        **{
+            **vars(flat_ends_table(1e-7, 1e-6)),
+            "first_share": 0.25,
+            "iteration": Curve((1, 2), (3e-3, 4e-3)),
+            "hand_over": Curve((1, 2), (5e-3, 5e-3)),
+        }
+    )
+    backend = SimulatedBackend(PerfModel(table, LAYERS))
+    request = Request("a", (1,) * 50, SamplingParams(max_tokens=5), tier=Tier.GPU)
+
+    def taken_s(run) -> float:
+        before_s = backend.clock_s
+        run()
+        return backend.clock_s - before_s
+
+    assert taken_s(lambda: backend.swap(())) == pytest.approx(2e-3)  # an iteration of no request
+    assert taken_s(lambda: backend.open_lane([LaneItem(request, 0, 20, Tier.GPU, True)])) == pytest.approx(1e-3)
+    chunk, whole = (backend.open_lane([LaneItem(request, 0, n, Tier.GPU, True)]) for n in (20, 50))
+    assert taken_s(lambda: backend.boundary(-1, [chunk])) == pytest.approx(0.25 * linear_s(20))
+    assert taken_s(lambda: backend.boundary(LAYERS - 1, [chunk])) == 0
+    assert taken_s(lambda: backend.boundary(LAYERS - 1, [whole])) == pytest.approx(0.75 * linear_s(1) + ENDS_S)
+    cohort = backend.open_cohort([request])
+    assert taken_s(lambda: backend.submit_cpu_attention(0, cohort)) == pytest.approx(5e-3)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.metrics import compute_metrics
-from evaluation.records import RequestRecord, record_of
+from evaluation.metrics import Targets, compute_metrics
+from evaluation.records import RequestRecord, record_of, summary_of
 from swiftllm.request import Request, SamplingParams
 
 
@@ -32,6 +32,31 @@ def test_hand_computed_example():
     assert (metrics["completed"], metrics["failed"]) == (3, 1)
     assert (metrics["output_tokens"], metrics["prompt_tokens"]) == (7, 30)
     assert (metrics["lane_busy_fraction"], metrics["cpu_busy_fraction"]) == (0.5, 0.25)
+
+
+def test_goodput_counts_requests_that_keep_both_targets():
+    records = [
+        record("late", 0.0, 3.0, 3.1, 3.2),  # first token after 3
+        record("slow", 0.0, 1.0, 2.0, 3.0),  # a token per second
+        record("good", 1.0, 2.0, 2.1, 2.2),
+        record("single", 3.0, 4.0),  # no gap at all
+        record("refused", 0.0, failure="refused"),
+    ]
+    metrics = compute_metrics(records, 5.0, targets=Targets(ttft_s=1.0, tpot_s=0.1 + 1e-9))
+    assert metrics["goodput_requests_per_s"] == pytest.approx(2 / 4) and metrics["requests_per_s"] == 1.0
+    assert (metrics["ttft_target_s"], metrics["tpot_target_s"]) == (1.0, 0.1 + 1e-9)
+
+
+def test_every_latency_has_the_same_spread():
+    metrics = compute_metrics([record("a", 0.0, 1.0, 2.0), record("b", 0.0, 2.0, 6.0)], 6.0)
+    for name in ("per_token_latency_s", "ttft_s", "tpot_s"):
+        assert all(metrics[f"{name}_{part}"] is not None for part in ("mean", "p50", "p90", "p99"))
+
+
+def test_a_request_in_short_keeps_what_its_latencies_need():
+    short = summary_of(record("a", 1.0, 2.0, 3.0, 5.5))
+    assert (short.arrival_s, short.first_token_s, short.last_token_s, short.output_len) == (1.0, 2.0, 5.5, 3)
+    assert summary_of(record("d", 0.0, failure="refused")).failure == "refused"
 
 
 def test_makespan_begins_with_the_first_arrival():

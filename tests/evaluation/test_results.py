@@ -9,7 +9,15 @@ from evaluation import results
 from evaluation.experiment import Point, PointResult, run_experiment
 from evaluation.metrics import compute_metrics
 from evaluation.records import RequestRecord
-from evaluation.results import SUMMARY_FIELDS, ResultFolder, flat_record, median_record, write_atomically
+from evaluation.results import (
+    SUMMARY_FIELDS,
+    ResultFolder,
+    flat_record,
+    median_record,
+    read_records,
+    records_file,
+    write_atomically,
+)
 
 REQUIRED = {
     "system", "backend", "gpu", "model", "workload", "output_tokens_per_s", "requests_per_s",
@@ -52,9 +60,9 @@ def test_folder_holds_everything(tmp_path):
         assert set(record) >= REQUIRED and set(SUMMARY_FIELDS) >= REQUIRED
         assert all(value is None or isinstance(value, (str, int, float, bool)) for value in record.values())
     assert summary[0]["gpu"] is None and summary[0]["failed"] == 1
-    lines = (outcome.folder / "records" / "p0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["request_id"] for line in lines] == ["a", "b"]
-    assert json.loads(lines[0])["token_times_s"] == [1.0, 2.0]
+    records = read_records(records_file(outcome.folder, "p0"))
+    assert [record["request_id"] for record in records] == ["a", "b"]
+    assert records[0]["token_times_s"] == [1.0, 2.0]
     assert (outcome.folder / "summary.md").read_text().count("\n") == 4
 
 
@@ -132,7 +140,7 @@ def test_point_counts_as_finished_only_after_its_records(tmp_path, monkeypatch):
     real = results.write_atomically
     monkeypatch.setattr(results, "write_atomically", lambda path, text: (written.append(path.name), real(path, text)))
     folder.save_point("a", {"values": {}}, [])
-    assert written == ["a.jsonl", "a.json"] and folder.finished_point("a") == {"values": {}}
+    assert written == ["a.jsonl.gz", "a.json"] and folder.finished_point("a") == {"values": {}}
 
 
 def test_summary_must_be_flat_and_keys_unique(tmp_path):

@@ -13,8 +13,9 @@ from apex.config import StrategyConfig
 from apex.perf_model import Curve, ProfileTable, Surface
 from apex.simulated_backend import Interconnect
 from apex.simulation import SIMULATED_SYSTEMS
-from evaluation import validate
+from evaluation import profile_check, validate
 from evaluation.experiment import Point
+from evaluation.profile_check import Machine, mean_table, operation_error
 from evaluation.records import RequestRecord
 from evaluation.results import SUMMARY_FIELDS
 from evaluation.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
@@ -119,31 +120,43 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
     limits = SchedulerLimits(256, 64, 1024)
     slow = replace(make_table(), **{name: slowed(getattr(make_table(), name), slowdown) for name in TIMES})
 
-    def start(system, config):
-        task = SimulatedTask(
-            system,
-            replace(HARDWARE, table=slow),
-            config.num_gpu_blocks,
-            config.num_cpu_blocks,
-            make_task().lengths,
-            limits,
-        )
-        engine = build_engine(task)
+    def build(system, config, machine):
+        hardware = replace(HARDWARE, table=slow)
+        pools = config.num_gpu_blocks, config.num_cpu_blocks
+        engine = build_engine(SimulatedTask(system, hardware, *pools, make_task().lengths, limits))
         engine.backend.device = SimpleNamespace(type="cpu")
         told = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
         engine.describe = lambda: told
-        return engine, validate.Machine(make_table(), 4, limits, "float16", "Imaginary card")
+        return engine
 
-    monkeypatch.setattr(validate, "start_measured", start)
-    options = validate.Options(model=model, num_requests=6, results_dir=tmp_path)
+    machine = Machine(make_table(), 4, limits, "float16", "Imaginary card")
+    monkeypatch.setattr(validate, "build_profiled", build)
+    monkeypatch.setattr(profile_check, "measure_machine", lambda config: machine)
+    monkeypatch.setattr(validate, "operation_errors", lambda config: [operation_error("linear", [0.1, -0.3, 0.2])])
+    options = validate.Options(model=model, num_requests=6, repeats=2, results_dir=tmp_path)
     assert validate.main(options) == 0
-    summary = json.loads((tmp_path / "validate" / "latest" / "summary.json").read_text())
+    folder = tmp_path / "validate" / "latest"
+    summary = json.loads((folder / "summary.json").read_text())
     assert {(record["workload"], record["system"]) for record in summary} == {
         (workload, system) for workload in ("osc", "azure-conv") for system in ("swiftllm", "neo", "apex")
     }
     assert [record["simulated_error"] for record in summary] == pytest.approx([error] * 12, abs=1e-6)
     assert {record["backend"] for record in summary} == {"torch-cpu"}
+    assert (folder / "figure.png").stat().st_size > 10_000
+    told = json.loads((folder / "comparison.json").read_text())
+    assert told["systems"] == pytest.approx(dict.fromkeys(("swiftllm", "neo", "apex"), error), abs=1e-6)
+    (linear,) = told["operations"]
+    assert (linear["median"], linear["bias"]) == (0.2, 0.1)
     assert f"neo {error:.1%}" in capsys.readouterr().out
+
+
+def test_the_mean_of_two_profiles_lies_halfway() -> None:
+    table = make_table()
+    slow = replace(table, **{name: slowed(getattr(table, name), 3) for name in TIMES}, first_share=0.1)
+    mean = mean_table(table, slow)
+    assert mean.linear(1) == pytest.approx(2 * table.linear(1))
+    assert mean.cpu_attention(1, 500) == pytest.approx(2 * table.cpu_attention(1, 500))
+    assert (mean.first_share, mean.identity) == (pytest.approx(0.3), table.identity)
 
 
 TIMES = ("linear", "ends", "swap", "prefill_attention", "gpu_attention", "cpu_attention")
@@ -162,10 +175,10 @@ def test_an_unknown_model_is_one_line(tmp_path, capsys):
 
 def test_the_median_error_of_the_repeats_counts(capsys):
     def record(rate: float, error: float | None, system: str = "neo"):
-        row = {"workload": "osc", "output_len": 8.0, "system": system, "output_tokens_per_s": rate}
+        row = {"workload": "osc", "output_len": 8.0, "system": system, "output_tokens_per_s": rate, "wall_s": 1.0}
         return {**row, "simulated_output_tokens_per_s": 100.0, "simulated_error": error}
 
     rows = [record(80.0, 0.25), record(100.0, 0.0), record(400.0, -0.75), record(1.0, None, "apex")]
-    validate.print_comparison(rows, Console(width=120))
+    validate.print_comparison(validate.comparison(rows), Console(width=120))
     printed = capsys.readouterr().out
     assert "-75.0% to +25.0%" in printed and "mean absolute error: neo 0.0%" in printed

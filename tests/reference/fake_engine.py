@@ -9,7 +9,8 @@ from apex.planner import SCHEDULERS
 from swiftllm.engine import Engine
 from swiftllm.executor import LaneExecutor
 from swiftllm.kv_cache import KVCacheManager
-from swiftllm.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduler import SchedulerLimits
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 
 
@@ -50,8 +51,8 @@ def fake_engine(
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
-    if system == "swiftllm":
-        scheduler, executor = Scheduler(limits, kv, backend.now), LaneExecutor(backend)
+    if system in GPU_ONLY_SCHEDULERS:
+        scheduler, executor = GPU_ONLY_SCHEDULERS[system](limits, kv, backend.now), LaneExecutor(backend)
     else:
         model = PerfModel(table or flat_table(), num_layers)
         scheduler = SCHEDULERS[system](limits, kv, backend.now, model, strategy or StrategyConfig())

@@ -48,7 +48,7 @@ Kernel ispc_kernel(Isa isa) {
             return {"ispc",
                     {attend<pacpu_ispc_avx2_float32>, attend<pacpu_ispc_avx2_float16>, attend<pacpu_ispc_avx2_bfloat16>},
                     nullptr};
-        case Isa::portable: break;
+        default: break;
     }
     return {"ispc", {}, "it needs AVX2"};
 }

@@ -4,6 +4,8 @@
 
 namespace pacpu {
 
-const AttendSegment native_portable[num_dtypes] = {attend<float>, attend<Half>, attend<BFloat16>};
+const AttendSegment native_portable[num_dtypes] = {attend<InRegisters<Widened<float>>>,
+                                                   attend<InRegisters<Widened<Half>>>,
+                                                   attend<InRegisters<Widened<BFloat16>>>};
 
 }  // namespace pacpu

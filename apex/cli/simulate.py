@@ -1,0 +1,202 @@
+"""`apex simulate`: predicted hardware, so that a strategy can be tried on a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from apex.cli.bench import figures, figures_table
+from apex.cli.errors import InputError
+from apex.cli.flags import OutputFile, StrategyFlags, TimelineFlags
+from apex.cli.output import stdout_console
+from apex.config import StrategyConfig
+from apex.progress import progress_bar
+from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from swiftllm.engine import Engine, EngineStats
+from swiftllm.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from apex.cli.machines import Machine
+
+SimulatedSystemName = Literal[SIMULATED_SYSTEMS]
+Dtype = Literal["float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Predict throughput and latency on hardware that is not here: real scheduling, simulated times.
+
+    GPU, host and model are names of files in configs/, or paths to files of your own. How times are predicted, and how
+    far off the predictions are, is in docs/calibration.md. Requests are all of one size.
+    """
+
+    system: tuple[SimulatedSystemName, ...] = ("swiftllm", "neo", "apex")
+    """Systems to simulate one after the other; ratios are to the first."""
+    gpu: str = "a10"
+    """GPU: a name or a .yaml file."""
+    host: str = "dual-xeon-6342"
+    """Host: a name or a .yaml file."""
+    model: str = "llama-3.1-8b"
+    """Model: a name, or a Hugging Face folder, of which only config.json is read."""
+    dtype: Dtype = "float16"
+    """Weights, activations and KV cache."""
+    cpu_kernel: str = "native"
+    """CPU attention kernel: native, ispc or llamafile."""
+    cpu_bandwidth_gb_s: float | None = None
+    """GB/s at which CPU attention reads the KV cache; by default the host's, times the kernel's share of it."""
+    num_requests: int = 200
+    """Requests."""
+    input_len: int = 1000
+    """Prompt tokens of each."""
+    output_len: int = 200
+    """Output tokens of each."""
+    request_rate: float | None = None
+    """Requests per second, arriving at random (Poisson); by default all are there from the start."""
+    num_gpu_blocks: int | None = None
+    """KV blocks of the GPU tier; by default what 90% of the GPU's memory leaves beside the weights."""
+    num_cpu_blocks: int | None = None
+    """KV blocks of the CPU tier; by default half of the host's memory."""
+    block_size: int = 16
+    """Tokens per KV-cache block, in both tiers."""
+    max_num_batched_tokens: int = 2048
+    """Tokens that cross the lane in one iteration at most; longer prompts prefill in chunks."""
+    max_num_seqs: int = 1024
+    """Requests that hold KV cache at once at most, in both tiers together."""
+    seed: int = 0
+    """Seed of the arrivals."""
+    output: OutputFile = None
+    """Write the figures to this JSON file too."""
+    strategy: StrategyFlags = field(default_factory=StrategyFlags)
+    timeline: TimelineFlags = field(default_factory=TimelineFlags)
+
+    def run(self) -> int:
+        self._check()
+        with _input_errors():
+            from apex.cli.machines import predict_machine
+
+            machine = predict_machine(
+                self.gpu,
+                self.host,
+                self.model,
+                self.dtype,
+                cpu_kernel=self.cpu_kernel,
+                cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
+                block_size=self.block_size,
+                max_tokens=self.max_num_batched_tokens,
+            )
+            strategy = self.strategy.config(*self.system)
+            blocks = machine.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks, self.block_size)
+        rate = "all at once" if self.request_rate is None else f"{self.request_rate:g} a second"
+        gpu_blocks, cpu_blocks = blocks
+        print(
+            f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}; "
+            f"{gpu_blocks} GPU and {cpu_blocks} CPU blocks of {self.block_size} tokens"
+        )
+        records = []
+        for system in self.system:
+            with _input_errors():
+                engine = self._engine(system, machine, blocks, strategy)
+            records.append(
+                self._measure(engine, machine) | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks}
+            )
+        console = stdout_console()
+        console.print(f"\n[bold]SIMULATED[/]: {machine.words}", soft_wrap=True)
+        console.print(figures_table(records))
+        if outside := sorted({name for record in records for name in record["extrapolated"]}):
+            console.print(f"outside the measured sizes, extrapolated: {', '.join(outside)}")
+        if self.output is not None:
+            with _input_errors():
+                self.output.write_text(json.dumps(records, indent=1) + "\n")
+        return 0
+
+    def _check(self) -> None:
+        whole = ("num_requests", "input_len", "output_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
+        for name in whole:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_gpu_blocks", "num_cpu_blocks"):
+            if (getattr(self, name) or 0) < 0:
+                raise InputError(f"{name}={getattr(self, name)} must not be negative")
+        if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
+            raise InputError(f"request_rate={self.request_rate} must be a positive number")
+        self.timeline.check(self.system)
+
+    def _engine(self, system: str, machine: Machine, blocks: tuple[int, int], strategy: StrategyConfig) -> Engine:
+        return build_simulated(
+            system,
+            machine.table,
+            machine.model.num_layers,
+            num_gpu_blocks=blocks[0],
+            num_cpu_blocks=blocks[1],
+            block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=machine.model.max_position_embeddings,
+            strategy=strategy,
+        )
+
+    def _add_request(self, engine: Engine, request_id: str, arrival_s: float) -> Request:
+        sampling = SamplingParams(max_tokens=self.output_len, ignore_eos=True)
+        return engine.add_request(request_id, (0,) * self.input_len, sampling, arrival_s)
+
+    def _measure(self, engine: Engine, machine: Machine) -> dict[str, Any]:
+        total, stats = self.num_requests * self.output_len, engine.stats()
+        with (
+            self.timeline.traced(engine, machine.words, lambda: stats.output_tokens / total, simulated=True),
+            progress_bar(f"simulating {engine.describe()['system']}") as report,
+        ):
+            requests = self._serve(
+                engine, lambda: report(stats.output_tokens / total, f"{stats.output_tokens}/{total} tokens")
+            )
+        description = engine.describe()
+        return {
+            "system": description["system"],
+            "backend": "simulated",
+            "gpu": machine.gpu.name,
+            "host": machine.host.name,
+            "model": machine.model_name,
+            "dtype": machine.dtype,
+            "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
+            "request_rate": self.request_rate,
+            "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
+            **figures(requests, engine.now(), engine.stats(), EngineStats()),
+            "extrapolated": sorted(engine.backend.extrapolated),
+        }
+
+    def _serve(self, engine: Engine, report: Callable[[], None]) -> list[Request]:
+        """Let the requests come when they come, and run until all are done."""
+        requests: list[Request] = []
+        arrivals = self._arrivals()
+        while len(requests) < len(arrivals) or engine.has_unfinished():
+            while len(requests) < len(arrivals) and arrivals[len(requests)] <= engine.now():
+                number = len(requests)
+                with _input_errors():  # too long for the model or the tiers: the first is refused, as all would be
+                    requests.append(self._add_request(engine, str(number), arrivals[number]))
+            if engine.has_unfinished():
+                engine.step()
+            else:
+                engine.backend.sleep(arrivals[len(requests)] - engine.now())
+            report()
+        return requests
+
+    def _arrivals(self) -> list[float]:
+        if self.request_rate is None:
+            return [0.0] * self.num_requests
+        draw, now_s, arrivals = random.Random(self.seed), 0.0, []
+        for _ in range(self.num_requests):
+            now_s += draw.expovariate(self.request_rate)
+            arrivals.append(now_s)
+        return arrivals
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    """As :func:`apex.cli.errors.input_errors`, but a simulation does without the CPU kernels."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error

@@ -1,0 +1,28 @@
+"""`apex validate`: the simulator against this machine. Another package's command, found by name as plugins are."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+
+from apex.cli.errors import InputError
+
+# Verbs that come with packages above this one, which nothing here may import.
+OPTIONAL_VERBS = {"validate": "evaluation.validate"}
+
+
+def run_optional(verb: str, arguments: Sequence[str]) -> int:
+    """Run a verb of another package with its own arguments and return its exit status.
+
+    Raises:
+        InputError: the package is not installed; the message says where it comes from.
+    """
+    module = OPTIONAL_VERBS[verb]
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"`apex {verb}` comes with the package `{package}`, which is not installed: run it from the repository, "
+            "or install that with `make setup`"
+        )
+    return importlib.import_module(module).command(arguments)

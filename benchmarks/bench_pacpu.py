@@ -1,0 +1,214 @@
+"""How near every CPU attention kernel comes to the speed of memory.
+
+python benchmarks/bench_pacpu.py [--help]
+
+In each round every kernel, under every instruction set this CPU has, and a streaming read of the same memory take turns
+at every case; ratios are formed within a round, so that a machine that drifts or is shared blurs them least. Medians
+over rounds count. Calls rotate over the caches of several layers, more than the last-level cache holds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+# OpenMP threads of a peer that go on spinning after its turn would slow down whoever comes next.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+import tyro
+
+import pacpu
+from apex.doctor import last_level_cache_bytes
+from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
+from benchmarks.pacpu_peers import peers
+from benchmarks.pacpu_report import Progress, figure, markdown, print_medians, verdicts
+from evaluation.figures import save
+from evaluation.paths import RESULTS_DIR
+from evaluation.provenance import usable_cores
+from evaluation.results import FlatRecord, ResultFolder
+from swiftllm.kv_pool import available_host_bytes
+
+SHAPES = (
+    Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),
+    Shape(128, 512), Shape(128, 1024, ragged=True), Shape(128, 2048),
+)  # fmt: skip
+QUICK_SHAPES = (Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True))
+MIN_TURN_BYTES = 64 << 20  # a turn takes milliseconds
+MAX_READ_BYTES = 512 << 20
+MIN_ROTATION_BYTES = 512 << 20
+MAX_ROUNDS = 15
+# Between kernels, whose outputs are below 2; bfloat16 products of the native kernel round the weights as well.
+TOLERANCE = {"float16": 0.02, "bfloat16": 0.06}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the CPU attention kernels against each other and against streaming reads."""
+
+    quick: bool = False
+    """A few cases, about a minute."""
+    seconds: float | None = None
+    """Stop after the round that ends before this; at least one round. Default: 220, with --quick 50."""
+    threads: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, usable_cores()})))
+    """Team sizes."""
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    """Types of the KV cache."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to pacpu/<run>/ in this folder."""
+
+
+class Point:
+    """One case with its contenders ready to run, and what each round gave."""
+
+    def __init__(self, case: Case, memory: Memory, everyone: Sequence[Contender]) -> None:
+        self.case = case
+        rotation = max(MIN_ROTATION_BYTES, 8 * last_level_cache_bytes(), case.bytes_held)
+        self.num_layers = min(rotation, memory.num_bytes) // case.bytes_held
+        self.calls = -(-MIN_TURN_BYTES // case.num_bytes)
+        self.memory = memory
+        self.everyone = everyone
+        self.next_layer = self.next_read = 0
+        self.read_gbps: list[float] = []
+        self.gbps: dict[Contender, list[float]] = defaultdict(list)
+
+    def run_round(self) -> None:
+        # Built anew each time, since the tables and queries of all points together would be large.
+        attend = self._prepare()
+        if not self.read_gbps:
+            self._check(attend)
+        self.read_gbps.append(self._read())
+        for contender, function in attend.items():
+            with contender.selected():
+                self.gbps[contender].append(self._turn(function))
+
+    def _prepare(self) -> dict[Contender, Callable[[int], torch.Tensor]]:
+        ready = {}
+        for contender in self.everyone:
+            with contender.selected():
+                ready[contender] = contender.prepare(self.case, self.memory, self.num_layers)
+        return {contender: function for contender, function in ready.items() if function is not None}
+
+    def _check(self, attend: Mapping[Contender, Callable[[int], torch.Tensor]]) -> None:
+        """All kernels of pacpu say the same: a fast wrong answer is not to be measured."""
+        outputs = {}
+        for contender, function in attend.items():
+            with contender.selected():
+                if contender.kernel in pacpu.kernels():
+                    outputs[contender] = function(0).float()
+        (first, expected), *others = outputs.items()
+        for contender, output in others:
+            error = (output - expected).abs().max().item()
+            if not error < TOLERANCE[self.case.dtype]:
+                raise SystemExit(f"{contender.label} differs from {first.label} by {error} at {self.case}")
+
+    def _read(self) -> float:
+        size = min(max(MIN_TURN_BYTES, self.case.num_bytes), MAX_READ_BYTES, self.memory.num_bytes) // 2
+        if self.next_read + size > self.memory.bits.numel():
+            self.next_read = 0
+        part = self.memory.bits[self.next_read : self.next_read + size]
+        self.next_read += size
+        return pacpu.read_bandwidth(part, num_threads=self.case.threads) / 1e9
+
+    def _turn(self, attend: Callable[[int], torch.Tensor]) -> float:
+        start_s = time.perf_counter()
+        for _ in range(self.calls):
+            attend(self.next_layer)
+            self.next_layer = (self.next_layer + 1) % self.num_layers
+        return self.calls * self.case.num_bytes / (time.perf_counter() - start_s) / 1e9
+
+    def rows(self) -> list[FlatRecord]:
+        case, rows = self.case, []
+        num_heads, num_kv_heads = HEADS[case.heads]
+        by_name = {(contender.kernel, contender.isa): gbps for contender, gbps in self.gbps.items()}
+        for contender, gbps in self.gbps.items():
+            ispc = by_name.get(("ispc", "avx512" if contender.isa in BF16_ISAS else contender.isa))
+            rows.append(
+                {
+                    "kernel": contender.kernel,
+                    "isa": contender.isa,
+                    "dtype": case.dtype,
+                    "heads": num_heads,
+                    "kv_heads": num_kv_heads,
+                    "batch": case.shape.batch,
+                    "context": case.shape.context,
+                    "ragged": case.shape.ragged,
+                    "threads": case.threads,
+                    "gbps": statistics.median(gbps),
+                    "read_gbps": statistics.median(self.read_gbps),
+                    "fraction_of_read": median_ratio(gbps, self.read_gbps),
+                    "ratio_to_ispc": ispc and median_ratio(gbps, ispc),
+                    "rounds": len(gbps),
+                }
+            )
+        return rows
+
+
+def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
+    return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
+
+
+def fitting(cases: Sequence[Case]) -> tuple[list[Case], Memory]:
+    """The cases for which there is memory, and that memory: a quarter of what is free at most."""
+    room = available_host_bytes() // 4
+    kept = [case for case in cases if case.bytes_held <= room]
+    left_out = sorted({f"{case.heads} {case.shape}" for case in cases if case not in kept})
+    if left_out:
+        print(f"left out, being larger than a quarter of the free memory ({room >> 20} MiB): {', '.join(left_out)}")
+    rotation = max(MIN_ROTATION_BYTES, 8 * last_level_cache_bytes(), *(case.bytes_held for case in kept))
+    return kept, Memory(min(rotation, room))
+
+
+def measure(points: Sequence[Point], seconds: float) -> None:
+    """Rounds over all points until the next one would not end in time."""
+    start_s = time.perf_counter()
+    with Progress(len(points), start_s, seconds) as progress:
+        for number in range(1, MAX_ROUNDS + 1):
+            round_start_s = time.perf_counter()
+            for index, point in enumerate(points):
+                point.run_round()
+                progress.update(number, index + 1)
+            now_s = time.perf_counter()
+            if now_s + (now_s - round_start_s) > start_s + seconds:
+                return
+
+
+def main(options: Options) -> None:
+    found, absent = peers()
+    everyone = [*kernels(), *found]
+    cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
+    seconds = options.seconds or (50.0 if options.quick else 220.0)
+    configuration = {
+        "benchmark": "pacpu",
+        "cases": [str(case) for case in cases],
+        "contenders": [contender.label for contender in everyone],
+        "unavailable": pacpu.unavailable() | absent,
+        "seconds": seconds,
+        "date": time.ctime(),
+    }
+    folder = ResultFolder("pacpu", configuration, options.results_dir)
+    folder.note_invocation()
+    print(f"{len(cases)} cases, {', '.join(contender.label for contender in everyone)}")
+    for name, reason in (pacpu.unavailable() | absent).items():
+        print(f"without {name}: {reason}")
+    points = [Point(case, memory, everyone) for case in cases]
+    measure(points, seconds)
+    rows = [row for point in points for row in point.rows()]
+    folder.save_summary(rows, markdown(rows))
+    save(figure(rows), folder.path)
+    print_medians(rows)
+    for line in verdicts(rows):
+        print(line)
+    print(f"all rows, figure and provenance: {folder.path}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,183 @@
+"""What bench_pacpu.py measures: cases of decode attention, the memory they read, and who computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+import pacpu
+from pacpu import _pacpu
+from swiftllm.kv_pool import host_tensor
+
+HEAD_DIM = 128
+BLOCK_SIZE = 16
+HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
+ISAS = ("amx", "avx512bf16", "avx512", "avx2")
+BF16_ISAS = ISAS[:2]  # these differ from AVX-512 in the native kernel for bfloat16 only
+BF16_AND_FP16_BITS = 0x3800, 0x4000  # as float16 the numbers from 0.5 to 2, as bfloat16 those from 2^-15 to 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of contexts: all equal, or (`ragged`) of lengths between 1 and twice the mean `context`."""
+
+    batch: int
+    context: int
+    ragged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{'~' if self.ragged else ''}{self.context}"
+
+    def seq_lens(self) -> list[int]:
+        if not self.ragged:
+            return [self.context] * self.batch
+        step = (2 * self.context - 1) / max(1, self.batch - 1)
+        lengths = [1 + round(i * step) for i in range(self.batch)]
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
+        return [lengths[i] for i in order]
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: str  # a key of HEADS
+    dtype: str
+    shape: Shape
+    threads: int
+
+    @property
+    def num_bytes(self) -> int:
+        """K and V that one call reads: 16-bit elements of all cached tokens, once per KV head."""
+        return sum(self.shape.seq_lens()) * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        return HEADS[self.heads][1] * 2 * HEAD_DIM * 2
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of the whole blocks that hold one layer of the case."""
+        return sum(-(-n // BLOCK_SIZE) for n in self.shape.seq_lens()) * BLOCK_SIZE * self.bytes_per_token
+
+
+class Memory:
+    """One stretch of host memory in which every case finds the caches of as many layers as fit."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bits = host_tensor((num_bytes // 2,), torch.int16)
+        # Random bits that are harmless numbers in both 16-bit types; a prime period keeps blocks different.
+        pattern = torch.randint(*BF16_AND_FP16_BITS, (999_983,), dtype=torch.int16)
+        pattern[torch.rand(pattern.shape) < 0.5] |= -0x8000
+        for at in range(0, self.bits.numel(), pattern.numel()):
+            part = self.bits[at : at + pattern.numel()]
+            part.copy_(pattern[: part.numel()])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.numel() * 2
+
+    def elements(self, dtype: str) -> torch.Tensor:
+        return self.bits.view(getattr(torch, dtype))
+
+    def paged(self, case: Case, num_layers: int, block_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]` and each layer's block table.
+
+        The blocks lie scattered over the memory, as they do in a cache that has been in use.
+        """
+        num_kv_heads = HEADS[case.heads][1]
+        block_elements = num_kv_heads * 2 * block_size * HEAD_DIM
+        num_blocks = self.bits.numel() // block_elements
+        cache = self.elements(case.dtype)[: num_blocks * block_elements]
+        counts = -(-torch.tensor(case.shape.seq_lens()) // block_size)
+        num_layers = min(num_layers, num_blocks // int(counts.sum()))
+        ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))[: num_layers * int(counts.sum())]
+        tables = torch.zeros(num_layers, case.shape.batch, int(counts.max()), dtype=torch.int32)
+        tables[:, torch.arange(tables.shape[2]) < counts[:, None]] = ids.int().view(num_layers, -1)
+        return cache.view(num_blocks, num_kv_heads, 2, block_size, HEAD_DIM), list(tables)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who computes: a kernel of pacpu under an instruction set, or a peer from elsewhere.
+
+    `prepare(case, memory, num_layers)` gives a function that attends over the layer of that number, or None where the
+    contender does not compute the case.
+    """
+
+    kernel: str
+    isa: str
+    prepare: Callable[[Case, Memory, int], Callable[[int], torch.Tensor] | None]
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel} {self.isa}"
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """Puts pacpu to the contender's instruction set for a while."""
+        before = pacpu.isa()
+        if self.isa in ISAS:
+            _pacpu.select_isa(self.isa)
+        try:
+            yield
+        finally:
+            _pacpu.select_isa(before)
+
+
+def usable_isas() -> list[str]:
+    """Instruction sets with kernels of their own that this CPU has, best first."""
+    before, usable = pacpu.isa(), []
+    for isa in ISAS:
+        try:
+            _pacpu.select_isa(isa)
+        except ValueError:
+            continue
+        usable.append(isa)
+    _pacpu.select_isa(before)
+    return usable
+
+
+def kernels() -> list[Contender]:
+    """Every kernel of pacpu under every instruction set of this CPU."""
+    found = []
+    for isa in usable_isas():
+        with Contender("", isa, lambda *_: None).selected():
+            names = ["native"] if isa in BF16_ISAS else pacpu.kernels()
+        found += [Contender(kernel, isa, partial(prepare_pacpu, kernel, isa)) for kernel in names]
+    return found
+
+
+def prepare_pacpu(
+    kernel: str, isa: str, case: Case, memory: Memory, num_layers: int
+) -> Callable[[int], torch.Tensor] | None:
+    if kernel not in pacpu.kernels(case.dtype) or (isa in BF16_ISAS and case.dtype != "bfloat16"):
+        return None
+    num_heads, num_kv_heads = HEADS[case.heads]
+    dtype = getattr(torch, case.dtype)
+    seq_lens = torch.tensor(case.shape.seq_lens(), dtype=torch.int32)
+    cache, layers = memory.paged(case, num_layers, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    # Below 2, since the new tokens stay in the memory and later cases read their bits as the other type.
+    q, k, v = (
+        torch.randn(case.shape.batch, heads, HEAD_DIM, generator=generator).clamp(-1.9, 1.9).to(dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    out = torch.empty_like(q)
+    scale = HEAD_DIM**-0.5
+
+    def attend(layer: int) -> torch.Tensor:
+        pacpu.paged_attention(
+            q, k, v, cache, layers[layer], seq_lens, out, scale, num_threads=case.threads, kernel=kernel
+        )
+        return out
+
+    return attend
+
+
+def make_cases(shapes: Sequence[Shape], threads: Sequence[int], dtypes: Sequence[str]) -> list[Case]:
+    return [
+        Case(heads, dtype, shape, count) for heads in HEADS for dtype in dtypes for count in threads for shape in shapes
+    ]

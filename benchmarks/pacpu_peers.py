@@ -1,0 +1,106 @@
+"""Other people's decode attention on the CPU, as contenders of bench_pacpu.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.pacpu_cases import HEAD_DIM, HEADS, Case, Contender, Memory
+
+MAX_SDPA_BYTES = 160 << 20  # without AMX it takes a second for more, and a round shall end soon
+VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
+
+
+def peers() -> tuple[list[Contender], dict[str, str]]:
+    """Those that are here, and why the others are not."""
+    found, absent = [Contender("torch SDPA", "contiguous", prepare_sdpa)], {}
+    try:
+        load_vllm()
+    except (ImportError, OSError, AttributeError) as error:
+        absent["vLLM"] = str(error)
+    else:
+        found += [
+            Contender("vLLM", isa, partial(prepare_vllm, isa)) for isa in ("amx", "vec") if isa != "amx" or has_amx()
+        ]
+    return found, absent
+
+
+def prepare_sdpa(case: Case, memory: Memory, num_layers: int) -> Callable[[int], torch.Tensor] | None:
+    """K and V of each head contiguous: no block table to follow, and no ragged batches.
+
+    The query heads of a group stand as rows of one matrix, which is several times faster than `enable_gqa`.
+    """
+    if case.shape.ragged or case.num_bytes > MAX_SDPA_BYTES:
+        return None
+    num_heads, num_kv_heads = HEADS[case.heads]
+    batch, context = case.shape.batch, case.shape.context
+    size = 2 * batch * num_kv_heads * context * HEAD_DIM
+    elements = memory.elements(case.dtype)[: num_layers * size]
+    layers = list(elements.view(num_layers, 2, batch, num_kv_heads, context, HEAD_DIM))
+    q = torch.randn(batch, num_kv_heads, num_heads // num_kv_heads, HEAD_DIM).to(elements.dtype)
+
+    def attend(layer: int) -> torch.Tensor:
+        torch.set_num_threads(case.threads)
+        k, v = layers[layer]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return attend
+
+
+def has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
+def load_vllm() -> None:
+    """Load vLLM's CPU operations, and nothing else of it, as its own platform code chooses them.
+
+    Raises:
+        ImportError: vLLM is not installed, or not as a build for CPUs.
+        OSError, AttributeError: it was built for another torch.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("not installed")
+    if not torch.cpu._is_avx512_supported():
+        name = "_C_AVX2"
+    elif not torch.cpu._is_avx512_bf16_supported():
+        name = "_C_AVX512"
+    else:
+        name = "_C"
+    library = Path(package.submodule_search_locations[0], f"{name}.abi3.so")
+    if not library.is_file():
+        raise ImportError(f"installed without {library.name}: no build for CPUs")
+    torch.ops.load_library(str(library))
+    _ = torch.ops._C.cpu_attention_with_kv_cache, torch.ops._C.get_scheduler_metadata
+
+
+def prepare_vllm(isa: str, case: Case, memory: Memory, num_layers: int) -> Callable[[int], torch.Tensor] | None:
+    """Decode as vLLM 0.32 does it: metadata once for all layers, then an operation per layer."""
+    if isa == "amx" and case.dtype != "bfloat16":
+        return None
+    num_heads, num_kv_heads = HEADS[case.heads]
+    dtype = getattr(torch, case.dtype)
+    cache, tables = memory.paged(case, num_layers, VLLM_BLOCK_SIZE)
+    keys, values = cache.unbind(2)
+    seq_lens = torch.tensor(case.shape.seq_lens(), dtype=torch.int32)
+    starts = torch.arange(case.shape.batch + 1, dtype=torch.int32)
+    q = torch.randn(case.shape.batch, num_heads, HEAD_DIM).to(dtype)
+    out = torch.empty_like(q)
+    torch.set_num_threads(case.threads)
+    metadata = torch.ops._C.get_scheduler_metadata(
+        case.shape.batch, num_heads, num_kv_heads, HEAD_DIM, seq_lens, dtype, starts, True, -1, isa, True, None, "auto"
+    )
+
+    def attend(layer: int) -> torch.Tensor:
+        torch.set_num_threads(case.threads)
+        torch.ops._C.cpu_attention_with_kv_cache(
+            q, keys, values, out, starts, seq_lens, HEAD_DIM**-0.5, True, None, -1, tables[layer % len(tables)], 0.0,
+            metadata, None, None, 1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+    return attend

@@ -1,0 +1,19 @@
+"""Figures, readable without the paper they reproduce, drawn from summary records alone."""
+
+from evaluation.figures.bars import Group, Half, throughput_figure
+from evaluation.figures.lines import Level, LinePanel, Series, line_figure
+from evaluation.figures.style import COLOURS, FigureText, colour, save
+
+__all__ = [
+    "COLOURS",
+    "FigureText",
+    "Group",
+    "Half",
+    "Level",
+    "LinePanel",
+    "Series",
+    "colour",
+    "line_figure",
+    "save",
+    "throughput_figure",
+]

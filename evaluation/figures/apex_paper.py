@@ -1,0 +1,239 @@
+"""The APEX paper's figures 5, 6 and 7, and how they move with an assumption: from summary records to a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from evaluation.claims import Claim, place_of
+from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
+from evaluation.figures.lines import Level, LinePanel, Series, line_figure
+from evaluation.figures.style import INK, FigureText, colour
+from evaluation.results import FlatRecord
+
+Records = Sequence[FlatRecord]
+
+
+def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
+    """Throughput as bars; simulated and measured halves beside each other where there are both."""
+    halves = []
+    for half in halves_of(records):
+        simulated = is_simulated(half)
+        panels = []
+        for panel in dict.fromkeys(record["panel"] for record in half):
+            here = [record for record in half if record["panel"] == panel]
+            titles = " and ".join(unique(here, "workload_title")) if panel == "a" else "other workloads"
+            where = f"{here[0]['setting_title']}, " if simulated else ""
+            title = f"({panel}) {where}{titles}" + (", varied output length" if panel == "a" else "")
+            x_label = "average output tokens per request" if panel == "a" else "workload, average input / output tokens"
+            panels.append(BarPanel(title, x_label, tuple(groups(here))))
+        how = "predicted output tokens/s (SIMULATED)" if simulated else "measured output tokens/s"
+        baseline = half[0]["baseline"]
+        what = f"Output throughput, all requests at once; bars are marked with their ratio to {baseline}"
+        text = words(what, half, machine, in_title=False)
+        halves.append(Half(tuple(panels), unique(half, "system"), baseline, how, text))
+    return throughput_figure(halves)
+
+
+def draw_fig6(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
+    """Mean per-token latency over the request rate, one panel per setting."""
+    metric = "per_token_latency_s_mean"
+    panels = []
+    for half in halves_of(records):
+        for letter in dict.fromkeys(record["panel"] for record in half):
+            here = [record for record in half if record["panel"] == letter]
+            y_label = "mean per-token latency (s)" + (", SIMULATED" if is_simulated(half) else ", measured")
+            lines = tuple(system_lines(here, "request_rate", metric))
+            title = panel_name(letter, here)
+            panels.append(LinePanel(title, "request rate (requests/s, Poisson arrivals)", y_label, lines, log_y=True))
+    text = words("Mean per-token latency under load", records, machine)
+    return line_figure(panels, text)
+
+
+def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
+    """Throughput relative to the baseline over the average output length."""
+    panels = []
+    for half in halves_of(records):
+        baseline = half[0]["baseline"]
+        kind = "SIMULATED" if is_simulated(half) else "measured"
+        y_label = f"throughput relative to {baseline}, {kind}"
+        for letter in dict.fromkeys(record["panel"] for record in half):
+            here = [record for record in half if record["panel"] == letter]
+            lines = tuple(system_lines(here, "output_len", "output_tokens_per_s", baseline))
+            title = panel_name(letter, here)
+            panels.append(LinePanel(title, "average output tokens per request", y_label, lines))
+    text = words("Throughput over the output length", records, machine)
+    return line_figure(panels, text)
+
+
+def draw_sensitivity(
+    records: Records, claims: Sequence[Claim], metric: str, what: str, machine: Mapping[str, Any]
+) -> plt.Figure:
+    """Ratios in ``metric`` over CPU bandwidth, one panel per point of the figure, with the papers' claims as lines."""
+    baseline = records[0]["baseline"]
+    panels = []
+    for place in dict.fromkeys(place_of(record) for record in records):
+        here = [record for record in records if place_of(record) == place]
+        reference = next((r[metric] for r in here if r["system"] == baseline), None)
+        by_system = {
+            system: {r["cpu_bandwidth_gb_s"]: r[metric] for r in here if r["system"] == system and r[metric]}
+            for system in unique((r for r in here if r["cpu_bandwidth_gb_s"] is not None), "system")
+        }
+        lines = [
+            Series(system, colour(system), tuple((x, y / reference) for x, y in values.items()))
+            for system, values in by_system.items()
+            if reference
+        ]
+        apex, neo = by_system.get("apex", {}), by_system.get("neo", {})
+        over = tuple((x, apex[x] / neo[x]) for x in apex if x in neo)
+        lines.append(Series("apex / neo", INK, over, dashed=True))
+        levels = tuple(claim_levels(claims, metric, here[0]))
+        first = here[0]
+        swept = f", {first['output_len']:.0f} out" if first["request_rate"] is None else (
+            f", {first['request_rate']:g} requests/s"
+        )  # fmt: skip
+        title = f"{first['setting_title']}, {first['workload_title']}{swept}"
+        y_label = f"{what} relative to {baseline}, SIMULATED"
+        x_label = "CPU attention bandwidth (GB/s, assumed)"
+        panels.append(LinePanel(title, x_label, y_label, tuple(lines), levels, log_x=True))
+    text = words(f"{what.capitalize()} against the speed of CPU attention", records, machine)
+    return line_figure(panels, text)
+
+
+def claim_levels(claims: Sequence[Claim], metric: str, record: FlatRecord) -> Iterable[Level]:
+    """The claims about a point as horizontal lines; those about any workload only where there is no other."""
+    about = [claim for claim in claims if claim.ratio and claim.metric == metric and claim.covers(record)]
+    for claim in [claim for claim in about if claim.workload is not None] or about:
+        at_best = "up to " if claim.up_to else ""
+        ink = INK if claim.systems[1] == "neo" else colour(claim.systems[0])
+        yield Level(claim.ratio, f"claimed: {'/'.join(claim.systems)} {at_best}{claim.ratio:g}", ink)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def is_simulated(records: Records) -> bool:
+    return records[0]["backend"] == "simulated"
+
+
+def halves_of(records: Records) -> list[list[FlatRecord]]:
+    """Simulated records, then measured ones, where there are any."""
+    parts = [[r for r in records if (r["backend"] == "simulated") is simulated] for simulated in (True, False)]
+    return [part for part in parts if part]
+
+
+def unique(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(record[field] for record in records))
+
+
+def groups(records: Records) -> list[Group]:
+    """The bars of one panel, in the order of the records."""
+    by_place: dict[tuple[Any, ...], list[FlatRecord]] = {}
+    for record in records:
+        by_place.setdefault(place_of(record), []).append(record)
+    return [Group(group_label(here[0]), tuple(here)) for here in by_place.values()]
+
+
+def group_label(record: FlatRecord) -> str:
+    if record["panel"] == "a":
+        return f"{record['output_len']:.0f}"
+    return f"{record['workload_title']}\n{record['input_len']:.0f} / {record['output_len_mean']:.0f}"
+
+
+def system_lines(records: Records, x: str, metric: str, baseline: str | None = None) -> list[Series]:
+    """A line per system in ``metric``, or in its ratio to the baseline's."""
+    base = {r[x]: r[metric] for r in records if r["system"] == baseline}
+    lines = []
+    for system in unique(records, "system"):
+        here = [r for r in records if r["system"] == system and r[metric]]
+        points = [(r[x], r[metric]) for r in here]
+        if baseline is not None:
+            points = [(at, value / base[at]) for at, value in points if base.get(at)]
+        lines.append(Series(system, colour(system), tuple(points)))
+    return lines
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def panel_name(letter: str, records: Records) -> str:
+    first = records[0]
+    where = first["setting_title"] if is_simulated(records) else f"{first['model']} {measured_where(records)}"
+    return f"({letter}) {where}, {first['workload_title']}"
+
+
+def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
+    """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
+
+    ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
+    """
+    halves = halves_of(records)
+    subtitles, notes = [] if in_title else [what], []
+    for half in halves:
+        subtitles.append(simulated_subtitle(half) if is_simulated(half) else measured_subtitle(half, machine))
+        notes += notes_of(half)
+    if len(halves) == 2:
+        kind = "SIMULATED and MEASURED"
+    elif is_simulated(records):
+        kind = f"SIMULATED: predicted times for {' and '.join(unique(records, 'gpu'))}"
+    else:
+        kind = f"MEASURED {measured_where(records)}: {records[0]['model']}"
+    title = f"{what} \u2014 {kind}" if in_title else kind
+    return FigureText(title, "\n".join(subtitles), "\n".join(dict.fromkeys(notes)))
+
+
+def simulated_subtitle(records: Records) -> str:
+    parts = []
+    for name in unique(records, "setting"):
+        first = next(record for record in records if record["setting"] == name)
+        parts.append(
+            f"{first['setting_title']} ({first['dtype']}) in {first['host']}: {first['num_gpu_blocks']} GPU blocks "
+            f"of 16 tokens, {first['cpu_kv_gb']:g} GB of host memory for KV cache"
+        )
+    return "\n".join(parts)
+
+
+def measured_where(records: Records) -> str:
+    return "over HTTP" if records[0]["backend"] == "http" else "on this machine"
+
+
+def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
+    first = records[0]
+    if first["backend"] == "http":
+        servers = dict.fromkeys(f"{record['system']}: {record['server']}" for record in records)
+        return f"{first['model']}, timed at the client; {'; '.join(servers)}"
+    device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
+    blocks = sorted({record["num_gpu_blocks"] for record in records if record["num_gpu_blocks"] is not None})
+    pool = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else str(blocks[0] if blocks else "-")
+    return f"{first['model']} ({first['dtype']}), measured on {device}; GPU tier capped at {pool} KV blocks"
+
+
+def notes_of(records: Records) -> list[str]:
+    """Where the request lengths come from, and what was cut; CPU attention rates of simulated systems."""
+    lines = []
+    for record in records:
+        scaled = "" if record["scale"] == 1 else f", lengths \u00d7 {record['scale']:g}"
+        lines.append(
+            f"{record['workload_title']}: {record['num_requests']} requests{scaled}, {record['trace_origin']} trace"
+        )
+    notes = ["; ".join(dict.fromkeys(lines)) + "."]
+    cut = [record for record in records if record.get("num_clipped")]
+    for place in dict.fromkeys(place_of(record) for record in cut):
+        first = next(record for record in cut if place_of(record) == place)
+        notes.append(
+            f"{first['workload_title']}, {first['output_len']:.0f} output tokens: {first['num_clipped']} of "
+            f"{first['num_requests']} requests clipped to {first['max_model_len']} tokens "
+            f"(mean output {first['output_len_mean']:.0f})."
+        )
+    for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
+        rates: dict[str, set[float]] = {}
+        for record in records:
+            if record.get("setting_title") == title and record["cpu_bandwidth_gb_s"] is not None:
+                rates.setdefault(record["system"], set()).add(record["cpu_bandwidth_gb_s"])
+        if rates and all(len(values) == 1 for values in rates.values()):
+            told = ", ".join(f"{system} {min(values):.0f}" for system, values in rates.items())
+            gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
+            notes.append(f"{title}: CPU attention assumed at {told} GB/s, the GPU's at {gpu_rate:.0f} GB/s.")
+    return notes

@@ -1,0 +1,125 @@
+"""Throughput as bars: systems side by side, measured and simulated in halves of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import FigureBase
+
+from evaluation.figures.style import FAINT, INK, FigureText, colour, panel_legend, panel_title, set_words, style, tidy
+from evaluation.results import FlatRecord
+
+WIDTH_ALONE, WIDTH_OF_HALF, HEIGHT_ALONE, HEIGHT_OF_HALVES = 11.5, 8.2, 5.2, 8.6
+AXIS_SPACE = 0.62
+"""Inches below the axes for ticks of two lines and the axis' name."""
+TITLE_SPACE = 0.42
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bars side by side: one per system at one point. ``label`` stands under them."""
+
+    label: str
+    records: tuple[FlatRecord, ...]
+
+
+@dataclass(frozen=True)
+class BarPanel:
+    title: str
+    x_label: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Half:
+    """Bars that were made the same way: all measured or all simulated. ``y_label`` says which."""
+
+    panels: tuple[BarPanel, ...]
+    systems: tuple[str, ...]
+    baseline: str
+    y_label: str
+    text: FigureText
+
+
+def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
+    """One half with its panels beside each other, or two halves beside each other with their panels in a column.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    halves = [half for half in halves if any(panel.groups for panel in half.panels)]
+    if not halves:
+        raise ValueError("nothing to draw: no point is finished")
+    with style():
+        if len(halves) == 1:
+            figure = plt.figure(figsize=(WIDTH_ALONE, HEIGHT_ALONE))
+            draw_half(figure, halves[0], WIDTH_ALONE, HEIGHT_ALONE, in_column=False)
+            return figure
+        figure = plt.figure(figsize=(WIDTH_OF_HALF * len(halves), HEIGHT_OF_HALVES))
+        backgrounds = ("#F4F7FA", "#FFFFFF")
+        for index, (part, half) in enumerate(zip(figure.subfigures(1, len(halves)), halves, strict=True)):
+            part.set_facecolor(backgrounds[index % 2])
+            draw_half(part, half, WIDTH_OF_HALF, HEIGHT_OF_HALVES, in_column=True)
+    return figure
+
+
+def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in_column: bool) -> None:
+    panels = [panel for panel in half.panels if panel.groups]
+    bottom, top = set_words(figure, half.text, width, height)
+    shape = (len(panels), 1) if in_column else (1, len(panels))
+    widths = None if in_column else [max(len(panel.groups), 2) for panel in panels]
+    axes = figure.subplots(*shape, squeeze=False, width_ratios=widths)
+    panel_legend(axes.flat[0] if in_column else axes.flat[-1], half.systems)
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        grouped_bars(ax, panel.groups, half.systems, half.baseline)
+        panel_title(ax, panel.title)
+        ax.set_xlabel(panel.x_label, color=FAINT, labelpad=6)
+        if in_column or ax is axes.flat[0]:
+            ax.set_ylabel(half.y_label)
+    figure.subplots_adjust(
+        left=0.72 / width,
+        right=1 - 0.15 / width,
+        bottom=bottom + AXIS_SPACE / height,
+        top=top - TITLE_SPACE / height,
+        hspace=0.42,
+        wspace=0.16,
+    )
+
+
+def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
+    """One bar per system in each group; above it its ratio to the baseline (above the baseline its value)."""
+    bar_width = 0.84 / len(systems)
+    highest = max((r["output_tokens_per_s"] or 0.0 for group in groups for r in group.records), default=0.0)
+    for index, group in enumerate(groups):
+        by_system = {record["system"]: record["output_tokens_per_s"] for record in group.records}
+        reference = by_system.get(baseline)
+        for place, system in enumerate(systems):
+            value = by_system.get(system)
+            if not value:
+                continue
+            x = index + (place - (len(systems) - 1) / 2) * bar_width
+            ax.bar(x, value, bar_width * 0.92, color=colour(system))
+            is_ratio = system != baseline and reference
+            ax.annotate(
+                times(value / reference) if is_ratio else f"{value:.0f}",
+                (x, value),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7.5,
+                color=INK if is_ratio else FAINT,
+                fontweight="bold" if is_ratio else "normal",
+            )
+    ax.set_xticks(range(len(groups)), [group.label for group in groups], linespacing=1.4)
+    ax.set_xlim(-0.6, len(groups) - 0.4)
+    ax.set_ylim(0, highest * 1.13 or 1.0)
+    ax.tick_params(axis="x", length=0)
+    tidy(ax)
+
+
+def times(ratio: float) -> str:
+    """A ratio in three figures or four."""
+    return f"{ratio:.2f}\u00d7" if ratio < 10 else f"{ratio:.1f}\u00d7"

@@ -1,0 +1,151 @@
+"""A value over a swept variable: one line per system, its name at the line's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from evaluation.figures.style import FAINT, FigureText, panel_title, set_words, style, tidy
+
+PANEL_WIDTH, HEIGHT = 5.6, 5.2
+AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.75
+LABEL_SPACE = 0.95
+"""Inches to the right of a panel for the lines' names."""
+MIN_LABEL_GAP = 0.045
+"""Of the axes' height: names of lines that end close together are moved apart."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line; ``dashed`` for what is derived from other lines."""
+
+    label: str
+    colour: str
+    points: tuple[tuple[float, float], ...]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line, such as a paper's claim; ``label`` stands on it."""
+
+    value: float
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    levels: tuple[Level, ...] = ()
+    log_x: bool = False
+    log_y: bool = False
+    y_from: float = 0.0
+    """Where a linear y axis begins."""
+
+
+def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
+    """Panels beside each other, up to three in a row.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    panels = [panel for panel in panels if any(series.points for series in panel.series)]
+    if not panels:
+        raise ValueError("nothing to draw: no point is finished")
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
+    width, height = columns * panel_width, 1.2 + (HEIGHT - 1.2) * rows
+    with style():
+        figure = plt.figure(figsize=(width, height))
+        bottom, top = set_words(figure, text, width, height)
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        inner = panel_width - LEFT_SPACE - LABEL_SPACE
+        inner_height = ((top - bottom) * height / rows) - AXIS_SPACE - TITLE_SPACE
+        figure.subplots_adjust(
+            left=LEFT_SPACE / width,
+            right=1 - LABEL_SPACE / width,
+            bottom=bottom + AXIS_SPACE / height,
+            top=top - TITLE_SPACE / height,
+            wspace=(LEFT_SPACE + LABEL_SPACE) / inner,
+            hspace=(AXIS_SPACE + TITLE_SPACE) / inner_height,
+        )
+        for ax, panel in zip(axes.flat, panels, strict=False):
+            draw_panel(ax, panel)
+    return figure
+
+
+def draw_panel(ax: Axes, panel: LinePanel) -> None:
+    drawn = [series for series in panel.series if series.points]
+    for series in drawn:
+        xs, ys = zip(*sorted(series.points), strict=True)
+        dash = (0, (4, 2)) if series.dashed else "solid"
+        ax.plot(xs, ys, color=series.colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.8)
+    if panel.log_x:
+        ax.set_xscale("log")
+        ax.set_xticks(sorted({x for series in drawn for x, _ in series.points}))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        ax.set_xlim(left=0)
+    if panel.log_y:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    else:
+        highest = max([y for series in drawn for _, y in series.points] + [level.value for level in panel.levels])
+        ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
+    for level in panel.levels:
+        ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)))
+        ax.annotate(
+            level.label,
+            (0.01, level.value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=level.colour,
+        )
+    panel_title(ax, panel.title)
+    ax.set_xlabel(panel.x_label, color=FAINT, labelpad=5)
+    ax.set_ylabel(panel.y_label)
+    tidy(ax)
+    name_lines(ax, drawn)
+
+
+def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
+    """Each line's name beside its end, moved apart where ends are close."""
+    to_axes = ax.transData + ax.transAxes.inverted()
+    ends = []
+    for series in drawn:
+        x, y = max(series.points)
+        ends.append((to_axes.transform((x, y)), series))
+    ends.sort(key=lambda end: end[0][1])
+    places, lowest = [], -1.0
+    for (x, y), _ in ends:
+        lowest = max(y, lowest + MIN_LABEL_GAP)
+        places.append((x, lowest))
+    overflow = max(0.0, places[-1][1] - 1.0) if places else 0.0
+    for (x, y), (_, series) in zip(places, ends, strict=True):
+        ax.annotate(
+            series.label,
+            (x, y - overflow),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            color=series.colour,
+        )

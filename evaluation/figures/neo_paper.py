@@ -1,0 +1,136 @@
+"""NEO's figures 6 to 10a, from summary records to a drawing; the distribution of latencies needs their folder, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib import pyplot as plt
+
+from evaluation.figures.apex_paper import panel_name, system_lines, unique, words
+from evaluation.figures.lines import Level, LinePanel, Series, line_figure
+from evaluation.figures.style import FAINT, FigureText, colour
+from evaluation.results import FlatRecord, read_records, records_file
+
+Records = Sequence[FlatRecord]
+
+PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97)
+# One hue from light to dark, in the order of the hosts: a bigger host is more of the same.
+HOST_COLOURS = ("#F2B950", "#E08A1E", "#B85C0A", "#6E3305")
+
+
+def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
+    """All panels of a figure; ``what`` it shows, in words."""
+    letters = unique(records, "panel")
+    panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
+    by_host = len(unique(records, "setting")) > len(letters)
+    text = host_words(records) if by_host else words(what, records, {})
+    patience = unique(records, "max_wait_iterations")[0]
+    notes = (
+        text.notes,
+        f"Predicted as: {', '.join(unique(records, 'gpu'))}. CPU requests may be left out for {patience:,} iterations. "
+        "Throughput is that of the whole run.",
+    )
+    return line_figure(panels, FigureText(f"{what} \u2014 SIMULATED", text.subtitle, "\n".join(notes)))
+
+
+def host_words(records: Records) -> FigureText:
+    """Subtitle and notes of a figure that differs in nothing but the host."""
+    first = records[0]
+    hosts = {}
+    for record in records:
+        if record["cpu_bandwidth_gb_s"] is not None:
+            rate, pool = record["cpu_bandwidth_gb_s"], record["cpu_kv_gb"]
+            hosts[record["host"]] = f"{record['host'].split(' (')[0]} {rate:.0f} GB/s, {pool:g} GB"
+    machine = first["setting_title"].split(" (")[0]
+    return FigureText(
+        "",
+        f"{machine} ({first['dtype']}): {first['num_gpu_blocks']} GPU blocks of 16 tokens",
+        f"CPU attention (assumed) and KV cache by host: {'; '.join(hosts.values())}.\n"
+        f"GPU attention {first['gpu_attention_gb_s']:.0f} GB/s. {first['workload_title']}: {first['num_requests']} "
+        f"requests, {first['trace_origin']} trace.",
+    )
+
+
+def draw_panel(records: Records, folder: Path) -> LinePanel:
+    """What the panel's rows sweep says what it shows."""
+    rates = unique(records, "request_rate")
+    if rates == (None,):
+        return by_host_panel(records) if len(unique(records, "setting")) > 1 else throughput_panel(records)
+    return latency_panel(records) if len(rates) > 1 else distribution_panel(records, folder)
+
+
+def latency_panel(records: Records) -> LinePanel:
+    level = records[0]["at_latency_s"]
+    return LinePanel(
+        panel_name(records[0]["panel"], records),
+        "request rate (requests/s, Poisson arrivals)",
+        "mean per-token latency (s), SIMULATED",
+        tuple(system_lines(records, "request_rate", "per_token_latency_s_mean")),
+        () if level is None else (Level(level, f"where the paper compares: {level:g} s", FAINT),),
+        log_y=True,
+    )
+
+
+def throughput_panel(records: Records) -> LinePanel:
+    baseline = records[0]["baseline"]
+    lines = system_lines(records, "output_len", "output_tokens_per_s", baseline)
+    return LinePanel(
+        panel_name(records[0]["panel"], records),
+        "average output tokens per request",
+        f"throughput relative to {baseline}, SIMULATED",
+        tuple(lines),
+        y_from=axis_start(lines),
+    )
+
+
+def by_host_panel(records: Records) -> LinePanel:
+    """A line per host for the one system that is not the baseline; ratios are to the baseline on the same host."""
+    baseline = records[0]["baseline"]
+    systems = [system for system in unique(records, "system") if system != baseline]
+    lines = [Series(baseline, colour(baseline), tuple((length, 1.0) for length in unique(records, "output_len")))]
+    for place, setting in enumerate(unique(records, "setting")):
+        here = [record for record in records if record["setting"] == setting]
+        host = here[0]["host"].split(" (")[0]
+        shade = HOST_COLOURS[place % len(HOST_COLOURS)]
+        for line in system_lines(here, "output_len", "output_tokens_per_s", baseline):
+            if line.label != baseline:
+                label = host if len(systems) == 1 else f"{line.label}, {host}"
+                lines.append(replace(line, label=label, colour=shade, dashed=line.label != systems[-1]))
+    machine = records[0]["setting_title"].split(" (")[0]
+    return LinePanel(
+        f"({records[0]['panel']}) {machine}, {records[0]['workload_title']}, {' and '.join(systems)} by host",
+        "average output tokens per request",
+        f"throughput relative to {baseline}, SIMULATED",
+        tuple(lines),
+        y_from=axis_start(lines),
+    )
+
+
+def axis_start(lines: Sequence[Series]) -> float:
+    """Where the axis of ratios begins: close below them where all are about 1, else at 0."""
+    ratios = [ratio for line in lines for _, ratio in line.points]
+    return 0.9 if min(ratios) > 0.92 and max(ratios) < 2 else 0.0
+
+
+def distribution_panel(records: Records, folder: Path) -> LinePanel:
+    """The share of requests with at most a latency: a system's line goes up to its 97th percentile."""
+    lines = []
+    for record in records:
+        latencies = per_token_latencies_s(records_file(folder, record["point"]))
+        points = zip(np.percentile(latencies, PERCENTS).tolist(), PERCENTS, strict=True)
+        lines.append(Series(record["system"], colour(record["system"]), tuple(points)))
+    return LinePanel(
+        f"{panel_name(records[0]['panel'], records)}, {records[0]['request_rate']:g} requests/s",
+        "per-token latency (s), SIMULATED",
+        "percent of requests",
+        tuple(lines),
+    )
+
+
+def per_token_latencies_s(path: Path) -> list[float]:
+    """Latency over output tokens of every completed request of a point, from its records."""
+    requests = read_records(path)
+    return [(r["last_token_s"] - r["arrival_s"]) / r["output_len"] for r in requests if r["failure"] is None]

@@ -1,0 +1,123 @@
+"""What all figures look like: colours, the words around the axes, files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import FigureBase
+
+# Okabe and Ito's colours: distinct for every common kind of colour vision, and in grey by their lightness.
+COLOURS = {
+    "vllm": "#CC79A7",
+    "swiftllm": "#8C8C8C",
+    "fastdecode": "#009E73",
+    "neo": "#E69F00",
+    "apex": "#0072B2",
+    "apex-adaptive": "#D55E00",
+}
+FALLBACK_COLOUR = "#56B4E9"
+INK = "#222222"
+FAINT = "#666666"
+
+TITLE_SIZE, SUBTITLE_SIZE, NOTE_SIZE = 12.5, 9.0, 7.5
+LINE_FACTOR = 1.4
+POINTS_PER_INCH = 72
+
+
+@dataclass(frozen=True)
+class FigureText:
+    """Words of a figure or a half of it: what it shows, what it was made with, and the small print."""
+
+    title: str
+    subtitle: str
+    notes: str
+
+
+def colour(system: str) -> str:
+    return COLOURS.get(system, FALLBACK_COLOUR)
+
+
+def style() -> AbstractContextManager[None]:
+    """Fonts and inks while a figure is drawn."""
+    return plt.rc_context(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 9,
+            "axes.edgecolor": FAINT,
+            "text.color": INK,
+            "pdf.fonttype": 42,
+        }
+    )
+
+
+def set_words(figure: FigureBase, text: FigureText, width: float, height: float) -> tuple[float, float]:
+    """Write title and subtitle above and the notes below a figure of that size in inches.
+
+    Long lines are wrapped to the width. Returns (bottom, top): the part of the height that is left for axes and their
+    own titles.
+    """
+    margin = 0.13 / height
+    title_height = TITLE_SIZE * LINE_FACTOR / POINTS_PER_INCH / height
+    left = 0.15 / width
+    subtitle, notes = (wrapped(part, size, width) for part, size in ((text.subtitle, 9.0), (text.notes, NOTE_SIZE)))
+    below_title = 1 - margin - title_height
+    small = {"color": FAINT, "linespacing": LINE_FACTOR}
+    figure.text(left, 1 - margin, text.title, fontsize=TITLE_SIZE, fontweight="bold", va="top")
+    figure.text(left, below_title, subtitle, fontsize=SUBTITLE_SIZE, va="top", **small)
+    figure.text(left, margin, notes, fontsize=NOTE_SIZE, va="bottom", **small)
+    top = below_title - lines_height(subtitle, SUBTITLE_SIZE, height)
+    return margin + lines_height(notes, NOTE_SIZE, height), top
+
+
+def wrapped(text: str, size: float, width: float) -> str:
+    """``text`` with lines that fit into so many inches at a font size in points."""
+    characters = int((width - 0.3) * POINTS_PER_INCH / (0.53 * size))
+    return "\n".join(textwrap.fill(line, characters) for line in text.splitlines())
+
+
+def lines_height(text: str, size: float, height: float) -> float:
+    """The part of the height that the lines of ``text`` take."""
+    return (text.count("\n") + 1) * size * LINE_FACTOR / POINTS_PER_INCH / height if text else 0.0
+
+
+def panel_legend(ax: Axes, systems: Sequence[str]) -> None:
+    """The systems' colours on the line of the panel's title, at its right end."""
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.3}
+    ax.legend(handles, systems, ncols=len(systems), frameon=False, columnspacing=1.2, handlelength=1.2, **place)
+
+
+def legend(figure: FigureBase, systems: tuple[str, ...], width: float, height: float) -> None:
+    """The systems' colours in the upper right corner."""
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    corner = (1 - 0.1 / width, 1 - 0.08 / height)
+    figure.legend(handles, systems, loc="upper right", bbox_to_anchor=corner, ncols=len(systems), frameon=False)
+
+
+def tidy(ax: Axes) -> None:
+    """No box around the axes, a faint grid behind the data."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="#E2E2E2", linewidth=0.7)
+    ax.set_axisbelow(True)
+
+
+def panel_title(ax: Axes, title: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=8)
+
+
+def save(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
+    """Write <name>.png and <name>.pdf."""
+    paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
+    for path in paths:
+        figure.savefig(path, dpi=180)
+    plt.close(figure)
+    return paths

@@ -1,0 +1,68 @@
+"""Summary records as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evaluation.claims import place_of
+from evaluation.results import FlatRecord
+
+# Title, field and format; the ratio is computed here.
+COLUMNS = (
+    ("out", "output_len_mean", ".0f"),
+    ("req/s", "request_rate", "g"),
+    ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
+    ("system", "system", "s"),
+    ("tok/s", "output_tokens_per_s", ".1f"),
+    ("ratio", "ratio", ".2f"),
+    ("s/token", "per_token_latency_s_mean", ".3f"),
+    ("goodput", "goodput_requests_per_s", ".2f"),
+    ("lane", "lane_busy_fraction", ".0%"),
+    ("CPU", "cpu_busy_fraction", ".0%"),
+)
+
+
+def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -> None:
+    """The figures in short (summary.md has them all): a table for each panel and workload.
+
+    ratio: output tokens/s over the baseline's; s/token: mean per-token latency; goodput: requests/s that keep the
+    targets; lane and CPU: the part of the time in which they computed. Columns that say nothing are left out.
+    """
+    by_table: dict[tuple[str, ...], list[FlatRecord]] = {}
+    for record in summary:
+        machine = record.get("setting_title") or record["model"]
+        by_table.setdefault((record["backend"], record["panel"], machine, record["workload_title"]), []).append(record)
+    for (backend, panel, machine, workload), records in by_table.items():
+        kind = {"simulated": "SIMULATED", "http": "MEASURED over HTTP"}.get(backend, f"MEASURED here, {backend}")
+        baseline = records[0]["baseline"]
+        heading = f"{title}, panel ({panel}): {machine}, {workload}\n{kind}; ratio of tok/s to {baseline}"
+        console.print(results_table(heading, records, baseline))
+
+
+def results_table(heading: str, records: Sequence[FlatRecord], baseline: str) -> Table:
+    rates = {place_of(r): r["output_tokens_per_s"] for r in records if r["system"] == baseline}
+    rows = []
+    for record in records:
+        rate, base = record["output_tokens_per_s"], rates.get(place_of(record))
+        values = {**record, "ratio": rate / base if rate and base else None}
+        rows.append([cell(values[field], form) for _, field, form in COLUMNS] + [str(record["failed"])])
+    failures = any(record["failed"] for record in records)
+    shown = [i for i in range(len(COLUMNS)) if any(row[i] != "-" for row in rows)] + [len(COLUMNS)] * failures
+    titles = [column[0] for column in COLUMNS] + ["failed"]
+    table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for index in shown:
+        table.add_column(titles[index], justify="left" if titles[index] == "system" else "right", no_wrap=True)
+    for index, row in enumerate(rows):
+        last = index + 1 < len(rows) and place_of(records[index]) != place_of(records[index + 1])
+        table.add_row(*(row[i] for i in shown), end_section=last)
+    return table
+
+
+def cell(value: Any, form: str) -> str:
+    """A value as a table cell; a dash where it does not apply."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,58 @@
+"""Measured against SIMULATED throughput of one machine, with the band that is aimed at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from evaluation.figures.style import FAINT, FigureText, colour, legend, set_words, style, tidy
+from evaluation.results import FlatRecord
+
+MARKERS = "osD^vP"
+SIZE = (6.6, 6.4)
+
+
+def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], aim: float) -> plt.Figure:
+    """A point for each pair of runs in ``summary``: colours are systems, shapes are workloads."""
+    records = [record for record in summary if record["simulated_error"] is not None]
+    workloads = list(dict.fromkeys(record["workload"] for record in records))
+    systems = tuple(dict.fromkeys(record["system"] for record in records))
+    first = records[0]
+    device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
+    text = FigureText(
+        "The simulator against this machine",
+        f"{first['model']} ({first['dtype']}) on {device}\n{first['num_requests']} requests at once; a point is a pair "
+        "of runs",
+        "Vertical: SIMULATED from profiles measured right before and after the run. "
+        f"Band: within {aim:.0%} of the measured rate.",
+    )
+    with style():
+        figure, ax = plt.subplots(figsize=SIZE)
+        bottom, top = set_words(figure, text, *SIZE)
+        rates = [
+            record[name] for record in records for name in ("output_tokens_per_s", "simulated_output_tokens_per_s")
+        ]
+        ends = (0.0, 1.1 * max(rates))
+        ax.fill_between(ends, [(1 - aim) * x for x in ends], [(1 + aim) * x for x in ends], color="#E8E8E8", zorder=0)
+        ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
+        for record in records:
+            ax.plot(
+                record["output_tokens_per_s"],
+                record["simulated_output_tokens_per_s"],
+                MARKERS[workloads.index(record["workload"]) % len(MARKERS)],
+                color=colour(record["system"]),
+                markersize=6,
+                alpha=0.85,
+                markeredgewidth=0,
+            )
+        for place, workload in enumerate(workloads):
+            ax.plot([], [], MARKERS[place % len(MARKERS)], color=FAINT, label=workload, linestyle="none")
+        ax.legend(loc="upper left", frameon=False)
+        legend(figure, systems, *SIZE)
+        ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
+        tidy(ax)
+        ax.grid(axis="x", color="#E2E2E2", linewidth=0.7)
+        figure.subplots_adjust(left=0.11, right=0.97, bottom=bottom + 0.08, top=top - 0.02)
+    return figure

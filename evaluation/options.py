@@ -1,0 +1,213 @@
+"""The command line that all ``reproduce_*.py`` share: dataclasses for tyro, the help text below each field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from evaluation.measured import MeasuredPlan, WorkloadPlan
+from evaluation.paths import EXPERIMENTS_DIR, RESULTS_DIR, default_model
+from evaluation.provenance import usable_cores
+from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
+
+if TYPE_CHECKING:
+    from evaluation.drivers.server import Server
+
+# Another backend gets its name here, its points in evaluation/reproduction.py, and what runs them in
+# evaluation/points.py.
+Backend = Literal["simulated", "torch", "http"]
+
+SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """What every figure takes. Where the default is "from the experiment file", --help names that file above."""
+
+    backend: Backend | None = None
+    """simulated predicts the papers' GPUs in virtual time; torch measures a small model on this machine, lengths and
+    loads scaled down; http sends the same to OpenAI-compatible servers that are running (--url). By default what the
+    figure says above."""
+    gpu: Literal["t4", "a10"] | None = None
+    """Only the panels of this GPU (simulated); by default all of them."""
+    systems: tuple[str, ...] | None = None
+    """Systems to compare, in order; by default from the experiment file."""
+    num_requests: int | None = None
+    """Requests of every simulated point, or with --backend torch or http of every measured one; by default from the
+    experiment file. The papers used 2000."""
+    seed: int = 0
+    """Seed of everything drawn: lengths, arrivals, prompts."""
+    jobs: int | None = None
+    """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
+    sensitivity: str | None = None
+    """Instead of the figure: how its ratios move with an assumption, e.g. cpu_bandwidth=20..300 for CPU attention
+    that reads 20 to 300 GB/s (simulated)."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to <figure>/<run>/ in this folder. The same command again goes on where the last one stopped."""
+    from_folder: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    """Run nothing: draw and tell again from the summary.json of this result folder."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.jobs or usable_cores()
+
+
+@dataclass(frozen=True)
+class MeasuredOptions:
+    """What only the measured part (backends torch and http) takes."""
+
+    config: Path | None = None
+    """Experiment file; by default that of the figure in configs/experiments."""
+    model: Path | None = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache. With --backend http
+    the model that the servers serve: its tokenizer makes the prompts."""
+    workloads: tuple[str, ...] | None = None
+    """Measure only these workloads of the experiment file."""
+    scale: float | None = None
+    """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
+    output_lens: tuple[float, ...] | None = None
+    """Measured average output lengths, before scaling, where the figure sweeps them."""
+    gpu_requests: int | None = None
+    """Cap the measured GPU pool to this many requests of average length."""
+    num_gpu_blocks: int | None = None
+    """Cap the measured GPU pool to this many KV blocks instead."""
+    device: DeviceName | None = None
+    """Where the linear layers run; by default from the experiment file."""
+    dtype: DtypeName | None = None
+    """Weights, activations and KV cache; by default from the experiment file."""
+    load_format: LoadFormat | None = None
+    """dummy needs only the model's config.json and draws prompts at random."""
+    cpu_threads: int | None = None
+    """Threads of the CPU attention worker."""
+    cpu_kernel: str | None = None
+    """CPU attention kernel (native, ispc)."""
+    repeats: int | None = None
+    """Measure every point so often and take medians."""
+    trace_dir: Path | None = None
+    """Folder with trace files, searched first (simulated points read it too)."""
+    stall_timeout_s: float = 120.0
+    """Give a measured point up after so many seconds without progress."""
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """What only backend http takes."""
+
+    url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
+    """A server to measure and the name of its system, e.g. vllm=http://127.0.0.1:8000; once for each system. Start it
+    yourself, e.g. `vllm serve MODEL --port 8000`. The same server with other flags needs another name, or its earlier
+    results count as finished. Ratios are to the figure's baseline if it is among the names, else to the first."""
+    ready_timeout_s: float = 60.0
+    """Wait so long for a server to become ready (GET /health)."""
+    request_timeout_s: float = 1800.0
+    """A request that takes longer has failed."""
+
+
+@dataclass(frozen=True)
+class FigureOptions(HttpOptions, MeasuredOptions, CommonOptions):
+    """All options of a figure that can be simulated and measured."""
+
+
+def experiment_settings(figure: str, config: Path | None = None) -> dict[str, Any]:
+    """The experiment file of a figure: sections ``simulated`` and ``torch``."""
+    return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
+
+
+def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
+    """The ``torch`` section of the experiment file with the options laid over it; servers are asked what they serve.
+
+    Raises:
+        ValueError: an option does not fit; the message says what to do.
+        ServerNotReady: a server does not answer; the message says what to start.
+    """
+    settings = experiment_settings(figure, options.config)["torch"]
+    lists = ("output_lens", "request_rates")
+    workloads = [
+        WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
+    ]
+    if options.workloads is not None:
+        known = [workload.name for workload in workloads]
+        if unknown := set(options.workloads) - set(known):
+            raise ValueError(f"workloads {sorted(unknown)} are not in the experiment file: {known}")
+        workloads = [workload for workload in workloads if workload.name in options.workloads]
+    changes = given(num_requests=options.num_requests, scale=options.scale)
+    workloads = [replace(workload, **changes) for workload in workloads]
+    if options.output_lens is not None:
+        workloads = [replace(w, output_lens=options.output_lens) if w.output_lens else w for w in workloads]
+    servers = connect_servers(options) if options.backend == "http" else ()
+    systems = tuple(server.name for server in servers) or options.systems or tuple(settings["systems"])
+    baseline = settings["baseline"]
+    model = options.model or default_model()
+    if not (model / "config.json").is_file():
+        remedy = (
+            "point --model at a Hugging Face folder"
+            if options.model
+            else "type `make setup` to fetch the default model"
+        )
+        raise ValueError(f"no model in {model}: {remedy}")
+    engine = {
+        **settings["engine"],
+        **given(
+            num_gpu_blocks=options.num_gpu_blocks,
+            device=options.device,
+            dtype=options.dtype,
+            load_format=options.load_format,
+            cpu_threads=options.cpu_threads,
+            cpu_kernel=options.cpu_kernel,
+        ),
+    }
+    return MeasuredPlan(
+        systems=systems,
+        baseline=systems[0] if servers and baseline not in systems else baseline,
+        seed=options.seed,
+        repeats=options.repeats or settings["repeats"],
+        workloads=tuple(workloads),
+        gpu_requests=options.gpu_requests or settings["pool"]["gpu_requests"],
+        engine=EngineConfig(model=str(model), **engine),
+        trace_dir=options.trace_dir,
+        stall_timeout_s=options.stall_timeout_s,
+        servers=servers,
+        request_timeout_s=options.request_timeout_s,
+        ready_timeout_s=options.ready_timeout_s,
+    )
+
+
+def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
+    """The servers of --url, ready to be measured.
+
+    Raises:
+        ValueError: an option does not fit; the message says what would.
+        ServerNotReady: a server does not answer; the message says what to start.
+    """
+    from evaluation.drivers.server import connect  # the HTTP client is needed only here
+
+    if not options.url:
+        raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")
+    if unfit := [name for name in SERVER_DECIDES if getattr(options, name) is not None]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unfit)
+        raise ValueError(
+            f"{flags}: with --backend http that is the server's to decide; give it when you start the server"
+        )
+    urls: dict[str, str] = {}
+    for text in options.url:
+        match = re.fullmatch(r"([\w.-]+)=(https?://[^/]+)(/v1)?/?", text)
+        if match is None:
+            raise ValueError(f"--url {text!r}: write it as NAME=http://HOST:PORT, e.g. vllm=http://127.0.0.1:8000")
+        if match[1] in urls:
+            raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
+        urls[match[1]] = match[2]
+    if unknown := set(options.systems or ()) - set(urls):
+        raise ValueError(
+            f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
+        )
+    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+
+
+def given(**options: object) -> dict[str, object]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,303 @@
+"""Turns result folders into one self-contained HTML page: figures, tables, claims, failures, provenance.
+
+python evaluation/report.py [FOLDER ...] [-o report.html] [--help]
+
+The page needs no network and no other file. All it says is read from the folders (evaluation/results.py); nothing is
+computed anew but the ratios that stand beside the papers' claims.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import jinja2
+import tyro
+from rich.console import Console
+
+from evaluation.claims import Comparison, compare, load_claims
+from evaluation.metrics import compute_metrics
+from evaluation.paths import RESULTS_DIR
+from evaluation.results import TABLE, FlatRecord, write_atomically
+
+TEMPLATES_DIR = Path(__file__).resolve().parent / "templates"
+SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
+
+# What replays report beside the summary table's columns: shown under "all columns", not in the short table.
+SIDE_METRICS = {
+    *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
+    "trace_note", "trace_file", "seed", "repeats",
+}  # fmt: skip
+# What figures are drawn over: stands left of the main figures where it varies.
+SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s")
+KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write one HTML page about results."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Result folders; by default the latest one of every experiment."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = RESULTS_DIR / "report.html"
+    """The page to write."""
+    results_dir: Path = RESULTS_DIR
+    """Where the latest results are looked for."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``text`` is shown, ``order`` is sorted by: a number where there is one."""
+
+    text: str
+    order: float | str
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    name: str
+    numeric: bool
+    simulated: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """``origins`` says of each row whether it is simulated or measured."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    origins: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """A paper's claim as words, our ratio for it with the span over its points, and ours over the claim less one."""
+
+    origin: str
+    hardware: str
+    workload: str
+    what: str
+    section: str
+    claimed: str
+    ours: str
+    span: str
+    difference: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One result folder, ready to be shown."""
+
+    anchor: str
+    experiment: str
+    run: str
+    date: str
+    origins: Mapping[str, int]
+    figures: Mapping[str, str]
+    short: Table
+    full: Table
+    common: Mapping[str, str]
+    claims: Sequence[ClaimRow]
+    errors: Mapping[str, str]
+    unfinished: Sequence[str]
+    failed_requests: int
+    provenance: Mapping[str, Any]
+    configuration: str
+    trace_notes: Sequence[str] = field(default_factory=list)
+
+
+def latest_folders(results_dir: Path) -> list[Path]:
+    """The latest run of every experiment, in the order of their names."""
+    return [link.parent.resolve() for link in sorted(results_dir.glob("*/latest/summary.json"))]
+
+
+def origin_of(record: FlatRecord) -> str:
+    """Whether a row's times were predicted or taken with a clock; rows say so by their backend."""
+    backend = record.get("backend")
+    return UNSTATED if backend is None else SIMULATED if backend.startswith("simulated") else MEASURED
+
+
+def data_uri(path: Path) -> str:
+    return f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def figures_of(folder: Path) -> dict[str, str]:
+    """Every figure of the folder as a data URI, by its name; of two formats the one that scales."""
+    found: dict[str, str] = {}
+    for suffix in KINDS:
+        for path in sorted(folder.glob(f"*{suffix}")):
+            found.setdefault(path.stem, data_uri(path))
+    return dict(sorted(found.items()))
+
+
+def make_cell(value: Any, form: str | None = None) -> Cell:
+    if value is None:
+        return Cell("\u2013", "", False)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return Cell(str(value), str(value), False)
+    if form is None:
+        form = "{:.4g}" if isinstance(value, float) and abs(value) < 1e4 else "{:.0f}"
+    return Cell(form.format(value), value, True)
+
+
+def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> Table:
+    """The named fields of the records, with the titles and formats of summary.md where it has them."""
+    known = {name: (title, form) for name, title, form in TABLE}
+    rows = [tuple(make_cell(record.get(name), known.get(name, ("", None))[1]) for name in names) for record in records]
+    columns = [
+        Column(
+            title=known.get(name, (name.replace("_", " "), None))[0],
+            name=name,
+            numeric=any(row[place].numeric for row in rows),
+            simulated=name.startswith("simulated_"),
+        )
+        for place, name in enumerate(names)
+    ]
+    return Table(tuple(columns), tuple(rows), tuple(origin_of(record) for record in records))
+
+
+def columns_of(records: Sequence[FlatRecord]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Names for the short table, names of all fields that have a value, and the inputs that all rows share.
+
+    The short table has the system, what was swept, the main figures, and whatever else differs between rows.
+    """
+    names = [name for name in dict.fromkeys(name for record in records for name in record)]
+    names = [name for name in names if any(record.get(name) is not None for record in records)]
+    headline = [name for name, _, _ in TABLE if name in names]
+    inputs = [name for name in names if name not in SIDE_METRICS and name not in headline]
+    same = [name for name in inputs if len({record.get(name) for record in records}) == 1]
+    common = {name: make_cell(records[0][name]).text for name in same} if len(records) > 1 else {}
+    first = [name for name in ("system", "workload", *SWEPT) if name in names and name not in common]
+    return list(dict.fromkeys([*first, *headline, *(name for name in inputs if name not in common)])), names, common
+
+
+def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
+    """The claims about a figure, once for each kind of row: what is predicted and what is measured do not mix."""
+    return [
+        claim_row(item, origin)
+        for origin in dict.fromkeys(map(origin_of, records))
+        for item in compare(load_claims(figure), [record for record in records if origin_of(record) == origin])
+    ]
+
+
+def claim_row(comparison: Comparison, origin: str) -> ClaimRow:
+    claim, ours, difference = comparison.claim, comparison.ours, comparison.difference
+    stand_in = "" if comparison.systems == claim.systems else f" (here {' / '.join(comparison.systems)})"
+    lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
+    return ClaimRow(
+        origin=origin,
+        hardware=claim.hardware,
+        workload=(claim.workload or "any") + lengths,
+        what=f"{claim.metric.replace('_', ' ')}, {' / '.join(claim.systems)}{stand_in}",
+        section=claim.section,
+        claimed=claim.stated(),
+        ours="not run" if comparison.summary is None else f"{comparison.summary:.2f}",
+        span=f"{min(ours):.2f} to {max(ours):.2f}" if len(ours) > 1 else "",
+        difference="" if difference is None else f"{difference:+.0%}",
+    )
+
+
+def read_section(folder: Path) -> Section:
+    """Everything the page says of a folder.
+
+    Raises:
+        ValueError: the folder is no result folder; the message says what is missing.
+    """
+    missing = [name for name in ("summary.json", "provenance.json") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} holds no {' and no '.join(missing)}: give a folder like results/fig5/latest")
+    folder = folder.resolve()
+    records: list[FlatRecord] = json.loads((folder / "summary.json").read_text())
+    provenance: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    experiment = folder.parent.name
+    planned, configuration = without_points(provenance["configuration"])
+    finished = {path.stem for path in (folder / "points").glob("*.json")}
+    errors = {path.stem: path.read_text() for path in sorted((folder / "errors").glob("*.txt"))}
+    short, full, common = columns_of(records)
+    origins = [origin_of(record) for record in records]
+    last = provenance["invocations"][-1]
+    return Section(
+        anchor=f"{experiment}-{folder.name}",
+        experiment=experiment,
+        run=folder.name,
+        date=last["date"].replace("T", " ").replace("+00:00", " UTC"),
+        origins={origin: origins.count(origin) for origin in dict.fromkeys(origins)},
+        figures=figures_of(folder),
+        short=make_table(records, short),
+        full=make_table(records, full),
+        common=common,
+        claims=claim_rows(experiment, records),
+        errors=errors,
+        unfinished=[key for key in planned if key not in finished and key not in errors],
+        failed_requests=sum(record.get("failed") or 0 for record in records),
+        provenance={**provenance, "invocations": [readable(item) for item in reversed(provenance["invocations"])]},
+        configuration=json.dumps(configuration, indent=1),
+        trace_notes=sorted({record["trace_note"] for record in records if record.get("trace_note")}),
+    )
+
+
+def without_points(configuration: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Keys of the points that a configuration lists, at whatever depth, and the configuration without those lists."""
+    keys, rest = [], {}
+    for name, value in configuration.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) and "key" in item for item in value):
+            keys += [item["key"] for item in value]
+            rest[name] = f"{len(value)} points, see provenance.json"
+        elif isinstance(value, dict):
+            inner_keys, rest[name] = without_points(value)
+            keys += inner_keys
+        else:
+            rest[name] = value
+    return keys, rest
+
+
+def readable(invocation: Mapping[str, Any]) -> dict[str, Any]:
+    """An invocation with its command as one types it and its commit in short."""
+    commit = invocation["git"]["commit"]
+    return {**invocation, "command": shlex.join(invocation["command"]), "commit": commit[:12] if commit else None}
+
+
+def render(sections: Sequence[Section]) -> str:
+    """The whole page. Whatever comes from the folders is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES_DIR),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes").replace("+00:00", " UTC")
+    return environment.get_template("report.html.j2").render(sections=sections, written=written)
+
+
+def main(options: Options) -> int:
+    """Write the page. Returns the exit status: 2 when there is nothing to show."""
+    console = Console()
+    folders = options.folders or latest_folders(options.results_dir)
+    try:
+        if not folders:
+            raise ValueError(f"no results in {options.results_dir}: type `make fig5` first, or name result folders")
+        sections = [read_section(folder) for folder in folders]
+    except ValueError as error:
+        console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
+        return 2
+    write_atomically(options.output, render(sections))
+    shown = ", ".join(f"{section.experiment}/{section.run}" for section in sections)
+    console.print(f"{options.output}: {shown}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,43 @@
+"""Reproduces Figure 6 of the APEX paper: average per-token latency against the request rate.
+
+python evaluation/reproduce_fig6.py [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import tyro
+
+from evaluation.figures.apex_paper import draw_fig6
+from evaluation.options import FigureOptions
+from evaluation.reproduction import PaperFigure, reproduce
+
+FIGURE = PaperFigure(
+    "fig6", "Figure 6: latency under load", draw_fig6, "per_token_latency_s_mean", "mean per-token latency"
+)
+
+
+@dataclass(frozen=True)
+class Options(FigureOptions):
+    """Figure 6 of the APEX paper: mean per-token latency over the request rate, (a) on a T4 with OSC, (b) on an A10
+    with Azure conversation.
+
+    Without arguments: SIMULATED (predicted times, no GPU needed), about two minutes on two cores. --backend torch
+    measures a scaled-down version on this machine. What is not given comes from configs/experiments/fig6.yaml. Results,
+    figure and provenance go to results/fig6/<run>/.
+    """
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished."""
+    return reproduce(FIGURE, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

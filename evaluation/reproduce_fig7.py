@@ -1,0 +1,43 @@
+"""Reproduces Figure 7 of the APEX paper: throughput relative to SwiftLLM against the output length.
+
+python evaluation/reproduce_fig7.py [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import tyro
+
+from evaluation.figures.apex_paper import draw_fig7
+from evaluation.options import FigureOptions
+from evaluation.reproduction import PaperFigure, reproduce
+
+FIGURE = PaperFigure(
+    "fig7", "Figure 7: throughput over the output length", draw_fig7, "output_tokens_per_s", "throughput"
+)
+
+
+@dataclass(frozen=True)
+class Options(FigureOptions):
+    """Figure 7 of the APEX paper: throughput relative to SwiftLLM over the average output length, prompts of 1,000
+    tokens, on an A10.
+
+    Without arguments: SIMULATED (predicted times, no GPU needed), about two minutes on two cores. --backend torch
+    measures a scaled-down version on this machine. What is not given comes from configs/experiments/fig7.yaml. Results,
+    figure and provenance go to results/fig7/<run>/.
+    """
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished."""
+    return reproduce(FIGURE, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

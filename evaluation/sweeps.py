@@ -1,0 +1,196 @@
+"""Simulated sweeps: the panels of a paper's figure as points over systems, lengths, rates and CPU bandwidths."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from apex.simulation import SIMULATED_SYSTEMS
+from evaluation.experiment import Point
+from evaluation.papers import PaperSetting, load_setting
+from evaluation.provenance import fingerprint
+from evaluation.simulated_point import SimulatedTask
+from evaluation.traces import Trace, UniformTrace, load_trace
+from evaluation.workloads import Lengths, WorkloadSpec, make_lengths
+
+SENSITIVITY_STEPS = 8
+SENSITIVITIES = ("cpu_bandwidth",)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: a setting, a workload, and what is swept. Empty tuples sweep nothing.
+
+    ``input_len`` makes a synthetic workload of that average prompt in place of the trace ``workload``; then
+    ``output_lens`` must be given. ``request_rates`` (requests/s, Poisson) in place of all requests at once.
+    ``sensitivity_at`` are the output lengths or request rates at which other assumptions are varied.
+    """
+
+    panel: str
+    setting: PaperSetting
+    num_requests: int
+    workload: str | None = None
+    input_len: int | None = None
+    output_lens: tuple[float, ...] = ()
+    request_rates: tuple[float, ...] = ()
+    sensitivity_at: tuple[float, ...] = ()
+
+    def trace(self, output_len: float | None, trace_dir: Path | None) -> Trace:
+        if self.workload is not None:
+            return load_trace(self.workload, trace_dir)
+        return UniformTrace(self.input_len, output_len)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The simulated part of a figure. Ratios are to ``baseline``."""
+
+    systems: tuple[str, ...]
+    baseline: str
+    panels: tuple[Panel, ...]
+    seed: int = 0
+    trace_dir: Path | None = None
+
+
+def make_sweep(
+    settings: Mapping[str, Any],
+    *,
+    gpu: str | None = None,
+    systems: Sequence[str] | None = None,
+    num_requests: int | None = None,
+    seed: int = 0,
+    trace_dir: Path | None = None,
+) -> Sweep:
+    """A sweep from the ``simulated`` section of a figure's experiment file, with options laid over it.
+
+    Raises:
+        ValueError: an option does not fit; the message says what would.
+    """
+    panels = []
+    for raw in settings["panels"]:
+        lists = {name: tuple(raw.get(name, ())) for name in ("output_lens", "request_rates", "sensitivity_at")}
+        panels.append(Panel(**{**raw, "setting": load_setting(raw["setting"]), **lists}))
+    gpus = sorted({panel.setting.gpu for panel in panels})
+    if gpu is not None:
+        if gpu not in gpus:
+            raise ValueError(f"the figure has no panel on {gpu!r}; it has {', '.join(gpus)}")
+        panels = [panel for panel in panels if panel.setting.gpu == gpu]
+    if num_requests is not None:
+        panels = [replace(panel, num_requests=num_requests) for panel in panels]
+    chosen = tuple(systems or settings["systems"])
+    if unknown := [system for system in chosen if system not in SIMULATED_SYSTEMS]:
+        raise ValueError(f"no simulated system {', '.join(unknown)}; there are {', '.join(SIMULATED_SYSTEMS)}")
+    baseline = settings["baseline"]
+    if baseline not in chosen:
+        raise ValueError(f"ratios are to {baseline}: add it to --systems")
+    return Sweep(chosen, baseline, tuple(panels), seed, trace_dir)
+
+
+def make_points(sweep: Sweep) -> list[Point]:
+    """All points of the figure, in the order panel, swept value, system."""
+    points = []
+    for panel in sweep.panels:
+        for output_len in panel.output_lens or (None,):
+            for rate in panel.request_rates or (None,):
+                lengths = _lengths(sweep, panel, output_len, rate)
+                points += [_point(sweep, panel, lengths, system) for system in sweep.systems]
+    return points
+
+
+def make_sensitivity_points(sweep: Sweep, cpu_bandwidths: Sequence[float]) -> list[Point]:
+    """The points of ``sensitivity_at`` of every panel, once for each CPU bandwidth.
+
+    GPU-only systems compute no attention on the CPU and run once.
+    """
+    points = []
+    for panel in sweep.panels:
+        for output_len, rate in _places(panel):
+            lengths = _lengths(sweep, panel, output_len, rate)
+            for system in sweep.systems:
+                on_cpu = panel.setting.kernel_of(system) is not None
+                for bandwidth in cpu_bandwidths if on_cpu else (None,):
+                    varied = replace(panel, setting=replace(panel.setting, cpu_bandwidth_gb_s=bandwidth))
+                    points.append(_point(sweep, varied, lengths, system, "cpu_bandwidth"))
+    return points
+
+
+def _places(panel: Panel) -> list[tuple[float | None, float | None]]:
+    """(output length, request rate) where a panel's other assumptions are varied."""
+    if panel.request_rates:
+        return [(output_len, rate) for output_len in panel.output_lens or (None,) for rate in panel.sensitivity_at]
+    return [(output_len, None) for output_len in panel.sensitivity_at or (None,)]
+
+
+def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float | None) -> Lengths:
+    trace = panel.trace(output_len, sweep.trace_dir)
+    arrivals = "at-once" if rate is None else "poisson"
+    spec = WorkloadSpec(
+        trace.name, panel.num_requests, output_len=output_len, arrivals=arrivals, request_rate=rate, seed=sweep.seed
+    )
+    return make_lengths(spec, trace)
+
+
+def _point(sweep: Sweep, panel: Panel, lengths: Lengths, system: str, sensitivity: str | None = None) -> Point:
+    setting, spec = panel.setting, lengths.spec
+    values = {"panel": panel.panel, "baseline": sweep.baseline, "sensitivity": sensitivity}
+    task = setting.task(system, lengths, values)
+    parts = [f"sim-{panel.panel}", setting.name, spec.name]
+    words = [setting.title, lengths.title]
+    for value, short, word in (
+        (spec.output_len, "out", "output tokens"),
+        (spec.request_rate, "rate", "requests/s"),
+        (setting.cpu_bandwidth_gb_s, "cpu", "GB/s of CPU attention"),
+    ):
+        if value is not None:
+            parts.append(f"{short}{value:g}")
+            words.append(f"{value:g} {word}")
+    key = "-".join([*parts, system])
+    label = ", ".join([*words, system])
+    return Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+
+
+def describe(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Simulated points as they go into a run's identity: everything that decides their numbers."""
+    return [_described(point, point.task) for point in points]
+
+
+def _described(point: Point, task: SimulatedTask) -> dict[str, Any]:
+    return {
+        "key": point.key,
+        "system": task.system,
+        "setting": task.values.get("setting"),
+        "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},
+        "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
+        "limits": asdict(task.limits),
+        "strategy": asdict(task.strategy),
+        "workload": asdict(task.lengths.spec),
+        "trace": {**asdict(task.lengths.origin), "lengths": task.lengths.digest()},
+    }
+
+
+def parse_sensitivity(text: str) -> tuple[float, ...]:
+    """CPU bandwidths in GB/s of ``cpu_bandwidth=LOW..HIGH``: evenly spaced on a logarithmic axis, two digits each.
+
+    Raises:
+        ValueError: the text has another form; the message shows the right one.
+    """
+    match = re.fullmatch(r"(\w+)=([\d.]+)\.\.([\d.]+)", text)
+    try:
+        name, low, high = match[1], float(match[2]), float(match[3])
+    except (TypeError, ValueError):
+        raise ValueError(f"--sensitivity {text!r}: write it as cpu_bandwidth=20..300 (GB/s)") from None
+    if name not in SENSITIVITIES:
+        raise ValueError(f"--sensitivity {name}: what can be varied is {', '.join(SENSITIVITIES)}")
+    if not 0 < low < high:
+        raise ValueError(f"--sensitivity {text!r}: the range must rise from above 0")
+    steps = SENSITIVITY_STEPS - 1
+    values = (low * (high / low) ** (step / steps) for step in range(steps + 1))
+    return tuple(sorted({_two_digits(value) for value in values}))
+
+
+def _two_digits(value: float) -> float:
+    return round(value, 1 - math.floor(math.log10(value)))

@@ -1,0 +1,198 @@
+"""Paged decode attention in Triton: split-KV flash-decoding, the partial results of a context's splits and their sum.
+
+Layout: one KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, contiguous; q, k and v rows may lie
+apart by ``*_stride`` elements, heads and dims are contiguous. Query head h uses KV head ``h // GROUP``.
+
+A program of the first kernel computes one KV head of one request over one split: ``split_tokens`` of its context.
+Splits have a fixed length, so a long request gets more programs instead of longer ones, and programs beyond a
+request's context leave at once. The newest token does not come from the cache: the program whose split it falls into
+takes its K and V from the rows of this step, starts its running softmax with them, and stores them. No program reads
+a slot that another one writes, and slots beyond a context are never read.
+
+Two formulations of the same sum (Flash-Decoding, with the running maximum in units of log2):
+
+- ``decode_partials_dot_kernel`` for 16-bit types on tensor cores: the heads of a group are padded to the 16 rows of
+  an ``mma``, so K and V are read once per group and cost few instructions.
+- ``decode_partials_lanes_kernel`` for float32, which must not lose bits, and for sm_75, where Triton emits no
+  tensor-core code and padded rows would cost more arithmetic than the chip has: every slot of a tile keeps a softmax
+  of its own, and they are merged after the loop, which so needs no exchange between warps.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _store_newest(
+    key, value, kv_layer, block_tables, row, kv_head, newest, table_stride, dims,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the newest token's key and value ``[DIM_TILE]`` to its slot."""
+    block = tl.load(block_tables + row * table_stride + newest // BLOCK_SIZE).to(tl.int64)
+    slot = (block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE * HEAD_DIM) + newest % BLOCK_SIZE * HEAD_DIM
+    tl.store(kv_layer + slot + dims, key, mask=dims < HEAD_DIM)
+    tl.store(kv_layer + slot + BLOCK_SIZE * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def decode_partials_dot_kernel(
+    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
+    q_stride, k_stride, v_stride, table_stride, num_splits, split_tokens,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid ``(num_splits, NUM_KV_HEADS, rows)``.
+
+    ``block_tables`` int32 ``[rows, table_stride]``, ``seq_lens`` int32 with the newest token counted;
+    ``scale_log2`` is the softmax scale times log2(e). Writes float32 ``partial_out [rows, num_heads, num_splits,
+    HEAD_DIM]``, normalised, and ``partial_lse [rows, num_heads, num_splits]``, log2 of the sum of exponentials,
+    for the splits that hold tokens. Tiles are powers of two: ``GROUP_TILE >= 16``, ``TILE >= 16``.
+    """
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens + row)
+    first = split * split_tokens
+    if first >= seq_len:
+        return
+    newest = seq_len - 1
+    is_last = newest < first + split_tokens
+    stop = tl.minimum(first + split_tokens, newest)
+
+    group = tl.arange(0, GROUP_TILE)
+    dims = tl.arange(0, DIM_TILE)
+    in_head = dims < HEAD_DIM
+    heads = kv_head * GROUP + group
+    in_group = (group < GROUP)[:, None] & in_head[None, :]
+    queries = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group, other=0.0)
+    key = tl.load(k + row * k_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
+    value = tl.load(v + row * v_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
+
+    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale_log2
+    peak = tl.where(is_last, score, float("-inf"))
+    total = tl.zeros([GROUP_TILE], tl.float32) + tl.where(is_last, 1.0, 0.0)
+    attended = tl.zeros([GROUP_TILE, DIM_TILE], tl.float32) + tl.where(is_last, value.to(tl.float32), 0.0)[None, :]
+
+    for tile_first in tl.range(first, stop, TILE):
+        tokens = tile_first + tl.arange(0, TILE)
+        visible = tokens < stop
+        blocks = tl.load(block_tables + row * table_stride + tokens // BLOCK_SIZE, mask=visible, other=0)
+        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE * HEAD_DIM)
+        at = kv_layer + (slots + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
+        in_tile = visible[:, None] & in_head[None, :]
+        keys = tl.load(at, mask=in_tile, other=0.0)
+        values = tl.load(at + BLOCK_SIZE * HEAD_DIM, mask=in_tile, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys)) * scale_log2
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        correction = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * correction + tl.sum(weights, 1)
+        attended = tl.dot(weights.to(values.dtype), values, attended * correction[:, None])
+        peak = new_peak
+
+    partial = (row * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
+    tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], attended / total[:, None], mask=in_group)
+    tl.store(partial_lse + partial, peak + tl.log2(total), mask=group < GROUP)
+    if is_last:
+        _store_newest(
+            key, value, kv_layer, block_tables, row, kv_head, newest, table_stride, dims,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def decode_partials_lanes_kernel(
+    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
+    q_stride, k_stride, v_stride, table_stride, num_splits, split_tokens,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As ``decode_partials_dot_kernel``, with float32 multiply-adds; tiles of 1 and more."""
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens + row)
+    first = split * split_tokens
+    if first >= seq_len:
+        return
+    newest = seq_len - 1
+    is_last = newest < first + split_tokens
+    stop = tl.minimum(first + split_tokens, newest)
+
+    group = tl.arange(0, GROUP_TILE)
+    dims = tl.arange(0, DIM_TILE)
+    in_head = dims < HEAD_DIM
+    heads = kv_head * GROUP + group
+    in_group = (group < GROUP)[:, None] & in_head[None, :]
+    queries = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group, other=0.0)
+    queries = queries.to(tl.float32) * scale_log2
+    key = tl.load(k + row * k_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
+    value = tl.load(v + row * v_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
+
+    # Axes: heads of the group, slots of the tile, dims. A slot that has seen no token has a finite peak far below any
+    # score, so that differences of peaks stay numbers, and weighs nothing in the end.
+    score = tl.sum(queries * key.to(tl.float32)[None, :], 1)
+    has_newest = (tl.arange(0, TILE) == 0) & is_last
+    peak = tl.where(has_newest[None, :], score[:, None], -1e30)
+    total = tl.zeros([GROUP_TILE, TILE], tl.float32) + tl.where(has_newest, 1.0, 0.0)[None, :]
+    attended = tl.zeros([GROUP_TILE, TILE, DIM_TILE], tl.float32)
+    attended += tl.where(has_newest[:, None], value.to(tl.float32)[None, :], 0.0)[None, :, :]
+
+    for tile_first in tl.range(first, stop, TILE):
+        tokens = tile_first + tl.arange(0, TILE)
+        visible = tokens < stop
+        blocks = tl.load(block_tables + row * table_stride + tokens // BLOCK_SIZE, mask=visible, other=0)
+        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE * HEAD_DIM)
+        at = kv_layer + (slots + tokens % BLOCK_SIZE * HEAD_DIM)[None, :, None] + dims[None, None, :]
+        in_tile = visible[None, :, None] & in_head[None, None, :]
+        keys = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
+        values = tl.load(at + BLOCK_SIZE * HEAD_DIM, mask=in_tile, other=0.0).to(tl.float32)
+        scores = tl.where(visible[None, :], tl.sum(queries[:, None, :] * keys, 2), float("-inf"))
+        new_peak = tl.maximum(peak, scores)
+        correction = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak)
+        total = total * correction + weights
+        attended = attended * correction[:, :, None] + weights[:, :, None] * values
+        peak = new_peak
+
+    group_peak = tl.max(peak, 1)
+    shares = tl.exp2(peak - group_peak[:, None])
+    group_total = tl.sum(total * shares, 1)
+    out = tl.sum(attended * shares[:, :, None], 1) / group_total[:, None]
+    partial = (row * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
+    tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], out, mask=in_group)
+    tl.store(partial_lse + partial, group_peak + tl.log2(group_total), mask=group < GROUP)
+    if is_last:
+        _store_newest(
+            key, value, kv_layer, block_tables, row, kv_head, newest, table_stride, dims,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def decode_combine_kernel(
+    partial_out, partial_lse, seq_lens, out, out_stride, num_splits, split_tokens,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid ``(NUM_HEADS, rows)``: the splits that hold tokens, weighted by their sums of exponentials."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    used_splits = (tl.load(seq_lens + row) + split_tokens - 1) // split_tokens
+    dims = tl.arange(0, DIM_TILE)
+    in_head = dims < HEAD_DIM
+    base = (row * NUM_HEADS + head) * num_splits
+    peak = float("-inf")
+    total = 0.0
+    combined = tl.zeros([DIM_TILE], tl.float32)
+    for tile_first in tl.range(0, used_splits, TILE):
+        splits = tile_first + tl.arange(0, TILE)
+        used = splits < used_splits
+        lse = tl.load(partial_lse + base + splits, mask=used, other=float("-inf"))
+        at = partial_out + (base + splits)[:, None] * HEAD_DIM + dims[None, :]
+        partials = tl.load(at, mask=used[:, None] & in_head[None, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        correction = tl.exp2(peak - new_peak)
+        weights = tl.exp2(lse - new_peak)
+        total = total * correction + tl.sum(weights, 0)
+        combined = combined * correction + tl.sum(weights[:, None] * partials, 0)
+        peak = new_peak
+    # The split with the peak adds 1 to the total, so the maximum matters only to rows without tokens: they get zeros.
+    tl.store(out + row * out_stride + head * HEAD_DIM + dims, combined / tl.maximum(total, 1.0), mask=in_head)

@@ -1,0 +1,90 @@
+"""Triton kernels that work on rows (tokens): norms, rotary embedding, SiLU-and-mul.
+
+Layout: every row is contiguous in its last dimensions; rows may lie apart by ``*_stride`` elements. Float16, bfloat16
+and float32 with sums in float32 and one rounding at the end. A program owns what it writes, so nothing is shared
+between programs and the kernels may run in place. A row's hidden size must fit into the registers of one program
+(65536 elements are far beyond the largest Llama).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Grid ``(rows,)``; ``x`` rows of ``SIZE`` elements, ``weight [SIZE]``, ``out`` contiguous; ``TILE >= SIZE``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    inside = columns < SIZE
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
+    tl.store(out + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, residual, weight, normed, total, x_stride, residual_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Grid ``(rows,)``: ``total = x + residual`` and ``normed`` of what was stored; both contiguous.
+
+    ``normed`` may be ``x`` itself where that is contiguous: a program has read its row before it writes it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    inside = columns < SIZE
+    left = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    # The next layers see the rounded sum, so that is what is normalised.
+    rounded = (left + right).to(total.dtype.element_ty)
+    tl.store(total + row * SIZE + columns, rounded, mask=inside)
+    values = rounded.to(tl.float32)
+    inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
+    tl.store(normed + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    x,
+    rotary_rows,
+    x_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Grid ``(rows, head tiles)``; turns ``x [rows, NUM_HEADS, HEAD_DIM]`` in place; ``rotary_rows`` is contiguous.
+
+    ``HALF_TILE >= HEAD_DIM / 2``: a program holds both halves of its heads, since they turn together.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = HEAD_DIM // 2
+    heads = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    dims = tl.arange(0, HALF_TILE)
+    inside = (heads < NUM_HEADS)[:, None] & (dims < half)[None, :]
+    first_at = x + row * x_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    first = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(first_at + half, mask=inside, other=0.0).to(tl.float32)
+
+    angles = rotary_rows + row * 2 * HEAD_DIM + dims
+    in_half = dims < half
+    first_cos = tl.load(angles, mask=in_half, other=0.0)
+    second_cos = tl.load(angles + half, mask=in_half, other=0.0)
+    first_sin = tl.load(angles + HEAD_DIM, mask=in_half, other=0.0)
+    second_sin = tl.load(angles + HEAD_DIM + half, mask=in_half, other=0.0)
+    tl.store(first_at, first * first_cos[None, :] + second * first_sin[None, :], mask=inside)
+    tl.store(first_at + half, second * second_cos[None, :] + first * second_sin[None, :], mask=inside)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up, out, gate_up_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Grid ``(rows, column tiles)``; ``gate_up`` rows of ``2 * SIZE`` elements, ``out [rows, SIZE]`` contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < SIZE
+    gate = tl.load(gate_up + row * gate_up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_up_stride + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)

@@ -1,0 +1,132 @@
+"""The simulated figures from the command to the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from evaluation import experiment, points, reproduce_fig5, reproduce_fig6, reproduce_fig7
+from evaluation.options import FigureOptions, experiment_settings
+from evaluation.paths import REPO_ROOT
+from evaluation.reproduction import make_points, measured_options
+from evaluation.results import read_records, records_file
+
+SYSTEMS = ("swiftllm", "neo", "apex")
+
+
+def options(tmp_path, **changes):
+    base = {"backend": "simulated", "num_requests": 8, "systems": SYSTEMS, "jobs": 1, "results_dir": tmp_path}
+    return FigureOptions(**{**base, **changes})
+
+
+def latest(tmp_path, name):
+    folder = (tmp_path / name / "latest").resolve()
+    return folder, json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("figure", "gpu", "swept"),
+    [
+        (reproduce_fig5, "t4", "output_len"),
+        (reproduce_fig6, "a10", "request_rate"),
+        (reproduce_fig7, "a10", "output_len"),
+    ],
+)
+def test_a_figure_from_its_command_to_its_files(tmp_path, capsys, figure, gpu, swept):
+    assert figure.main(options(tmp_path, gpu=gpu)) == 0
+    folder, summary = latest(tmp_path, figure.FIGURE.name)
+    panels = experiment_settings(figure.FIGURE.name)["simulated"]["panels"]
+    (panel,) = (panel for panel in panels if panel["setting"].endswith(gpu))
+    assert [r[swept] for r in summary] == [value for value in panel[f"{swept}s"] for _ in SYSTEMS]
+    assert {r["backend"] for r in summary} == {"simulated"} and {r["setting"] for r in summary} == {f"apex-{gpu}"}
+    assert all(r["failed"] == 0 and r["num_requests"] == 8 for r in summary)
+    assert all((r["cpu_bandwidth_gb_s"] is None) is (r["system"] == "swiftllm") for r in summary)
+    assert (folder / "figure.png").stat().st_size > 20_000
+    records = read_records(records_file(folder, next((folder / "points").iterdir()).stem))
+    assert len(records) == 8 and records[0]["output_len"] > 0 and "token_times_s" not in records[0]
+    printed = capsys.readouterr().out
+    assert "SIMULATED" in printed and "MEASURED" not in printed and "look first at CPU attention" in printed
+
+
+def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
+    chosen = options(tmp_path / "one", gpu="t4")
+    assert reproduce_fig5.main(chosen) == 0
+    assert reproduce_fig5.main(options(tmp_path / "two", gpu="t4", jobs=2)) == 0
+    one, two = (latest(tmp_path / name, "fig5") for name in ("one", "two"))
+    assert (
+        one[0].name == two[0].name and (one[0] / "summary.json").read_bytes() == (two[0] / "summary.json").read_bytes()
+    )
+    for part in ("points", "records"):
+        for file in (one[0] / part).iterdir():
+            assert file.read_bytes() == (two[0] / part / file.name).read_bytes()
+
+
+def test_a_failing_point_leaves_the_others_in_their_processes(tmp_path):
+    made, configuration = make_points(reproduce_fig5.FIGURE, options(tmp_path, gpu="t4"), None)
+    made[1] = experiment.Point("broken", "broken", "broken", "no task", concurrent=True)
+    outcome = experiment.run_experiment("x", configuration, made[:4], points.run_point, tmp_path, jobs=2)
+    assert outcome.failed == ["broken"] and len(outcome.summary) == 3
+    assert "nothing runs a str" in (outcome.folder / "errors" / "broken.txt").read_text()
+
+
+def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkeypatch):
+    assert reproduce_fig7.main(options(tmp_path)) == 0
+    folder, _ = latest(tmp_path, "fig7")
+    first = (folder / "figure.png").read_bytes()
+    moved = tmp_path / "elsewhere"
+    shutil.move(folder, moved)
+    (moved / "figure.png").unlink()
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(experiment, "run_one_by_one", None)
+    assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 0
+    assert (moved / "figure.png").read_bytes() == first
+    table = printed[printed.index("Figure 7") : printed.index("figure:")]
+    assert table in capsys.readouterr().out
+    assert reproduce_fig7.main(FigureOptions(from_folder=tmp_path)) == 2
+    assert "no results in" in capsys.readouterr().out
+
+
+def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
+    assert reproduce_fig7.main(options(tmp_path, sensitivity="cpu_bandwidth=50..200")) == 0
+    folder, summary = latest(tmp_path, "fig7_sensitivity")
+    assert {r["cpu_bandwidth_gb_s"] for r in summary if r["system"] == "swiftllm"} == {None}
+    for system in ("neo", "apex"):
+        bandwidths = [r["cpu_bandwidth_gb_s"] for r in summary if r["system"] == system and r["output_len"] == 1000]
+        assert bandwidths == [50, 61, 74, 91, 110, 130, 160, 200]
+    assert {r["sensitivity"] for r in summary} == {"cpu_bandwidth"} and (folder / "figure.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"systems": ("swiftllm", "orca")}, "no simulated system orca"),
+        ({"systems": ("apex",)}, "add it to --systems"),
+        ({"gpu": "t4"}, "no panel on 't4'"),
+        ({"sensitivity": "cpu_bandwidth"}, "cpu_bandwidth=20..300"),
+        ({"sensitivity": "gpu=1..2"}, "cpu_bandwidth"),
+        ({"sensitivity": "cpu_bandwidth=300..20"}, "must rise"),
+        ({"sensitivity": "cpu_bandwidth=20..300", "backend": "torch"}, "--backend simulated"),
+        ({"backend": "torch", "systems": ("orca",)}, "torch backend"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_one_line(tmp_path, capsys, changes, words):
+    assert reproduce_fig7.main(options(tmp_path, **changes)) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("error: ") and words in printed
+
+
+def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):
+    both = measured_options(options(tmp_path, backend=None, num_requests=2000, systems=("swiftllm", "nothing")))
+    assert both.num_requests is None and both.systems == ("swiftllm",)
+
+
+def test_help_is_for_newcomers():
+    command = [sys.executable, str(REPO_ROOT / "evaluation" / "reproduce_fig7.py"), "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for word in ("--backend", "--gpu", "--systems", "--num-requests", "--seed", "--jobs", "--results-dir", "--from"):
+        assert word in told
+    assert "SIMULATED" in told and "cpu_bandwidth=20..300" in told

@@ -1,0 +1,107 @@
+"""The benchmark of the CPU attention kernels: what it counts, what it concludes, and one tiny run."""
+
+import json
+from typing import Any
+
+import pytest
+
+import pacpu
+from benchmarks import bench_pacpu, pacpu_cases
+from benchmarks.pacpu_cases import Case, Shape, usable_isas
+from benchmarks.pacpu_report import figure, markdown, medians, verdicts
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    values = {
+        "kernel": "native", "isa": "avx512", "dtype": "float16", "heads": 32, "kv_heads": 8, "batch": 8,
+        "context": 1024, "ragged": False, "threads": 1, "gbps": 12.0, "read_gbps": 16.0, "fraction_of_read": 0.75,
+        "ratio_to_ispc": 2.0, "rounds": 3,
+    }  # fmt: skip
+    return values | changes
+
+
+def test_shapes_and_bytes():
+    assert Shape(3, 512).seq_lens() == [512] * 3
+    ragged = Shape(16, 1024, ragged=True).seq_lens()
+    assert (min(ragged), max(ragged)) == (1, 2048) and sum(ragged) == pytest.approx(16 * 1024, rel=0.01)
+    assert ragged != sorted(ragged)
+    # 8 KV heads of K and V, 128 dimensions of 2 bytes.
+    case = Case("GQA", "float16", Shape(2, 20), 1)
+    assert case.num_bytes == 2 * 20 * 8 * 2 * 128 * 2
+    assert case.bytes_held == 2 * 32 * 8 * 2 * 128 * 2
+    assert Case("MHA", "float16", Shape(2, 20), 1).num_bytes == 4 * case.num_bytes
+
+
+def test_verdicts_are_medians_of_one_thread_against_the_floors():
+    rows = [row(fraction_of_read=share) for share in (0.1, 0.63, 0.64)] + [row(threads=2, fraction_of_read=0.0)]
+    by_name = {line.split(":")[0]: line for line in verdicts(rows)}
+    assert ": met, 63% of the read limit" in by_name["float16 GQA (AVX-512)"]
+    assert "skipped, no native with amx" in by_name["bfloat16 GQA (AMX)"]
+    missed = [row(fraction_of_read=0.61), row(kernel="llamafile", ratio_to_ispc=1.19, fraction_of_read=0.9)]
+    by_name = {line.split(":")[0]: line for line in verdicts(missed)}
+    assert ": MISSED, 61%" in by_name["float16 GQA (AVX-512)"]
+    assert ": MISSED, 1.19x ispc" in by_name["llamafile, float16 GQA"]
+    slow = next(iter(verdicts([row(ratio_to_ispc=1.7)])))
+    assert "MISSED" in slow and "75%" in slow and "1.70x" in slow
+    without_ispc = next(iter(verdicts([row(ratio_to_ispc=None)])))
+    assert ": met" in without_ispc and "ratio to ispc skipped" in without_ispc
+
+
+def test_medians_over_shapes():
+    (line,) = medians([row(gbps=speed, batch=speed, ratio_to_ispc=None) for speed in (1.0, 5.0, 2.0)])
+    assert line == ("GQA 32/8", "float16", "1", "native", "avx512", "2.0", "16.0", "75%", "-")
+
+
+def test_figure_shows_every_contender_once():
+    rows = [
+        row(kernel=kernel, isa=isa, threads=threads, batch=batch)
+        for kernel, isa in (("native", "avx512"), ("native", "avx2"), ("torch SDPA", "contiguous"))
+        for threads in (1, 2)
+        for batch in (1, 8)
+    ]
+    drawing = figure(rows)
+    assert len(drawing.axes) == 2
+    assert all(len(ax.lines) == 4 for ax in drawing.axes)  # three contenders and the limit
+    assert len(drawing.legends[0].get_texts()) == 3
+    assert markdown(rows).count("\n") == len(rows) + 2
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
+    monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
+    monkeypatch.setattr(bench_pacpu, "MIN_TURN_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_pacpu, "MAX_ROUNDS", 1)  # medians of ratios are then ratios of medians
+    monkeypatch.setattr(bench_pacpu, "last_level_cache_bytes", lambda: 0)
+
+
+def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys):
+    before = pacpu.isa()
+    bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
+    assert pacpu.isa() == before
+    folder = tmp_path / "pacpu" / "latest"
+    rows = json.loads((folder / "summary.json").read_text())
+    assert (folder / "figure.png").stat().st_size > 10_000 and (folder / "provenance.json").is_file()
+    best = next(isa for isa in usable_isas() if isa not in pacpu_cases.BF16_ISAS)
+    for name in pacpu.kernels("float16"):
+        mine = [r for r in rows if (r["kernel"], r["isa"], r["dtype"]) == (name, best, "float16")]
+        assert len(mine) == 2 * 2 * 2  # heads, shapes, teams
+        assert all(r["gbps"] > 0 and r["fraction_of_read"] == pytest.approx(r["gbps"] / r["read_gbps"]) for r in mine)
+        assert all((r["ratio_to_ispc"] is None) == ("ispc" not in pacpu.kernels()) for r in mine)
+    assert {r["isa"] for r in rows if r["kernel"] == "native"} == set(usable_isas())
+    printed = capsys.readouterr().out
+    assert "float16 GQA (AVX-512): " in printed and "medians over shapes" in printed
+
+
+def test_kernels_that_disagree_are_not_measured(tiny, monkeypatch, tmp_path):
+    if len(pacpu.kernels("float16")) < 2:
+        pytest.skip("there is one kernel only")
+    honest = pacpu_cases.prepare_pacpu
+
+    def prepare(kernel: str, *arguments: Any) -> Any:
+        attend = honest(kernel, *arguments)
+        return attend if kernel == "native" or attend is None else lambda layer: attend(layer) + 1
+
+    monkeypatch.setattr(pacpu_cases, "prepare_pacpu", prepare)
+    with pytest.raises(SystemExit, match="differs from native"):
+        bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1,), results_dir=tmp_path))

@@ -1,0 +1,67 @@
+"""Every kernel once under the address and undefined-behaviour sanitizers, in an extension built for that."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+RUN_EVERY_KERNEL = """
+import torch
+import pacpu
+from pacpu import _pacpu
+from tests.pacpu.test_paged_attention import DTYPES, make_case
+
+torch.manual_seed(0)
+for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
+    try:
+        _pacpu.select_isa(isa)
+    except ValueError:
+        continue
+    for dtype in DTYPES:
+        for kernel in pacpu.kernels(dtype):
+            for shape in (dict(), dict(num_heads=5, num_kv_heads=5, head_dim=72, block_size=5, seq_lens=(300, 1))):
+                make_case(dtype, **shape).check(kernel=kernel, num_threads=3)
+            print("ran", isa, dtype, kernel)
+print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
+"""
+
+
+def library(name: str) -> str | None:
+    """Path of a library of the compiler, which must come before all others in a sanitized process."""
+    answer = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+    path = answer.stdout.strip()
+    return path if os.path.isabs(path) else None
+
+
+def test_no_kernel_reads_or_writes_where_it_should_not(tmp_path):
+    if "CXX" in os.environ or shutil.which("g++") is None:
+        pytest.skip("looks for the sanitizer's libraries where g++ has them")
+    preload = [library(name) for name in ("libasan.so", "libstdc++.so.6")]
+    if None in preload:
+        pytest.skip("g++ has no libasan.so")
+    build = ["setup.py", "--quiet", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    built = subprocess.run(
+        [sys.executable, *build], env=os.environ | {"PACPU_SANITIZE": "1"}, cwd=REPO, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    shutil.copy(REPO / "pacpu/__init__.py", tmp_path / "lib/pacpu")
+    (extension,) = (tmp_path / "lib/pacpu").glob("_pacpu*.so")
+    assert b"__asan_init" in extension.read_bytes() and b"__ubsan" in extension.read_bytes()
+    env = os.environ | {
+        "PYTHONPATH": f"{tmp_path / 'lib'}:{REPO}",
+        "LD_PRELOAD": ":".join(preload),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "1",
+    }
+    env.pop("PACPU_ISA", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN_EVERY_KERNEL], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == f"True {extension}"
+    assert "ran portable torch.float16 native" in ran.stdout

@@ -1,0 +1,144 @@
+"""Every Triton kernel compiled ahead of time, for GPUs that are not here, exactly as the engine would launch it.
+
+The operations run on host tensors with Triton told that a GPU of the target's kind is there. Each launch compiles
+what it would launch, with the very tile sizes, warps and specialisations, and is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from swiftllm.ops import triton_attention, triton_cache, triton_rows
+from swiftllm.ops.triton_ops import TritonOps
+
+# Most that one program may have, in KiB (compute capabilities in the CUDA programming guide).
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+# bfloat16 needs sm_80: select_ops refuses it elsewhere.
+TARGETS = [
+    (capability, dtype) for capability in SHARED_KIB for dtype in DTYPES if (capability, dtype) != (75, DTYPES[1])
+]
+HOST = torch.device("cpu")
+NUM_MULTIPROCESSORS = 72
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+
+
+LLAMA_8B = Shape(32, 8, 128, 4096, 14336)
+SMOLLM2 = Shape(9, 3, 64, 576, 1536)
+# The other sizes of groups go through attention alone; 7B: Llama-2-7B, 70B: one of eight shards of Llama-3-70B.
+LLAMA_7B = Shape(32, 32, 128, 4096, 11008)
+LLAMA_70B_SHARD = Shape(8, 1, 128, 8192, 3584)
+
+
+@dataclass(frozen=True)
+class PretendGPU:
+    """What Triton asks a driver for before it compiles; a device number of its own keeps the targets' caches apart."""
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
+    """The kernels that were compiled instead of launched."""
+    kernels: list = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        assert all(0 < size <= limit for size, limit in zip(grid, (2**31 - 1, 65535, 65535), strict=False)), grid
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    yield kernels
+    driver.set_active(None)
+
+
+def decode(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) -> None:
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    q, k, v = torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
+    tables, lens = torch.zeros(rows, 7, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    layer = torch.empty(4, kv_heads, 2, 16, head_dim, dtype=dtype)
+    ops.decode_attention(q, k, v, layer, tables, lens, torch.empty_like(q.contiguous()), head_dim**-0.5)
+
+
+def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) -> None:
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    hidden, weight = torch.empty(rows, shape.hidden_size, dtype=dtype), torch.empty(shape.hidden_size, dtype=dtype)
+    ops.rms_norm(hidden, weight, 1e-5)
+    ops.add_rms_norm(hidden, hidden, weight, 1e-5)
+    ops.silu_and_mul(torch.empty(rows, 2 * shape.intermediate_size, dtype=dtype))
+    qkv = torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    ops.rotary_(qkv[:, : heads + kv_heads], torch.empty(rows, 2, head_dim))
+    pool, slots = torch.empty(2, 4, kv_heads, 2, 16, head_dim, dtype=dtype), torch.arange(rows)
+    ops.store_kv(*qkv.split((heads, kv_heads, kv_heads), 1)[1:], pool[0], slots, slots)
+    staging = torch.empty_like(pool[:, :rows])
+    ops.gather_blocks(pool, slots, staging)
+    ops.scatter_blocks(staging, pool, slots)
+    decode(ops, shape, dtype)
+
+
+def resource_usage(kernel: triton.compiler.CompiledKernel, folder: Path) -> dict[str, int]:
+    """Registers, stack and local memory per thread, as the assembler left them."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
+
+
+@pytest.mark.parametrize("capability, dtype", TARGETS, ids=str)
+def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
+    driver.set_active(PretendGPU(capability))
+    ops = TritonOps(HOST, capability, NUM_MULTIPROCESSORS)
+    for shape in (LLAMA_8B, SMOLLM2):
+        everything(ops, shape, dtype)
+    for shape in (LLAMA_7B, LLAMA_70B_SHARD):
+        decode(ops, shape, dtype)
+
+    names = set()
+    for kernel in {kernel.hash: kernel for kernel in compiled}.values():
+        name, shared = kernel.metadata.name, kernel.metadata.shared
+        usage = resource_usage(kernel, tmp_path)
+        uses_dot, ptx = "tt.dot" in kernel.asm["ttir"], kernel.asm["ptx"]
+        on_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
+        print(f"sm_{capability} {dtype} {name}: {usage['REG']} registers, {shared} bytes of shared memory")
+        assert f".target sm_{capability}" in ptx
+        assert shared <= SHARED_KIB[capability] * 1024, name
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert on_tensor_cores == uses_dot, f"{name}: tl.dot {uses_dot}, tensor-core instructions {on_tensor_cores}"
+        names.add(name)
+
+    of_other_targets = {"decode_partials_lanes_kernel", "decode_partials_dot_kernel"} - names
+    assert len(of_other_targets) == 1 and names | of_other_targets == all_kernels()
+
+
+def all_kernels() -> set[str]:
+    modules = (triton_attention, triton_cache, triton_rows)
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

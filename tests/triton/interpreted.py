@@ -1,0 +1,217 @@
+"""Every Triton kernel in Triton's interpreter, on host tensors, against float64 results of the torch reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swiftllm.ops import ReferenceOps
+from swiftllm.ops.triton_ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
+from tests.reference.paged_attention import paged_attention, store_new_tokens
+from tests.reference.tolerances import assert_close
+from tests.triton.interpreter import repair_bfloat16_dot
+
+repair_bfloat16_dot()
+
+HOST = torch.device("cpu")
+REFERENCE = ReferenceOps()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-5
+EXACTLY = {"rtol": 0, "atol": 0, "equal_nan": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs_and_poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New random inputs each time, their seed printed with a failure; NaN wherever memory is not initialised."""
+    print("seed", torch.seed())
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield
+
+
+def make_ops(capability: int = 80) -> TritonOps:
+    return TritonOps(HOST, capability, num_multiprocessors=16)
+
+
+def strided_rows(rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows that lie apart, NaN between them."""
+    size = torch.Size(shape).numel()
+    wide = torch.full((rows, size + 24), torch.nan, dtype=dtype)
+    wide[:, 8 : 8 + size] = torch.randn(rows, size)
+    return wide[:, 8 : 8 + size].unflatten(1, shape)
+
+
+@pytest.mark.parametrize("size", [64, 576])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms(dtype, size):
+    ops = make_ops()
+    x, residual = strided_rows(5, size, dtype=dtype), strided_rows(5, size, dtype=dtype)
+    weight = torch.rand(size).to(dtype) + 0.5
+    expected = REFERENCE.rms_norm(x.double(), weight.double(), EPS)
+    assert_close(ops.rms_norm(x, weight, EPS), expected, dtype)
+
+    before = residual.clone()
+    expected_total = x.double() + residual.double()
+    normed, total = ops.add_rms_norm(x, residual, weight, EPS)
+    assert_close(total, expected_total, dtype)
+    # To the bit the norm of the rounded sum, which is what the next layers see.
+    torch.testing.assert_close(normed, ops.rms_norm(total, weight, EPS), **EXACTLY)
+    torch.testing.assert_close(residual, before, **EXACTLY)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_turns_some_heads_and_leaves_the_others(dtype, heads, head_dim):
+    qkv = strided_rows(4, heads + 2, head_dim, dtype=dtype)
+    rotary_rows = torch.randn(4, 2, head_dim)
+    expected = qkv.double()
+    wide = expected[:, :heads].clone()
+    exchanged = wide.roll(head_dim // 2, -1)
+    expected[:, :heads] = wide * rotary_rows[:, None, 0] + exchanged * rotary_rows[:, None, 1]
+    make_ops().rotary_(qkv[:, :heads], rotary_rows)
+    assert_close(qkv, expected, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # infinity is the right value there
+@pytest.mark.parametrize("size", [96, 1536])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_and_mul(dtype, size):
+    gate_up = strided_rows(3, 2 * size, dtype=dtype)
+    gate_up[0, 0], gate_up[0, 1] = -200.0, 60.0  # where a careless exponential overflows
+    assert_close(make_ops().silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up.double()), dtype)
+
+
+@pytest.mark.parametrize("num_kv_heads, head_dim, block_size", [(3, 64, 16), (9, 80, 8)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_store_kv_writes_its_slots_and_no_others(dtype, num_kv_heads, head_dim, block_size):
+    kv_layer = torch.full((7, num_kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype)
+    k, v = (strided_rows(11, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    slots = torch.randperm(7 * block_size)[:11]
+    blocks, offsets = slots // block_size, slots % block_size
+    expected = kv_layer.clone()
+    REFERENCE.store_kv(k, v, expected, blocks, offsets)
+    make_ops().store_kv(k, v, kv_layer, blocks, offsets)
+    torch.testing.assert_close(kv_layer, expected, **EXACTLY)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_go_to_the_staging_buffer_and_back_bit_by_bit(dtype):
+    ops = make_ops()
+
+    def random_bits(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, (*shape[:-1], shape[-1] * dtype.itemsize // 4), dtype=torch.int32)
+
+    shape = (3, 2, 16, 48)  # of a block in one layer: more than one tile of words
+    pool = random_bits(2, 9, *shape)
+    blocks = torch.randperm(9)[:4]
+    staging = torch.zeros_like(pool[:, :4])
+    ops.gather_blocks(pool.view(dtype), blocks, staging.view(dtype))
+    assert torch.equal(staging, pool[:, blocks])
+
+    target = random_bits(2, 6, *shape)
+    expected, places = target.clone(), torch.randperm(6)[:4]
+    expected[:, places] = staging
+    ops.scatter_blocks(staging.view(dtype), target.view(dtype), places)
+    assert torch.equal(target, expected)
+
+
+ATTENTIONS = {  # name: query heads, KV heads, head_dim, block_size
+    "MHA": (3, 3, 128, 16),
+    "GQA 3": (6, 2, 64, 16),
+    "GQA 4, short blocks": (4, 1, 64, 8),
+    "MQA 9, odd head": (9, 1, 80, 16),
+}
+
+# float32 takes the same kernel on every GPU, and bfloat16 needs sm_80.
+PATHS = [(torch.float32, 80), (torch.float16, 75), (torch.float16, 80), (torch.bfloat16, 80)]
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS.values(), ids=ATTENTIONS.keys())
+@pytest.mark.parametrize("dtype, capability", PATHS, ids=str)
+def test_decode_attention(dtype, capability, shape):
+    """Ragged contexts in shuffled blocks: of one token, at and around the ends of blocks, tiles and splits.
+
+    Splits beyond a context hold nothing; slots and blocks beyond it are NaN, and so are partial results never made.
+    """
+    num_heads, num_kv_heads, head_dim, block_size = shape
+    edge = MIN_SPLIT_TOKENS
+    seq_lens = torch.tensor([1, 2 * edge + 1, edge, 17, 2 * edge + random.randrange(2, edge)], dtype=torch.int32)
+    width = 3 * edge // block_size
+    needed = [-(-n // block_size) for n in seq_lens.tolist()]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks, dtype=torch.int32)
+    tables = torch.full((len(needed), width), 2**30, dtype=torch.int32)  # far outside the cache
+    kv_layer = torch.full((num_blocks, num_kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype)
+    for row, count in enumerate(needed):
+        tables[row, :count], order = order[:count], order[count:]
+        context = torch.randn(count, num_kv_heads, 2, block_size, head_dim).to(dtype)
+        beyond = torch.arange(count * block_size).view(count, 1, 1, block_size, 1) >= seq_lens[row] - 1
+        kv_layer[tables[row, :count].long()] = context.masked_fill(beyond, torch.nan)
+    new = strided_rows(len(needed), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    q, k, v = new.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    expected_layer = kv_layer.clone()
+    store_new_tokens(k, v, expected_layer, tables, seq_lens)
+    expected = paged_attention(q, expected_layer, tables, seq_lens, head_dim**-0.5)
+
+    out = torch.full((len(needed), num_heads, head_dim), torch.nan, dtype=dtype)
+    make_ops(capability).decode_attention(q, k, v, kv_layer, tables, seq_lens, out, head_dim**-0.5)
+    torch.testing.assert_close(kv_layer, expected_layer, **EXACTLY)
+    assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("capability", [75, 80])
+def test_rows_without_context_are_left_out(capability):
+    """A batch may be padded to the size of a captured graph with rows of length 0."""
+    kv_layer, out = torch.randn(4, 1, 2, 16, 16).half(), torch.empty(2, 2, 16, dtype=torch.float16)
+    q, k, v = torch.randn(2, 4, 16).half().split((2, 1, 1), dim=1)
+    tables, seq_lens = torch.tensor([[3], [0]], dtype=torch.int32), torch.tensor([5, 0], dtype=torch.int32)
+    expected_layer = kv_layer.clone()
+    store_new_tokens(k[:1], v[:1], expected_layer, tables[:1], seq_lens[:1])
+    make_ops(capability).decode_attention(q, k, v, kv_layer, tables, seq_lens, out, 0.25)
+    assert torch.equal(kv_layer, expected_layer)
+    assert not out[1].any()
+    assert_close(out[0], paged_attention(q[:1], expected_layer, tables[:1], seq_lens[:1], 0.25)[0])
+
+
+@pytest.mark.parametrize("rows, context", [(12, 12), (5, 33)], ids=["whole prompt", "chunk"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prefill_attention_groups_heads_as_the_reference_does(dtype, heads, rows, context):
+    num_heads, num_kv_heads = heads
+    new = strided_rows(rows, num_heads, 32, dtype=dtype)
+    k, v = torch.randn(2, num_kv_heads, context, 32).to(dtype)
+    mask = None if rows == context else torch.arange(context) <= torch.arange(context - rows, context)[:, None]
+    expected = REFERENCE.prefill_attention(new.double(), k.double(), v.double(), mask, 0.2)
+    assert_close(make_ops().prefill_attention(new, k, v, mask, 0.2), expected, dtype)
+
+
+def test_no_rows_are_no_work():
+    ops, rows = make_ops(), torch.empty(0, 4, 16)
+    tables, lens = torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    layer = torch.zeros(2, 4, 2, 16, 16)
+    ops.rotary_(rows, torch.empty(0, 2, 16))
+    ops.store_kv(rows, rows, layer, tables.long()[:, 0:0].flatten(), lens.long())
+    ops.decode_attention(rows, rows, rows, layer, tables, lens, rows, 1.0)
+    assert ops.rms_norm(rows.flatten(1), torch.ones(64), EPS).shape == (0, 64)
+    assert ops.add_rms_norm(rows.flatten(1), rows.flatten(1), torch.ones(64), EPS)[1].shape == (0, 64)
+    assert ops.silu_and_mul(rows.flatten(1)).shape == (0, 32)
+    assert not layer.any()
+
+
+def test_rows_that_do_not_lie_together_are_refused():
+    with pytest.raises(ValueError, match="not contiguous"):
+        make_ops().rotary_(torch.randn(3, 16, 4).transpose(1, 2), torch.randn(3, 2, 16))
+
+
+@pytest.mark.parametrize("sequences, context", [(1, 64), (8, 832), (512, 1024), (160, 20_000), (4096, 131_072)])
+def test_splits_are_long_enough_to_pay_and_cover_the_context(sequences, context):
+    tokens = make_ops()._split_tokens(sequences, context)
+    assert tokens.bit_count() == 1 and MIN_SPLIT_TOKENS <= tokens <= MAX_SPLIT_TOKENS

@@ -1,0 +1,94 @@
+"""A two-layer model on interpreted Triton kernels generates what transformers would, as it does on the torch reference.
+
+The judge keeps no cache and knows no tiers, so that a wrong swap shows as well as a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from swiftllm.config import EngineConfig
+from swiftllm.ops import Ops, ReferenceOps
+from swiftllm.ops.triton_ops import TritonOps
+from swiftllm.plan import LaneItem
+from swiftllm.request import Request, SamplingParams, Tier
+from swiftllm.torch_backend import TorchBackend
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.tiny_model import make_tiny_llama
+from tests.triton.interpreter import repair_bfloat16_dot
+
+repair_bfloat16_dot()
+
+NUM_TOKENS = 8
+PROMPT_LENS = (1, 17, 40, 23, 5)
+CHUNK = 16
+# How far below the highest logit a chosen token's may lie, in standard deviations of the judge's float32 logits. Two
+# layers in float16 move logits by some thousandths of that.
+NEAR_TIE = {"float32": 0.0, "float16": 0.02}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama"), num_hidden_layers=2)
+
+
+@pytest.fixture
+def generate(model_folder, monkeypatch) -> Callable[[Ops, str], list[Request]]:
+    """Requests join one by one, in chunks, while the others decode, ride and change tiers at random."""
+
+    def run(ops: Ops, dtype: str) -> list[Request]:
+        monkeypatch.setattr("swiftllm.torch_backend.select_ops", lambda *_: ops)
+        config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
+        driver, rng = BackendDriver(TorchBackend(config)), random.Random(3)
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        requests: list[Request] = []
+        for index, length in enumerate(PROMPT_LENS):
+            prompt = [rng.randrange(3, 128) for _ in range(length)]
+            request = driver.admit(f"r{index}", prompt, list(Tier)[index % 2], sampling)
+            for start in range(0, length, CHUNK):
+                running = [r for r in requests if r.output_len < NUM_TOKENS]
+                lane = [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in running if r.tier is Tier.GPU]
+                lane.append(LaneItem(request, start, min(CHUNK, length - start), request.tier, True))
+                driver.run(lane, [r for r in running if r.tier is Tier.CPU])
+            requests.append(request)
+        while running := [r for r in requests if r.output_len < NUM_TOKENS]:
+            driver.move([r for r in running if rng.random() < 0.5])
+            driver.decode(running)
+        return requests
+
+    return run
+
+
+OPS = {
+    "reference": ReferenceOps(),
+    "Triton, tensor cores": TritonOps(torch.device("cpu"), capability=80, num_multiprocessors=16),
+    "Triton, no tensor cores": TritonOps(torch.device("cpu"), capability=75, num_multiprocessors=16),
+}
+
+
+@pytest.mark.parametrize(
+    "ops, dtype",
+    [
+        ("reference", "float32"),
+        ("Triton, tensor cores", "float32"),
+        ("Triton, tensor cores", "float16"),
+        ("Triton, no tensor cores", "float16"),
+    ],
+)
+@torch.inference_mode()
+def test_greedy_tokens_are_those_of_transformers(generate, model_folder, ops, dtype):
+    requests = generate(OPS[ops], dtype)
+    judge = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for request in requests:
+        text = torch.tensor([request.token_ids(0, request.num_tokens)])
+        logits = judge(text, use_cache=False).logits[0, request.prompt_len - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(request.output_token_ids)[:, None])[:, 0]
+        assert len(chosen) == NUM_TOKENS
+        below = (logits.max(-1).values - chosen) / logits.std(-1)
+        assert (below <= NEAR_TIE[dtype]).all(), f"{request.request_id}: {request.output_token_ids}, below by {below}"
