@@ -79,7 +79,7 @@ def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
     shares = {f"{name}_share": parts[name].cumtime / parts["step"].cumtime for name in ("schedule", "run", "update")}
     return {
         "system": system,
-        "backend": "simulated",
+        "backend": "measured: simulator speed",
         "model": f"{NUM_LAYERS} layers",
         "gpu_requests": num_gpu,
         "cpu_requests": num_cpu,

@@ -130,7 +130,7 @@ def ratios_by_point(
 
 
 def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
-    """Claim, ours and the difference, a table for each backend; then which assumption our prediction rests on."""
+    """Claim, ours and the difference, a table for each backend; then which assumptions our prediction rests on."""
     for backend in dict.fromkeys(record["backend"] for record in summary):
         records = [record for record in summary if record["backend"] == backend]
         simulated = backend == "simulated"
@@ -152,8 +152,9 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
                     "" if item.difference is None else f"{item.difference:+.0%}",
                 )
             console.print(table)
-        if simulated:
-            for line in assumptions(records):
+        if simulated and claims:
+            script = f"python evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
+            for line in assumptions(records, script):
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -173,18 +174,38 @@ def _on(claim: Claim) -> str:
     return ", ".join(parts)
 
 
-def assumptions(records: Sequence[FlatRecord]) -> list[str]:
-    """For each setting, the assumption that decides most: how fast CPU attention is beside the GPU's."""
+def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
+    """For each machine, the two assumptions that decide most, and the command that shows what they change.
+
+    Settings that differ in their host only are told of together.
+    """
+    machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
+    for record in records:
+        if record["cpu_bandwidth_gb_s"] is not None:
+            machines.setdefault((record["gpu"], record["model"], record["num_gpu_blocks"]), []).append(record)
     lines = []
-    for title in dict.fromkeys(record["setting_title"] for record in records):
-        here = [record for record in records if record["setting_title"] == title]
-        rates = {r["system"]: r["cpu_bandwidth_gb_s"] for r in here if r["cpu_bandwidth_gb_s"] is not None}
-        if not rates:
-            continue
-        gpu_rate = here[0]["gpu_attention_gb_s"]
-        told = ", ".join(f"{system} {rate:.0f} GB/s ({rate / gpu_rate:.0%})" for system, rate in rates.items())
-        lines.append(
-            f"{title}: where ours differs, look first at CPU attention: assumed {told} of the GPU's {gpu_rate:.0f} "
-            "GB/s; the papers do not state theirs. --sensitivity cpu_bandwidth=20..300 shows how it moves the ratios."
+    for here in machines.values():
+        first, titles = here[0], list(dict.fromkeys(record["setting_title"] for record in here))
+        title = titles[0] if len(titles) == 1 else f"{titles[0].split(' (')[0]} ({len(titles)} hosts)"
+        blocks, most, gpu_rate = first["num_gpu_blocks"], first["max_gpu_blocks"], first["gpu_attention_gb_s"]
+        rates: dict[str, list[float]] = {}
+        for record in here:
+            rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
+        told = ", ".join(
+            f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
+            for system, values in rates.items()
         )
+        lines += [
+            f"{title}: where ours differs, look first at the GPU's KV pool, {blocks} blocks of 16 tokens "
+            f"({first['num_gpu_blocks_status']}; the card holds at most {most} beside the weights), and at CPU "
+            f"attention, assumed {told} of the GPU's {gpu_rate:.0f} GB/s.",
+            f"  What they change: {script} --gpu {first['gpu_option']} --sensitivity gpu_blocks={blocks}..{most} "
+            "(or cpu_bandwidth=20..300)",
+        ]
     return lines
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """A value, or the range of several."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low}-{high}"

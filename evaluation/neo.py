@@ -17,6 +17,7 @@ from apex.hardware import load_host
 from evaluation.experiment import Point
 from evaluation.papers import PaperSetting
 from evaluation.results import FlatRecord
+from evaluation.sensitivity import Variation
 from evaluation.sweeps import Panel, make_points, make_sensitivity_points, make_sweep
 
 LATENCY = "per_token_latency_s_mean"
@@ -25,7 +26,7 @@ LATENCY = "per_token_latency_s_mean"
 def make_neo_points(
     settings: Mapping[str, Any],
     strategy: StrategyConfig,
-    cpu_bandwidths: Sequence[float] | None = None,
+    variation: Variation | None = None,
     **options: Any,
 ) -> list[Point]:
     """The points of one figure with NEO's rules.
@@ -33,7 +34,7 @@ def make_neo_points(
     Args:
         settings: a section of the experiment file. Beside what :func:`evaluation.sweeps.make_sweep` reads, a panel may
             name ``hosts`` to put its setting on, and the latency ``at_latency_s`` at which its curves are compared.
-        cpu_bandwidths: GB/s of CPU attention; then only what a panel lists in ``sensitivity_at``, once for each.
+        variation: an assumption's values; then only what a panel lists in ``sensitivity_at``, once for each.
         options: those of ``make_sweep``.
     """
     own = {raw["panel"]: raw for raw in settings["panels"]}
@@ -45,10 +46,10 @@ def make_neo_points(
         values = {"at_latency_s": raw.get("at_latency_s"), "max_wait_iterations": strategy.max_wait_iterations}
         for on_its_host in on_hosts(panel, raw.get("hosts", ())):
             alone = replace(sweep, panels=(on_its_host,))
-            if cpu_bandwidths is None:
+            if variation is None:
                 made = make_points(alone)
             else:
-                made = make_sensitivity_points(alone, cpu_bandwidths) if panel.sensitivity_at else []
+                made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
             points += [with_rules(point, strategy, values) for point in made]
     return points
 

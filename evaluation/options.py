@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 import yaml
@@ -22,34 +22,46 @@ if TYPE_CHECKING:
 # evaluation/points.py.
 Backend = Literal["simulated", "torch", "http"]
 
+# An option that may be left out. Its help says what holds then; "None" is nothing to show, or to type.
+Value = TypeVar("Value")
+Given = Annotated[Value | None, tyro.conf.DisallowNone, tyro.conf.arg(help_behavior_hint="")]
+Names = Annotated[Given[tuple[str, ...]], tyro.conf.arg(metavar="NAME ...")]
+Folder = Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")]
+Range = Annotated[Given[str], tyro.conf.arg(metavar="NAME=LOW..HIGH")]
+
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
 
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """What every figure takes. Where the default is "from the experiment file", --help names that file above."""
+    """What every figure takes. Where the default is "from the experiment file", --help names that file above.
 
-    backend: Backend | None = None
-    """simulated predicts the papers' GPUs in virtual time; torch measures a small model on this machine, lengths and
-    loads scaled down; http sends the same to OpenAI-compatible servers that are running (--url). By default what the
-    figure says above."""
-    gpu: Literal["t4", "a10"] | None = None
+    Line breaks stay in the help: they stand where a sentence or clause ends.
+    """
+
+    backend: Given[Backend] = None
+    """simulated predicts the papers' GPUs in virtual time;
+    torch measures a small model on this machine, lengths and loads scaled down;
+    http sends the same to OpenAI-compatible servers that are running (--url).
+    By default what the figure says above."""
+    gpu: Given[Literal["t4", "a10"]] = None
     """Only the panels of this GPU (simulated); by default all of them."""
-    systems: tuple[str, ...] | None = None
+    systems: Names = None
     """Systems to compare, in order; by default from the experiment file."""
-    num_requests: int | None = None
-    """Requests of every simulated point, or with --backend torch or http of every measured one; by default from the
-    experiment file. The papers used 2000."""
+    num_requests: Given[int] = None
+    """Requests of every simulated point, or with --backend torch or http of every measured one;
+    by default from the experiment file. The papers used 2000."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals, prompts."""
-    jobs: int | None = None
+    jobs: Given[int] = None
     """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
-    sensitivity: str | None = None
-    """Instead of the figure: how its ratios move with an assumption, e.g. cpu_bandwidth=20..300 for CPU attention
-    that reads 20 to 300 GB/s (simulated)."""
-    results_dir: Path = RESULTS_DIR
+    sensitivity: Range = None
+    """Instead of the figure: how its ratios move with an assumption (simulated).
+    cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
+    gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to <figure>/<run>/ in this folder. The same command again goes on where the last one stopped."""
-    from_folder: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
     """Run nothing: draw and tell again from the summary.json of this result folder."""
 
     @property
@@ -61,34 +73,34 @@ class CommonOptions:
 class MeasuredOptions:
     """What only the measured part (backends torch and http) takes."""
 
-    config: Path | None = None
+    config: Annotated[Given[Path], tyro.conf.arg(metavar="FILE")] = None
     """Experiment file; by default that of the figure in configs/experiments."""
-    model: Path | None = None
-    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache. With --backend http
-    the model that the servers serve: its tokenizer makes the prompts."""
-    workloads: tuple[str, ...] | None = None
+    model: Folder = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
+    With --backend http the model that the servers serve: its tokenizer makes the prompts."""
+    workloads: Names = None
     """Measure only these workloads of the experiment file."""
-    scale: float | None = None
+    scale: Given[float] = None
     """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
-    output_lens: tuple[float, ...] | None = None
+    output_lens: Annotated[Given[tuple[float, ...]], tyro.conf.arg(metavar="TOKENS ...")] = None
     """Measured average output lengths, before scaling, where the figure sweeps them."""
-    gpu_requests: int | None = None
+    gpu_requests: Given[int] = None
     """Cap the measured GPU pool to this many requests of average length."""
-    num_gpu_blocks: int | None = None
+    num_gpu_blocks: Given[int] = None
     """Cap the measured GPU pool to this many KV blocks instead."""
-    device: DeviceName | None = None
+    device: Given[DeviceName] = None
     """Where the linear layers run; by default from the experiment file."""
-    dtype: DtypeName | None = None
+    dtype: Given[DtypeName] = None
     """Weights, activations and KV cache; by default from the experiment file."""
-    load_format: LoadFormat | None = None
+    load_format: Given[LoadFormat] = None
     """dummy needs only the model's config.json and draws prompts at random."""
-    cpu_threads: int | None = None
+    cpu_threads: Given[int] = None
     """Threads of the CPU attention worker."""
-    cpu_kernel: str | None = None
+    cpu_kernel: Given[str] = None
     """CPU attention kernel (native, ispc)."""
-    repeats: int | None = None
+    repeats: Given[int] = None
     """Measure every point so often and take medians."""
-    trace_dir: Path | None = None
+    trace_dir: Folder = None
     """Folder with trace files, searched first (simulated points read it too)."""
     stall_timeout_s: float = 120.0
     """Give a measured point up after so many seconds without progress."""
@@ -99,9 +111,10 @@ class HttpOptions:
     """What only backend http takes."""
 
     url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
-    """A server to measure and the name of its system, e.g. vllm=http://127.0.0.1:8000; once for each system. Start it
-    yourself, e.g. `vllm serve MODEL --port 8000`. The same server with other flags needs another name, or its earlier
-    results count as finished. Ratios are to the figure's baseline if it is among the names, else to the first."""
+    """A server to measure and the name of its system, e.g. vllm=http://127.0.0.1:8000; once for each system.
+    Start it yourself, e.g. `vllm serve MODEL --port 8000`.
+    The same server with other flags needs another name, or its earlier results count as finished.
+    Ratios are to the figure's baseline if it is among the names, else to the first."""
     ready_timeout_s: float = 60.0
     """Wait so long for a server to become ready (GET /health)."""
     request_timeout_s: float = 1800.0

@@ -29,8 +29,8 @@ DEFAULT_KERNEL = "native"
 class PaperSetting:
     """A machine, model and engine limits of a paper. ``figures`` say where each limit comes from.
 
-    ``host`` and ``cpu_bandwidth_gb_s`` may be replaced (:func:`dataclasses.replace`) to ask what they change;
-    ``cpu_bandwidth_gb_s`` None leaves each system to what its kernel achieves on the host.
+    ``host`` and ``cpu_bandwidth_gb_s`` may be replaced (:func:`dataclasses.replace`) to ask what they change, figures
+    by :meth:`with_figures`; ``cpu_bandwidth_gb_s`` None leaves each system to what its kernel achieves on the host.
     """
 
     name: str
@@ -63,6 +63,18 @@ class PaperSetting:
     @property
     def num_gpu_blocks(self) -> int:
         return int(self["num_gpu_blocks"])
+
+    @property
+    def min_gpu_blocks(self) -> int:
+        """Blocks that the longest request takes."""
+        return -(-self.limits.max_model_len // BLOCK_SIZE)
+
+    @property
+    def max_gpu_blocks(self) -> int:
+        """Blocks that the GPU's whole memory would hold beside the weights, nothing left for activations."""
+        model, itemsize = _model(self.model), ITEMSIZES[self.dtype]
+        free_bytes = _gpu(self.gpu)["memory_gb"] * 1e9 - model.num_parameters * itemsize
+        return int(free_bytes // (model.kv_bytes_per_token(itemsize) * BLOCK_SIZE))
 
     @property
     def num_cpu_blocks(self) -> int:
@@ -108,7 +120,10 @@ class PaperSetting:
         row = {
             "setting": self.name,
             "setting_title": self.title,
+            "gpu_option": self.gpu,
             "host": _host(self.host).name,
+            "num_gpu_blocks_status": self.figures["num_gpu_blocks"].status,
+            "max_gpu_blocks": self.max_gpu_blocks,
             "cpu_kv_gb": self["cpu_kv_gb"],
             "cpu_bandwidth_gb_s": self.cpu_attention_gb_s(system),
             "gpu_attention_gb_s": self.gpu_attention_gb_s(),

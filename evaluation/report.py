@@ -36,10 +36,10 @@ SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
 # What replays report beside the summary table's columns: shown under "all columns", not in the short table.
 SIDE_METRICS = {
     *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
-    "trace_note", "trace_file", "seed", "repeats",
+    "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s",
 }  # fmt: skip
 # What figures are drawn over: stands left of the main figures where it varies.
-SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s")
+SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 
 

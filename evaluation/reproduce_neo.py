@@ -25,13 +25,14 @@ from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.style import save
 from evaluation.figures.table import print_results
 from evaluation.neo import make_neo_points, with_rates_at_latency
-from evaluation.options import experiment_settings
+from evaluation.options import Folder, Given, Names, Range, experiment_settings
 from evaluation.paths import RESULTS_DIR
 from evaluation.points import run_point
 from evaluation.provenance import usable_cores
 from evaluation.reproduction import read_folder
 from evaluation.results import FlatRecord, to_json, write_atomically
-from evaluation.sweeps import describe, parse_sensitivity
+from evaluation.sensitivity import parse_sensitivity, varied_in
+from evaluation.sweeps import describe
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
 ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")
@@ -47,29 +48,30 @@ class Options:
     results/neo-fig<figure>/<run>/. The same command again goes on where the last one stopped.
     """
 
-    figure: tuple[FigureName, ...] = ALL_FIGURES
-    """Figures of the paper. 6: load and latency; 7: distribution of latencies; 8: beside FastDecode+; 9: throughput
-    over output length; 10a: the same on four hosts."""
-    gpu: Literal["t4", "a10", "2xh100"] | None = None
+    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = ALL_FIGURES
+    """Figures of the paper. 6: load and latency; 7: distribution of latencies; 8: beside FastDecode+;
+    9: throughput over output length; 10a: the same on four hosts."""
+    gpu: Given[Literal["t4", "a10", "2xh100"]] = None
     """Only the panels of this GPU; figures without any are left out."""
-    systems: tuple[str, ...] | None = None
+    systems: Names = None
     """Systems to compare in place of the paper's; the figure's baseline must be among them."""
-    num_requests: int | None = None
+    num_requests: Given[int] = None
     """Requests of every point; by default from the experiment file. NEO sent 2000."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals."""
-    jobs: int | None = None
+    jobs: Given[int] = None
     """Points that run at once; by default one per usable core. Changes the time it takes, not the result."""
-    sensitivity: str | None = None
-    """Instead of Figure 9: how its ratios move with an assumption, e.g. cpu_bandwidth=20..300 for CPU attention that
-    reads 20 to 300 GB/s."""
-    trace_dir: Path | None = None
+    sensitivity: Range = None
+    """Instead of Figure 9: how its ratios move with an assumption.
+    cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
+    gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    trace_dir: Folder = None
     """Folder with trace files, searched first."""
-    config: Path | None = None
+    config: Annotated[Given[Path], tyro.conf.arg(metavar="FILE")] = None
     """Experiment file in place of configs/experiments/neo.yaml."""
-    results_dir: Path = RESULTS_DIR
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to neo-fig<figure>/<run>/ in this folder."""
-    from_folder: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
     """Run nothing: draw and tell again from this result folder."""
 
 
@@ -97,9 +99,9 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
     Raises:
         ValueError: an option does not fit; the message says what would.
     """
-    bandwidths = None if options.sensitivity is None else parse_sensitivity(options.sensitivity)
+    variation = None if options.sensitivity is None else parse_sensitivity(options.sensitivity)
     chosen = {}
-    for figure in options.figure if bandwidths is None else ("9",):
+    for figure in options.figure if variation is None else ("9",):
         section = settings[f"fig{figure}"]
         if options.gpu is not None:
             panels = [panel for panel in section["panels"] if panel["setting"] == f"neo-{options.gpu}"]
@@ -107,14 +109,14 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
         points = make_neo_points(
             section,
             StrategyConfig(**settings["strategy"]),
-            bandwidths,
+            variation,
             systems=options.systems,
             num_requests=options.num_requests,
             seed=options.seed,
             trace_dir=options.trace_dir,
         )
         if points:
-            chosen[f"neo-fig{figure}" + (SENSITIVITY if bandwidths else "")] = points
+            chosen[f"neo-fig{figure}" + (SENSITIVITY if variation else "")] = points
     if not chosen:
         raise ValueError(f"--figure {' '.join(options.figure)} has no panel on {options.gpu}: leave one of the two out")
     return chosen
@@ -144,13 +146,14 @@ def show(folder: Path, rows: Sequence[FlatRecord], settings: dict[str, Any], con
     if section is None:
         raise ValueError(f"{folder} is none of NEO's figures: give a folder like {RESULTS_DIR.name}/neo-fig6/latest")
     claims = load_claims(name)
-    if rows[0]["sensitivity"]:
+    varied = varied_in(rows)
+    if varied:
         drawing = draw_sensitivity(rows, claims, "output_tokens_per_s", "throughput", {})
     else:
         drawing = draw_neo(section["shows"], rows, folder)
     png, _ = save(drawing, folder)
     print_results(section["shows"], rows, console)
-    if not rows[0]["sensitivity"]:
+    if not varied:
         print_claims(claims, rows, console)
     console.print(f"figure: {png}", highlight=False, soft_wrap=True)
 

@@ -22,6 +22,7 @@ from evaluation.options import FigureOptions, experiment_settings, make_measured
 from evaluation.points import run_point
 from evaluation.provenance import machine_identity
 from evaluation.results import FlatRecord
+from evaluation.sensitivity import parse_sensitivity, varied_in
 
 MEASURED = frozenset({"torch", "http"})
 
@@ -113,7 +114,7 @@ def simulated_points(name: str, options: FigureOptions) -> list[Point]:
     )
     if options.sensitivity is None:
         return sweeps.make_points(sweep)
-    return sweeps.make_sensitivity_points(sweep, sweeps.parse_sensitivity(options.sensitivity))
+    return sweeps.make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
 
 
 def measured_options(options: FigureOptions) -> FigureOptions:
@@ -152,7 +153,7 @@ def show(
 ) -> None:
     """Draw the figure into its folder; print the results and the claims beside them."""
     claims = load_claims(figure.name)
-    varied = summary[0].get("sensitivity")
+    varied = varied_in(summary)
     if varied:
         drawing = draw_sensitivity(summary, claims, figure.metric, figure.what, machine)
     else:

@@ -1,9 +1,7 @@
-"""Simulated sweeps: the panels of a paper's figure as points over systems, lengths, rates and CPU bandwidths."""
+"""Simulated sweeps: the panels of a paper's figure as points over systems, lengths, rates and assumptions."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,12 +11,10 @@ from apex.simulation import SIMULATED_SYSTEMS
 from evaluation.experiment import Point
 from evaluation.papers import PaperSetting, load_setting
 from evaluation.provenance import fingerprint
+from evaluation.sensitivity import Assumption, Variation
 from evaluation.simulated_point import SimulatedTask
 from evaluation.traces import Trace, UniformTrace, load_trace
 from evaluation.workloads import Lengths, WorkloadSpec, make_lengths
-
-SENSITIVITY_STEPS = 8
-SENSITIVITIES = ("cpu_bandwidth",)
 
 
 @dataclass(frozen=True)
@@ -101,20 +97,22 @@ def make_points(sweep: Sweep) -> list[Point]:
     return points
 
 
-def make_sensitivity_points(sweep: Sweep, cpu_bandwidths: Sequence[float]) -> list[Point]:
-    """The points of ``sensitivity_at`` of every panel, once for each CPU bandwidth.
+def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
+    """The points of ``sensitivity_at`` of every panel, once for each value of an assumption.
 
-    GPU-only systems compute no attention on the CPU and run once.
+    Systems that do not depend on it run once: GPU-only ones compute no attention on the CPU.
+
+    Raises:
+        ValueError: a setting cannot take a value; the message says what it can.
     """
+    assumption = variation.assumption
     points = []
     for panel in sweep.panels:
         for output_len, rate in _places(panel):
             lengths = _lengths(sweep, panel, output_len, rate)
             for system in sweep.systems:
-                on_cpu = panel.setting.kernel_of(system) is not None
-                for bandwidth in cpu_bandwidths if on_cpu else (None,):
-                    varied = replace(panel, setting=replace(panel.setting, cpu_bandwidth_gb_s=bandwidth))
-                    points.append(_point(sweep, varied, lengths, system, "cpu_bandwidth"))
+                for value in variation.values if assumption.concerns(panel.setting, system) else (None,):
+                    points.append(_point(sweep, panel, lengths, system, assumption, value))
     return points
 
 
@@ -134,20 +132,31 @@ def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float |
     return make_lengths(spec, trace)
 
 
-def _point(sweep: Sweep, panel: Panel, lengths: Lengths, system: str, sensitivity: str | None = None) -> Point:
+def _point(
+    sweep: Sweep,
+    panel: Panel,
+    lengths: Lengths,
+    system: str,
+    assumption: Assumption | None = None,
+    value: float | None = None,
+) -> Point:
+    """A point of a panel; with ``value`` in place of what its setting assumes."""
     setting, spec = panel.setting, lengths.spec
-    values = {"panel": panel.panel, "baseline": sweep.baseline, "sensitivity": sensitivity}
+    if value is not None:
+        setting = assumption.replaced(setting, value)
+    values = {
+        "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
+    }  # fmt: skip
     task = setting.task(system, lengths, values)
     parts = [f"sim-{panel.panel}", setting.name, spec.name]
     words = [setting.title, lengths.title]
-    for value, short, word in (
-        (spec.output_len, "out", "output tokens"),
-        (spec.request_rate, "rate", "requests/s"),
-        (setting.cpu_bandwidth_gb_s, "cpu", "GB/s of CPU attention"),
-    ):
-        if value is not None:
-            parts.append(f"{short}{value:g}")
-            words.append(f"{value:g} {word}")
+    swept = [("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")]
+    if assumption is not None:
+        swept.append((assumption.tag, value, assumption.unit))
+    for tag, at, unit in swept:
+        if at is not None:
+            parts.append(f"{tag}{at:g}")
+            words.append(f"{at:g} {unit}")
     key = "-".join([*parts, system])
     label = ", ".join([*words, system])
     return Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
@@ -170,27 +179,3 @@ def _described(point: Point, task: SimulatedTask) -> dict[str, Any]:
         "workload": asdict(task.lengths.spec),
         "trace": {**asdict(task.lengths.origin), "lengths": task.lengths.digest()},
     }
-
-
-def parse_sensitivity(text: str) -> tuple[float, ...]:
-    """CPU bandwidths in GB/s of ``cpu_bandwidth=LOW..HIGH``: evenly spaced on a logarithmic axis, two digits each.
-
-    Raises:
-        ValueError: the text has another form; the message shows the right one.
-    """
-    match = re.fullmatch(r"(\w+)=([\d.]+)\.\.([\d.]+)", text)
-    try:
-        name, low, high = match[1], float(match[2]), float(match[3])
-    except (TypeError, ValueError):
-        raise ValueError(f"--sensitivity {text!r}: write it as cpu_bandwidth=20..300 (GB/s)") from None
-    if name not in SENSITIVITIES:
-        raise ValueError(f"--sensitivity {name}: what can be varied is {', '.join(SENSITIVITIES)}")
-    if not 0 < low < high:
-        raise ValueError(f"--sensitivity {text!r}: the range must rise from above 0")
-    steps = SENSITIVITY_STEPS - 1
-    values = (low * (high / low) ** (step / steps) for step in range(steps + 1))
-    return tuple(sorted({_two_digits(value) for value in values}))
-
-
-def _two_digits(value: float) -> float:
-    return round(value, 1 - math.floor(math.log10(value)))

@@ -8,12 +8,13 @@ its blocks back and is computed again later.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from swiftllm.kv_cache import KVCacheManager
-from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, StepResult, Strategy, Swap
+from swiftllm.plan import IterationPlan, StepResult
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import FinishReason, Request, RequestRefused, RequestStatus, Tier
 
 
@@ -37,49 +38,6 @@ class ArrivalQueue(list[Request]):
         index = bisect_left(self, request.arrival_index, key=arrival_order)
         assert self[index] is request, f"{request.request_id} is not in this queue"
         del self[index]
-
-
-class PlanDraft:
-    """A plan in the making."""
-
-    def __init__(self, token_budget: int) -> None:
-        self.decodes: list[Request] = []
-        self.prefills: list[LaneItem] = []
-        self.swaps: list[Swap] = []
-        self.tokens_left = token_budget
-        self.admitted: set[str] = set()  # requests that left the waiting queue for this plan
-
-    def add_decodes(self, requests: Sequence[Request]) -> None:
-        self.decodes += requests
-        self.tokens_left -= len(requests)
-
-    def add_prefill(self, request: Request) -> None:
-        """As much of what is left to compute of a prompt as the budget allows."""
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.tokens_left)
-        if num_tokens > 0:
-            self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
-            self.tokens_left -= num_tokens
-
-    def remove_prefill(self, item: LaneItem) -> None:
-        self.prefills.remove(item)
-        self.tokens_left += item.num_tokens
-
-    def plan(
-        self,
-        strategy: Strategy = Strategy.GPU_ONLY,
-        cohorts: Sequence[CohortPlan] = (),
-        leaving: Iterable[str] = (),
-        predicted: dict[str, float] | None = None,
-    ) -> IterationPlan:
-        return IterationPlan(
-            strategy,
-            tuple(self.decodes),
-            tuple(self.prefills),
-            tuple(cohorts),
-            tuple(self.swaps),
-            frozenset(leaving),
-            predicted or {},
-        )
 
 
 class Scheduler:

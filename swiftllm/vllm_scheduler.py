@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swiftllm.plan import IterationPlan
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Request, Tier
-from swiftllm.scheduler import PlanDraft, Scheduler
+from swiftllm.scheduler import Scheduler
 
 
 class VllmScheduler(Scheduler):

@@ -8,8 +8,8 @@ from apex.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.planner.offload import CohortState, OffloadScheduler
 from apex.planner.pipeline import LaneLoad, Pipeline, context_tokens
 from swiftllm.plan import IterationPlan, SteppingRule, Strategy
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Request
-from swiftllm.scheduler import PlanDraft
 
 
 class ApexScheduler(OffloadScheduler):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from apex.planner.offload import OffloadScheduler
 from apex.planner.pipeline import LaneLoad, Pipeline
 from swiftllm.plan import IterationPlan
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Request, Tier
-from swiftllm.scheduler import PlanDraft
 
 
 class FastDecodeScheduler(OffloadScheduler):

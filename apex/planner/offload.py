@@ -13,8 +13,9 @@ from apex.perf_model import PerfModel
 from apex.planner.pipeline import LaneLoad, Pipeline
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import FinishReason, Request, Tier
-from swiftllm.scheduler import PlanDraft, Scheduler, SchedulerLimits, arrival_order, out_of_blocks
+from swiftllm.scheduler import Scheduler, SchedulerLimits, arrival_order, out_of_blocks
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from operator import attrgetter
 from apex.inequality import pipelined_layer_s
 from apex.perf_model import PerfModel
 from swiftllm.plan import LaneItem
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Request
-from swiftllm.scheduler import PlanDraft
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,13 @@ class Pipeline:
         return cpu_0 <= linear_1 + gpu_attention_0 and cpu_1 <= linear_0
 
     def iteration_s(self) -> float:
-        return self.model.num_layers * pipelined_layer_s(*self._times()) + self.model.ends_s(self.num_requests)
+        """All layers and both ends: the lane and batch-1 each have their own, but for the host's work in any case."""
+        model, second = self.model, self.batches[1].size
+        rows = self.num_requests - second
+        ends_s = model.ends_s(rows) + model.ends_s(second)
+        if rows and second:
+            ends_s -= model.iteration_s(0)
+        return model.num_layers * pipelined_layer_s(*self._times()) + ends_s
 
     def fill(self, ready: Sequence[Request]) -> None:
         """Put each request into batch-1 or batch-0, wherever the CPU stays hidden; leave it out otherwise.

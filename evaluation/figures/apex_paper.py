@@ -12,6 +12,7 @@ from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import INK, FigureText, colour
 from evaluation.results import FlatRecord
+from evaluation.sensitivity import varied_in
 
 Records = Sequence[FlatRecord]
 
@@ -71,44 +72,59 @@ def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
 def draw_sensitivity(
     records: Records, claims: Sequence[Claim], metric: str, what: str, machine: Mapping[str, Any]
 ) -> plt.Figure:
-    """Ratios in ``metric`` over CPU bandwidth, one panel per point of the figure, with the papers' claims as lines."""
-    baseline = records[0]["baseline"]
+    """Ratios in ``metric`` over the assumption that was varied, one panel per point of the figure, with the papers'
+    claims as lines. Solid lines are ratios to the baseline, dashed ones those that are claimed to another system."""
+    assumption, baseline = varied_in(records), records[0]["baseline"]
     panels = []
     for place in dict.fromkeys(place_of(record) for record in records):
         here = [record for record in records if place_of(record) == place]
-        reference = next((r[metric] for r in here if r["system"] == baseline), None)
-        by_system = {
-            system: {r["cpu_bandwidth_gb_s"]: r[metric] for r in here if r["system"] == system and r[metric]}
-            for system in unique((r for r in here if r["cpu_bandwidth_gb_s"] is not None), "system")
+        first = here[0]
+        values = {
+            system: {r[assumption.field]: r[metric] for r in here if r["system"] == system and r[metric]}
+            for system in unique(here, "system")
         }
         lines = [
-            Series(system, colour(system), tuple((x, y / reference) for x, y in values.items()))
-            for system, values in by_system.items()
-            if reference
+            Series(system, colour(system), over(values[system], values.get(baseline, {})))
+            for system in values
+            if system != baseline
         ]
-        apex, neo = by_system.get("apex", {}), by_system.get("neo", {})
-        over = tuple((x, apex[x] / neo[x]) for x in apex if x in neo)
-        lines.append(Series("apex / neo", INK, over, dashed=True))
-        levels = tuple(claim_levels(claims, metric, here[0]))
-        first = here[0]
+        claimed = [claim.systems for claim in claims_about(claims, metric, first) if claim.systems[1] != baseline]
+        for pair in dict.fromkeys([("apex", "neo"), *claimed]):
+            points = over(values.get(pair[0], {}), values.get(pair[1], {}))
+            lines.append(Series(" / ".join(pair), pair_colour(pair), points, dashed=True))
+        levels = tuple(claim_levels(claims, metric, first))
         swept = f", {first['output_len']:.0f} out" if first["request_rate"] is None else (
             f", {first['request_rate']:g} requests/s"
         )  # fmt: skip
         title = f"{first['setting_title']}, {first['workload_title']}{swept}"
         y_label = f"{what} relative to {baseline}, SIMULATED"
-        x_label = "CPU attention bandwidth (GB/s, assumed)"
-        panels.append(LinePanel(title, x_label, y_label, tuple(lines), levels, log_x=True))
-    text = words(f"{what.capitalize()} against the speed of CPU attention", records, machine)
+        panels.append(LinePanel(title, assumption.axis, y_label, tuple(lines), levels, log_x=True))
+    text = words(f"{what.capitalize()} against {assumption.words}", records, machine)
     return line_figure(panels, text)
 
 
-def claim_levels(claims: Sequence[Claim], metric: str, record: FlatRecord) -> Iterable[Level]:
-    """The claims about a point as horizontal lines; those about any workload only where there is no other."""
+def over(values: Mapping[float | None, float], base: Mapping[float | None, float]) -> tuple[tuple[float, float], ...]:
+    """(x, ratio) of two systems' values by what was varied; None stands for a system that does not depend on it."""
+    bases = {x: base.get(x, base.get(None)) for x in values if x is not None}
+    return tuple((x, values[x] / at) for x, at in bases.items() if at)
+
+
+def pair_colour(systems: tuple[str, str]) -> str:
+    return INK if systems[1] == "neo" else colour(systems[0])
+
+
+def claims_about(claims: Sequence[Claim], metric: str, record: FlatRecord) -> list[Claim]:
+    """The claims about a point that name a ratio; those about any workload only where there is no other."""
     about = [claim for claim in claims if claim.ratio and claim.metric == metric and claim.covers(record)]
-    for claim in [claim for claim in about if claim.workload is not None] or about:
+    return [claim for claim in about if claim.workload is not None] or about
+
+
+def claim_levels(claims: Sequence[Claim], metric: str, record: FlatRecord) -> Iterable[Level]:
+    """The claims about a point as horizontal lines."""
+    for claim in claims_about(claims, metric, record):
         at_best = "up to " if claim.up_to else ""
-        ink = INK if claim.systems[1] == "neo" else colour(claim.systems[0])
-        yield Level(claim.ratio, f"claimed: {'/'.join(claim.systems)} {at_best}{claim.ratio:g}", ink)
+        label = f"claimed: {'/'.join(claim.systems)} {at_best}{claim.ratio:g}"
+        yield Level(claim.ratio, label, pair_colour(claim.systems))
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -187,12 +203,19 @@ def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: 
 def simulated_subtitle(records: Records) -> str:
     parts = []
     for name in unique(records, "setting"):
-        first = next(record for record in records if record["setting"] == name)
+        here = [record for record in records if record["setting"] == name]
+        first = here[0]
         parts.append(
-            f"{first['setting_title']} ({first['dtype']}) in {first['host']}: {first['num_gpu_blocks']} GPU blocks "
+            f"{first['setting_title']} ({first['dtype']}) in {first['host']}: {gpu_pool(here)} GPU blocks "
             f"of 16 tokens, {first['cpu_kv_gb']:g} GB of host memory for KV cache"
         )
     return "\n".join(parts)
+
+
+def gpu_pool(records: Records) -> str:
+    """Blocks of the GPU pool, or their range."""
+    blocks = sorted({record["num_gpu_blocks"] for record in records if record["num_gpu_blocks"] is not None})
+    return f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else str(blocks[0] if blocks else "-")
 
 
 def measured_where(records: Records) -> str:
@@ -205,13 +228,14 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
         servers = dict.fromkeys(f"{record['system']}: {record['server']}" for record in records)
         return f"{first['model']}, timed at the client; {'; '.join(servers)}"
     device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
-    blocks = sorted({record["num_gpu_blocks"] for record in records if record["num_gpu_blocks"] is not None})
-    pool = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else str(blocks[0] if blocks else "-")
-    return f"{first['model']} ({first['dtype']}), measured on {device}; GPU tier capped at {pool} KV blocks"
+    return (
+        f"{first['model']} ({first['dtype']}), measured on {device}; GPU tier capped at {gpu_pool(records)} KV blocks"
+    )
 
 
 def notes_of(records: Records) -> list[str]:
-    """Where the request lengths come from, and what was cut; CPU attention rates of simulated systems."""
+    """Where the request lengths come from, and what was cut; CPU attention rates of simulated systems, and pools
+    that no such card holds."""
     lines = []
     for record in records:
         scaled = "" if record["scale"] == 1 else f", lengths \u00d7 {record['scale']:g}"
@@ -236,4 +260,10 @@ def notes_of(records: Records) -> list[str]:
             told = ", ".join(f"{system} {min(values):.0f}" for system, values in rates.items())
             gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
             notes.append(f"{title}: CPU attention assumed at {told} GB/s, the GPU's at {gpu_rate:.0f} GB/s.")
+    beyond = [r for r in records if r.get("max_gpu_blocks") is not None and r["num_gpu_blocks"] > r["max_gpu_blocks"]]
+    for title in unique(beyond, "setting_title"):
+        most = next(r["max_gpu_blocks"] for r in beyond if r["setting_title"] == title)
+        notes.append(
+            f"{title}: the card itself holds at most {most} blocks beside the weights; more need a larger one."
+        )
     return notes

@@ -106,14 +106,18 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     else:
         highest = max([y for series in drawn for _, y in series.points] + [level.value for level in panel.levels])
         ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
+    lowest = min((level.value for level in panel.levels), default=0.0)
+    apart = len({level.value for level in panel.levels}) > 1
     for level in panel.levels:
+        below = apart and level.value == lowest  # so that the words of two close levels do not meet
         ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)))
         ax.annotate(
             level.label,
             (0.01, level.value),
             xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
+            xytext=(0, -2 if below else 2),
             textcoords="offset points",
+            va="top" if below else "bottom",
             fontsize=7.5,
             color=level.colour,
         )

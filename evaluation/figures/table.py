@@ -11,6 +11,7 @@ from rich.table import Table
 
 from evaluation.claims import place_of
 from evaluation.results import FlatRecord
+from evaluation.sensitivity import varied_in
 
 # Title, field and format; the ratio is computed here.
 COLUMNS = (
@@ -25,6 +26,8 @@ COLUMNS = (
     ("lane", "lane_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
 )
+ASSUMED = 2
+"""The column of an assumption: the one that was varied, or else the speed of CPU attention."""
 
 
 def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -> None:
@@ -45,15 +48,24 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
 
 
 def results_table(heading: str, records: Sequence[FlatRecord], baseline: str) -> Table:
-    rates = {place_of(r): r["output_tokens_per_s"] for r in records if r["system"] == baseline}
+    varied = varied_in(records)
+    columns = list(COLUMNS)
+    if varied is not None:
+        columns[ASSUMED] = (varied.column, varied.field, ".0f")
+
+    def place(record: FlatRecord) -> tuple[Any, Any]:
+        return place_of(record), record[varied.field] if varied else None
+
+    rates = {place(r): r["output_tokens_per_s"] for r in records if r["system"] == baseline}
     rows = []
     for record in records:
-        rate, base = record["output_tokens_per_s"], rates.get(place_of(record))
+        # A baseline that does not depend on what was varied ran once.
+        rate, base = record["output_tokens_per_s"], rates.get(place(record)) or rates.get((place_of(record), None))
         values = {**record, "ratio": rate / base if rate and base else None}
-        rows.append([cell(values[field], form) for _, field, form in COLUMNS] + [str(record["failed"])])
+        rows.append([cell(values[field], form) for _, field, form in columns] + [str(record["failed"])])
     failures = any(record["failed"] for record in records)
-    shown = [i for i in range(len(COLUMNS)) if any(row[i] != "-" for row in rows)] + [len(COLUMNS)] * failures
-    titles = [column[0] for column in COLUMNS] + ["failed"]
+    shown = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)] + [len(columns)] * failures
+    titles = [column[0] for column in columns] + ["failed"]
     table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for index in shown:
         table.add_column(titles[index], justify="left" if titles[index] == "system" else "right", no_wrap=True)

@@ -8,8 +8,8 @@ import pytest
 
 from apex.config import StrategyConfig
 from swiftllm.plan import Strategy
+from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import RequestRefused, SamplingParams, Tier
-from swiftllm.scheduler import PlanDraft
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
