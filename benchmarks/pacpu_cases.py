@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,11 +70,11 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         self.bits = host_tensor((num_bytes // 2,), torch.int16)
         # Random bits that are harmless numbers in both 16-bit types; a prime period keeps blocks different.
-        pattern = torch.randint(*BF16_AND_FP16_BITS, (999_983,), dtype=torch.int16)
-        pattern[torch.rand(pattern.shape) < 0.5] |= -0x8000
-        for at in range(0, self.bits.numel(), pattern.numel()):
-            part = self.bits[at : at + pattern.numel()]
-            part.copy_(pattern[: part.numel()])
+        self.pattern = torch.randint(*BF16_AND_FP16_BITS, (999_983,), dtype=torch.int16)
+        self.pattern[torch.rand(self.pattern.shape) < 0.5] |= -0x8000
+        for at in range(0, self.bits.numel(), self.pattern.numel()):
+            part = self.bits[at : at + self.pattern.numel()]
+            part.copy_(self.pattern[: part.numel()])
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +82,17 @@ class Memory:
 
     def elements(self, dtype: str) -> torch.Tensor:
         return self.bits.view(getattr(torch, dtype))
+
+    def new_tokens(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[batch, num_kv_heads, head_dim]` for every call to store.
+
+        They stay in the memory, where cases of the other type read them, so their bits too are harmless in both: as
+        bfloat16, a float16 of 3 would be a number in the hundreds.
+        """
+        shape = (case.shape.batch, HEADS[case.heads][1], HEAD_DIM)
+        count = math.prod(shape)
+        k, v = self.pattern[:count], self.pattern[-count:]
+        return tuple(bits.view(getattr(torch, case.dtype)).view(shape) for bits in (k, v))
 
     def paged(self, case: Case, num_layers: int, block_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]` and each layer's block table.
@@ -155,16 +167,11 @@ def prepare_pacpu(
 ) -> Callable[[int], torch.Tensor] | None:
     if kernel not in pacpu.kernels(case.dtype) or (isa in BF16_ISAS and case.dtype != "bfloat16"):
         return None
-    num_heads, num_kv_heads = HEADS[case.heads]
-    dtype = getattr(torch, case.dtype)
     seq_lens = torch.tensor(case.shape.seq_lens(), dtype=torch.int32)
     cache, layers = memory.paged(case, num_layers, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
-    # Below 2, since the new tokens stay in the memory and later cases read their bits as the other type.
-    q, k, v = (
-        torch.randn(case.shape.batch, heads, HEAD_DIM, generator=generator).clamp(-1.9, 1.9).to(dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
+    q = torch.randn(case.shape.batch, HEADS[case.heads][0], HEAD_DIM, generator=generator).to(cache.dtype)
+    k, v = memory.new_tokens(case)
     out = torch.empty_like(q)
     scale = HEAD_DIM**-0.5
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apex.config import StrategyConfig
 from apex.hardware import load_host
 from evaluation.experiment import Point
 from evaluation.papers import PaperSetting
@@ -25,11 +24,10 @@ LATENCY = "per_token_latency_s_mean"
 
 def make_neo_points(
     settings: Mapping[str, Any],
-    strategy: StrategyConfig,
     variation: Variation | None = None,
     **options: Any,
 ) -> list[Point]:
-    """The points of one figure with NEO's rules.
+    """The points of one figure.
 
     Args:
         settings: a section of the experiment file. Beside what :func:`evaluation.sweeps.make_sweep` reads, a panel may
@@ -43,21 +41,21 @@ def make_neo_points(
     points = []
     for panel in sweep.panels:
         raw = own[panel.panel]
-        values = {"at_latency_s": raw.get("at_latency_s"), "max_wait_iterations": strategy.max_wait_iterations}
+        values = {"at_latency_s": raw.get("at_latency_s")}
         for on_its_host in on_hosts(panel, raw.get("hosts", ())):
             alone = replace(sweep, panels=(on_its_host,))
             if variation is None:
                 made = make_points(alone)
             else:
                 made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
-            points += [with_rules(point, strategy, values) for point in made]
+            points += [with_values(point, values) for point in made]
     return points
 
 
-def with_rules(point: Point, strategy: StrategyConfig, values: Mapping[str, Any]) -> Point:
-    """The point under other rules; ``values`` and its key (which names its records) go into its row."""
+def with_values(point: Point, values: Mapping[str, Any]) -> Point:
+    """The point with ``values`` and its key (which names its records) in its row."""
     row = {**point.task.values, **values, "point": point.key}
-    return replace(point, task=replace(point.task, strategy=strategy, values=row))
+    return replace(point, task=replace(point.task, values=row))
 
 
 def on_hosts(panel: Panel, hosts: Sequence[str]) -> list[Panel]:

@@ -17,7 +17,6 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import tyro
 from rich.console import Console
 
-from apex.config import StrategyConfig
 from evaluation.claims import load_claims, print_claims
 from evaluation.experiment import Point, run_experiment
 from evaluation.figures.apex_paper import draw_sensitivity
@@ -108,7 +107,6 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
             section = {**section, "panels": panels}
         points = make_neo_points(
             section,
-            StrategyConfig(**settings["strategy"]),
             variation,
             systems=options.systems,
             num_requests=options.num_requests,

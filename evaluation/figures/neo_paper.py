@@ -27,11 +27,9 @@ def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
     panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
     by_host = len(unique(records, "setting")) > len(letters)
     text = host_words(records) if by_host else words(what, records, {})
-    patience = unique(records, "max_wait_iterations")[0]
     notes = (
         text.notes,
-        f"Predicted as: {', '.join(unique(records, 'gpu'))}. CPU requests may be left out for {patience:,} iterations. "
-        "Throughput is that of the whole run.",
+        f"Predicted as: {', '.join(unique(records, 'gpu'))}. Throughput is that of the whole run.",
     )
     return line_figure(panels, FigureText(f"{what} \u2014 SIMULATED", text.subtitle, "\n".join(notes)))
 

@@ -30,6 +30,8 @@ FAINT = "#666666"
 
 TITLE_SIZE, SUBTITLE_SIZE, NOTE_SIZE = 12.5, 9.0, 7.5
 LINE_FACTOR = 1.4
+BOLD_FACTOR = 1.12
+"""Bold letters are so much wider."""
 POINTS_PER_INCH = 72
 
 
@@ -66,12 +68,13 @@ def set_words(figure: FigureBase, text: FigureText, width: float, height: float)
     own titles.
     """
     margin = 0.13 / height
-    title_height = TITLE_SIZE * LINE_FACTOR / POINTS_PER_INCH / height
+    title = wrapped(text.title, BOLD_FACTOR * TITLE_SIZE, width)
+    title_height = lines_height(title, TITLE_SIZE, height)
     left = 0.15 / width
     subtitle, notes = (wrapped(part, size, width) for part, size in ((text.subtitle, 9.0), (text.notes, NOTE_SIZE)))
     below_title = 1 - margin - title_height
     small = {"color": FAINT, "linespacing": LINE_FACTOR}
-    figure.text(left, 1 - margin, text.title, fontsize=TITLE_SIZE, fontweight="bold", va="top")
+    figure.text(left, 1 - margin, title, fontsize=TITLE_SIZE, fontweight="bold", va="top")
     figure.text(left, below_title, subtitle, fontsize=SUBTITLE_SIZE, va="top", **small)
     figure.text(left, margin, notes, fontsize=NOTE_SIZE, va="bottom", **small)
     top = below_title - lines_height(subtitle, SUBTITLE_SIZE, height)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from evaluation.claims import CLAIMS_FILE, Claim, compare, load_claims, print_claims
+from evaluation.claims import CLAIMS_FILE, Claim, assumptions, compare, load_claims, print_claims
 from evaluation.papers import load_setting
 
 
@@ -71,3 +71,19 @@ def test_measured_and_simulated_are_never_mixed():
     simulated, measured = out.getvalue().split("MEASURED")
     assert "SIMULATED" in simulated and "1.20" in simulated and "-20%" in simulated
     assert "3.00" in measured and "+100%" in measured
+
+
+def test_assumptions_are_told_once_for_machines_that_differ_in_their_host():
+    pool = {"num_gpu_blocks": 54, "num_gpu_blocks_status": "assumed", "max_gpu_blocks": 300, "gpu_option": "t4"}
+    rows = [
+        record(system, 1.0, setting_title=f"T4 ({host})", gpu="T4", model="7B", cpu_bandwidth_gb_s=rate, **pool)
+        for host, rate in (("small", 68.0), ("large", 136.0))
+        for system in ("neo", "apex")
+    ]
+    other = [{**row, "gpu": "A10", "setting_title": "A10", "gpu_option": "a10"} for row in rows[:1]]
+    lines = assumptions([*rows, *other, record("swiftllm", 1.0)], "reproduce_x.py")
+    assert len(lines) == 4
+    assert lines[0].startswith("T4 (2 hosts): ") and "54 blocks of 16 tokens (assumed" in lines[0]
+    assert "neo 68-136 GB/s (25%-50%), apex 68-136 GB/s" in lines[0]
+    assert "reproduce_x.py --gpu t4 --sensitivity gpu_blocks=54..300" in lines[1] and "cpu_bandwidth=" in lines[1]
+    assert lines[2].startswith("A10: ") and "neo 68 GB/s (25%)" in lines[2]

@@ -8,7 +8,8 @@ import yaml
 
 from apex.hardware import load_model_config
 from evaluation.papers import PAPERS_FILE, clip, load_setting
-from evaluation.sweeps import make_points, make_sweep, parse_sensitivity
+from evaluation.sensitivity import parse_sensitivity
+from evaluation.sweeps import make_points, make_sweep
 from evaluation.traces import Origin, TraceRow, UniformTrace
 from evaluation.workloads import Lengths, WorkloadSpec, make_lengths
 
@@ -37,6 +38,8 @@ def test_a_setting_fits_its_machine(name):
 def test_pools_of_the_papers():
     t4, a10 = load_setting("apex-t4"), load_setting("apex-a10")
     assert (t4.num_gpu_blocks, a10.num_gpu_blocks) == (54, 1650)
+    assert (t4.min_gpu_blocks, a10.min_gpu_blocks) == (52, 1280)
+    assert t4.max_gpu_blocks == (16e9 - 2 * 6_738_415_616) // (16 * 512 * 1024)  # Llama-2-7B: 6.74 G weights
     assert t4.num_cpu_blocks == 20 * 10**9 // (16 * 512 * 1024)  # Llama-2-7B: 0.5 MiB per token
     assert a10.num_cpu_blocks == 120 * 10**9 // (16 * 128 * 1024)
 
@@ -94,6 +97,13 @@ def test_a_sweep_has_every_combination_once():
 
 
 def test_sensitivity_is_spaced_evenly_on_a_logarithmic_axis():
-    values = parse_sensitivity("cpu_bandwidth=20..300")
+    variation = parse_sensitivity("cpu_bandwidth=20..300")
+    assert variation.assumption.field == "cpu_bandwidth_gb_s"
+    values = variation.values
     assert values[0] == 20 and values[-1] == 300 and len(values) == 8
     assert all(1.35 < high / low < 1.6 for low, high in itertools.pairwise(values))
+
+
+def test_sensitivity_keeps_the_ends_and_stays_between_them():
+    values = parse_sensitivity("gpu_blocks=1645..1705").values
+    assert values[0] == 1645 and values[-1] == 1705 and list(values) == sorted(set(values))

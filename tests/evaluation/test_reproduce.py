@@ -49,7 +49,9 @@ def test_a_figure_from_its_command_to_its_files(tmp_path, capsys, figure, gpu, s
     records = read_records(records_file(folder, next((folder / "points").iterdir()).stem))
     assert len(records) == 8 and records[0]["output_len"] > 0 and "token_times_s" not in records[0]
     printed = capsys.readouterr().out
-    assert "SIMULATED" in printed and "MEASURED" not in printed and "look first at CPU attention" in printed
+    assert "SIMULATED" in printed and "MEASURED" not in printed and "look first at the GPU's KV pool" in printed
+    command = f"reproduce_{figure.FIGURE.name}.py --gpu {gpu} --sensitivity gpu_blocks="
+    assert printed.count(command) == 1 and "(or cpu_bandwidth=20..300)" in printed
 
 
 def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
@@ -100,6 +102,31 @@ def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
     assert {r["sensitivity"] for r in summary} == {"cpu_bandwidth"} and (folder / "figure.png").is_file()
 
 
+def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
+    assert reproduce_fig7.main(options(tmp_path, sensitivity="gpu_blocks=1280..4000")) == 0
+    folder, summary = latest(tmp_path, "fig7_sensitivity")
+    blocks = [1280, 1500, 1800, 2100, 2500, 2900, 3400, 4000]
+    for system in SYSTEMS:
+        here = [r for r in summary if r["system"] == system and r["output_len"] == 1000]
+        assert [r["num_gpu_blocks"] for r in here] == blocks
+        assert len({r["cpu_bandwidth_gb_s"] for r in here}) == 1  # nothing else is varied
+    assert {r["sensitivity"] for r in summary} == {"gpu_blocks"} and (folder / "figure.png").is_file()
+    printed = capsys.readouterr().out
+    baselines = [line.split() for line in printed.splitlines() if " swiftllm " in line and "%" in line]
+    assert len(baselines) == 3 * len(blocks)  # three output lengths
+    assert {line[4] for line in baselines} == {"1.00"}  # each ratio is to the same pool
+
+
+def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path, capsys):
+    """What the ratios on the T4 rest on: a larger pool lifts the baseline, not the systems that leave the GPU."""
+    chosen = options(tmp_path, gpu="t4", num_requests=40, sensitivity="gpu_blocks=54..200")
+    assert reproduce_fig5.main(chosen) == 0
+    _, summary = latest(tmp_path, "fig5_sensitivity")
+    rates = {(r["system"], r["num_gpu_blocks"]): r["output_tokens_per_s"] for r in summary if r["output_len"] == 100}
+    assert rates["swiftllm", 200] > 2 * rates["swiftllm", 54]
+    assert rates["apex", 200] < 1.5 * rates["apex", 54]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -107,7 +134,8 @@ def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
         ({"systems": ("apex",)}, "add it to --systems"),
         ({"gpu": "t4"}, "no panel on 't4'"),
         ({"sensitivity": "cpu_bandwidth"}, "cpu_bandwidth=20..300"),
-        ({"sensitivity": "gpu=1..2"}, "cpu_bandwidth"),
+        ({"sensitivity": "gpu=1..2"}, "cpu_bandwidth, gpu_blocks"),
+        ({"sensitivity": "gpu_blocks=54..400"}, "needs 1280 blocks"),
         ({"sensitivity": "cpu_bandwidth=300..20"}, "must rise"),
         ({"sensitivity": "cpu_bandwidth=20..300", "backend": "torch"}, "--backend simulated"),
         ({"backend": "torch", "systems": ("orca",)}, "torch backend"),
@@ -129,4 +157,5 @@ def test_help_is_for_newcomers():
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for word in ("--backend", "--gpu", "--systems", "--num-requests", "--seed", "--jobs", "--results-dir", "--from"):
         assert word in told
-    assert "SIMULATED" in told and "cpu_bandwidth=20..300" in told
+    assert "SIMULATED" in told and "cpu_bandwidth=20..300" in told and "gpu_blocks=54..400" in told
+    assert "None" not in told and "--num-requests INT" in told and "--systems NAME ..." in told

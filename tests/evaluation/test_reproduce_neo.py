@@ -7,7 +7,6 @@ import pytest
 import yaml
 from matplotlib import pyplot as plt
 
-from apex.config import StrategyConfig
 from apex.hardware import load_host
 from evaluation.claims import load_claims
 from evaluation.figures.neo_paper import HOST_COLOURS, draw_panel, per_token_latencies_s
@@ -18,14 +17,13 @@ from evaluation.reproduce_neo import ALL_FIGURES, Options, chosen_points, main
 from evaluation.results import records_file
 
 SETTINGS = experiment_settings("neo")
-STRATEGY = StrategyConfig(**SETTINGS["strategy"])
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """The experiment file with a few small points of every kind of panel."""
     few = {"at-rates": {"request_rates": [0.2, 2.5]}, "at-lengths": {"output_lens": [20, 60]}}
-    small = {"strategy": SETTINGS["strategy"]}
+    small = {}
     for figure, section in SETTINGS.items():
         if figure in ("fig6", "fig7", "fig10a"):
             panels = [panel | {"num_requests": 60} for panel in section["panels"]]
@@ -57,7 +55,6 @@ def test_rows_name_what_is_swept_and_say_simulated(results):
         assert len(plt.imread(folder / "figure.png")) > 500
         for row in rows_of(results, figure):
             assert row["backend"] == "simulated" and row["failed"] == 0 and row["completed"] == 60
-            assert row["max_wait_iterations"] == SETTINGS["strategy"]["max_wait_iterations"]
     assert {row["request_rate"] for row in rows_of(results, "neo-fig6")} == {0.2, 2.5}
     hosts = {(row["host"].split()[0], row["output_len"], row["cpu_kv_gb"]) for row in rows_of(results, "neo-fig10a")}
     assert hosts == {("g5.4xlarge", 20, 30), ("g5.4xlarge", 60, 30), ("g5.16xlarge", 20, 120), ("g5.16xlarge", 60, 120)}
@@ -128,11 +125,10 @@ def test_every_claim_has_its_machine_and_points():
         # One length and rate of each panel tell as much as all of them.
         first = {"output_lens": slice(0, 1), "request_rates": slice(0, 2 if figure != "7" else 1)}
         panels = [{k: v[first[k]] if k in first else v for k, v in panel.items()} for panel in section["panels"]]
-        points = make_neo_points(section | {"panels": panels}, STRATEGY, num_requests=8)
+        points = make_neo_points(section | {"panels": panels}, num_requests=8)
         there = {(p.task.values["setting"], p.task.lengths.spec.name, p.task.system) for p in points}
         for claim in claims:
             assert {(claim.setting, claim.workload, system) for system in claim.systems} <= there
-        assert all(point.task.strategy == STRATEGY for point in points)
         assert len({point.key for point in points}) == len(points)
 
 
