@@ -2,7 +2,8 @@
 // (APEX, section 4). Each file that includes this is compiled for one instruction set and names its variant of the
 // product in PACPU_SGEMM.
 //
-// The context is walked in chunks with an online softmax between the products. The product wants both operands
+// The context is walked in chunks, and within a chunk from KV head to KV head, with an online softmax between the
+// products: memory gives all heads of a block far faster than a head of all blocks. The product wants both operands
 // contiguous along the summed dimension: K is, V is not. So the V of a chunk is transposed into a scratch that stays in
 // the cache, and the KV cache keeps the layout that all kernels share. The product knows nothing of memory, so it is
 // called for a few rows at a time, with prefetches of the next chunk in between.
@@ -25,14 +26,14 @@ namespace {
 constexpr int tile = 16;            // the product sums multiples of this
 constexpr int chunk_tokens = 256;   // at most, between steps of the online softmax: long, since sums end with a reduction
 constexpr int key_rows = 4;         // keys per call of the product, a size for which it has one piece of code
-constexpr int value_columns = 8;    // dimensions of V per call of the product
+constexpr int value_columns = 4;    // dimensions of V per call of the product, likewise
 constexpr int max_heads = 16;       // query heads per pass over a chunk
 constexpr int slab_dims = 32;       // dimensions of V that are transposed at a time: a slab stays in the L1 cache
 constexpr int transposed_stride = chunk_tokens + 32;  // no power of two, which would crowd a few sets of the cache
 constexpr int cache_line = 64;
 
-// Shares of the prefetches in the three steps of a chunk, in percent.
-constexpr int score_work = 34, transpose_work = 33, weigh_work = 33, all_work = 100;
+// Shares of the prefetches, in percent. None while V is transposed, which waits for memory itself.
+constexpr int score_work = 40, weigh_work = 60, all_work = 100;
 
 constexpr int ggml_float32 = 0, ggml_float16 = 1;
 template <typename T>
@@ -95,7 +96,7 @@ inline float softmax_step(float* scores, int num_tokens, float& max, float& sum)
     return correction;
 }
 
-// The rows of a chunk: K of each token; V is value_offset elements further on.
+// The rows of a chunk under the first KV head: K of each token; V is value_offset elements further on.
 template <typename T>
 struct Chunk {
     const T* keys[chunk_tokens];
@@ -130,35 +131,46 @@ struct Chunk {
     }
 };
 
-// Prefetches a chunk little by little, in the order in which it will be read: K of its tokens, then V. Into the L2 cache:
-// a chunk is larger than L1, and from there prefetches would push out what is being worked on (half the speed).
+// Prefetches a chunk under one KV head little by little, in the order of memory. Into the L2 cache: a chunk is larger
+// than L1, and from there prefetches would push out what is being worked on (half the speed).
 template <typename T>
 class Prefetcher {
 public:
     // Spreads all of `chunk` over `work` units of work on other data.
-    Prefetcher(const Chunk<T>& chunk, int work)
+    Prefetcher(const Chunk<T>& chunk, ptrdiff_t offset, int work)
         : chunk_(chunk),
-          row_bytes_(chunk.head_dim * static_cast<int>(sizeof(T))),
-          bytes_per_work_(2.0f * chunk.num_tokens * row_bytes_ / work) {}
+          offset_(offset),
+          bytes_per_work_(2.0f * chunk.num_tokens * chunk.head_dim * sizeof(T) / work) {}
 
     // To be called after so many units of work.
     inline __attribute__((always_inline)) void advance(int work) {
-        budget_ += work * bytes_per_work_;
-        for (; budget_ > 0 && row_ < 2 * chunk_.num_tokens; budget_ -= cache_line) {
-            const bool is_key = row_ < chunk_.num_tokens;
-            const T* row = is_key ? chunk_.keys[row_] : chunk_.keys[row_ - chunk_.num_tokens] + chunk_.value_offset;
-            __builtin_prefetch(reinterpret_cast<const char*>(row) + at_, 0, 2);
+        for (budget_ += work * bytes_per_work_; budget_ > 0; budget_ -= cache_line) {
+            if (at_ >= end_ && !next_piece()) return;
+            __builtin_prefetch(at_, 0, 2);
             at_ += cache_line;
-            if (at_ >= row_bytes_) at_ = 0, ++row_;
         }
     }
 
 private:
+    // Goes on to the V of these tokens, or to the K of the next.
+    bool next_piece() {
+        if (first_ == chunk_.num_tokens) return false;
+        const int tokens = chunk_.run(first_, chunk_tokens);
+        const T* piece = chunk_.keys[first_] + offset_ + (is_value_ ? chunk_.value_offset : 0);
+        at_ = reinterpret_cast<const char*>(piece);
+        end_ = reinterpret_cast<const char*>(piece + static_cast<ptrdiff_t>(tokens) * chunk_.head_dim);
+        if (is_value_) first_ += tokens;
+        is_value_ = !is_value_;
+        return true;
+    }
+
     const Chunk<T>& chunk_;
-    const int row_bytes_;
+    const ptrdiff_t offset_;
     const float bytes_per_work_;
     float budget_ = 0;
-    int row_ = 0, at_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
+    int first_ = 0;
+    bool is_value_ = false;
 };
 
 // 16 rows, `stride` elements apart, become columns: to[d * transposed_stride + t] = from[t * stride + d] for d < dims, a
@@ -193,18 +205,19 @@ inline void transpose(const Half* from, ptrdiff_t stride, int dims, Half* to) {
 
 // Scores of a chunk: scores[h * chunk_tokens + t]. False if the product refused.
 template <typename T>
-bool score(const Chunk<T>& chunk, const float* queries, int padded_dim, int heads, Prefetcher<T>& prefetcher,
-           float* scores) {
+bool score(const Chunk<T>& chunk, ptrdiff_t key_offset, const float* queries, int padded_dim, int heads,
+           Prefetcher<T>& prefetcher, float* scores) {
     const int dim = chunk.head_dim, whole = dim / tile * tile;
     bool done = true;
     for (int t = 0, rows; t < chunk.num_tokens; t += rows) {
         rows = chunk.run(t, key_rows);
-        done &= multiply(rows, heads, whole, chunk.keys[t], dim, queries, padded_dim, scores + t, chunk_tokens);
+        const T* keys = chunk.keys[t] + key_offset;  // of tokens one after another
+        done &= multiply(rows, heads, whole, keys, dim, queries, padded_dim, scores + t, chunk_tokens);
         // The product sums multiples of 16, head_dim is one of 8.
         for (int h = 0; whole < dim && h < heads; ++h)
             for (int i = 0; i < rows; ++i)
                 for (int d = whole; d < dim; ++d)
-                    scores[h * chunk_tokens + t + i] += queries[h * padded_dim + d] * widen(chunk.keys[t + i][d]);
+                    scores[h * chunk_tokens + t + i] += queries[h * padded_dim + d] * widen(keys[i * dim + d]);
         prefetcher.advance(score_work * dim * rows / chunk.num_tokens);
     }
     return done;
@@ -213,14 +226,14 @@ bool score(const Chunk<T>& chunk, const float* queries, int padded_dim, int head
 // product[h * slab_dims + i] = sum_t weights[h * chunk_tokens + t] V_t[first_dim + i] for i < dims. False if the product
 // refused.
 template <typename T>
-bool weigh(const Chunk<T>& chunk, int first_dim, int dims, const float* weights, int heads, Prefetcher<T>& prefetcher,
-           float* product) {
+bool weigh(const Chunk<T>& chunk, ptrdiff_t key_offset, int first_dim, int dims, const float* weights, int heads,
+           Prefetcher<T>& prefetcher, float* product) {
     alignas(64) T transposed[slab_dims * transposed_stride], packed[tile * slab_dims];
     const int num_tokens = chunk.num_tokens;
     int count = 0;
     for (; count < num_tokens; count += tile) {
         const T* const* keys = chunk.keys + count;
-        const ptrdiff_t offset = chunk.value_offset + first_dim;
+        const ptrdiff_t offset = key_offset + chunk.value_offset + first_dim;
         if (chunk.run(count, tile) == tile) {
             transpose(keys[0] + offset, chunk.head_dim, dims, transposed + count);
         } else {
@@ -229,7 +242,6 @@ bool weigh(const Chunk<T>& chunk, int first_dim, int dims, const float* weights,
                     packed[t * slab_dims + d] = count + t < num_tokens ? keys[t][offset + d] : T{};
             transpose(packed, slab_dims, dims, transposed + count);
         }
-        prefetcher.advance(transpose_work * dims * tile / num_tokens);
     }
     bool done = true;
     for (int d = 0; d < dims; d += value_columns) {
@@ -241,20 +253,21 @@ bool weigh(const Chunk<T>& chunk, int first_dim, int dims, const float* weights,
     return done;
 }
 
-// Takes a chunk into the state of `heads` query heads from `first_head` on. False if the product refused.
+// Takes a chunk into the state of `heads` query heads from `first_head` on, whose KV head lies key_offset elements behind
+// the first one. False if the product refused.
 template <typename T>
-bool attend_heads(const Segment& segment, int first_head, int heads, const Chunk<T>& chunk, Prefetcher<T>& prefetcher,
-                  SoftmaxState state) {
+bool attend_heads(const Segment& segment, int first_head, int heads, const Chunk<T>& chunk, ptrdiff_t key_offset,
+                  Prefetcher<T>& prefetcher, SoftmaxState state) {
     const ptrdiff_t offset = static_cast<ptrdiff_t>(first_head) * segment.padded_dim;
     alignas(64) float scores[max_heads * chunk_tokens], product[max_heads * slab_dims];
     float corrections[max_heads];
-    bool done = score(chunk, segment.queries + offset, segment.padded_dim, heads, prefetcher, scores);
+    bool done = score(chunk, key_offset, segment.queries + offset, segment.padded_dim, heads, prefetcher, scores);
     for (int h = 0; h < heads; ++h)
         corrections[h] = softmax_step(scores + h * chunk_tokens, chunk.num_tokens, state.max[first_head + h],
                                       state.sum[first_head + h]);
     for (int first_dim = 0; first_dim < segment.head_dim; first_dim += slab_dims) {
         const int rest = segment.head_dim - first_dim, dims = rest < slab_dims ? rest : slab_dims;
-        done &= weigh(chunk, first_dim, dims, scores, heads, prefetcher, product);
+        done &= weigh(chunk, key_offset, first_dim, dims, scores, heads, prefetcher, product);
         for (int h = 0; h < heads; ++h) {
             float* output = state.output + offset + static_cast<ptrdiff_t>(h) * segment.padded_dim + first_dim;
             for (int d = 0; d < dims; ++d) output[d] = output[d] * corrections[h] + product[h * slab_dims + d];
@@ -265,14 +278,16 @@ bool attend_heads(const Segment& segment, int first_head, int heads, const Chunk
 
 template <typename T>
 void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
-    for (int h = 0; h < segment.group; ++h) {
+    const int num_heads = segment.num_kv_heads * segment.group;
+    for (int h = 0; h < num_heads; ++h) {
         state.max[h] = -__builtin_inff();
         state.sum[h] = 0;
     }
-    for (int i = 0; i < segment.group * segment.padded_dim; ++i) state.output[i] = 0;
+    for (int i = 0; i < num_heads * segment.padded_dim; ++i) state.output[i] = 0;
     bool done = true;
     Chunk<T> chunks[2];
     chunks[0] = Chunk<T>(segment, 0);
+    const ptrdiff_t head_elements = segment.head_bytes / static_cast<ptrdiff_t>(sizeof(T));
     for (int token = 0, turn = 0; token < segment.num_tokens; token += chunks[turn].num_tokens, turn ^= 1) {
         const int next_token = token + chunks[turn].num_tokens;
         if (next_token < segment.num_tokens) {
@@ -282,14 +297,19 @@ void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
         } else {
             chunks[turn ^ 1].num_tokens = 0;
         }
-        Prefetcher<T> prefetcher(chunks[turn ^ 1], all_work * segment.head_dim);
-        for (int head = 0; head < segment.group; head += max_heads) {
-            const int heads = segment.group - head < max_heads ? segment.group - head : max_heads;
-            done &= attend_heads(segment, head, heads, chunks[turn], prefetcher, state);
+        for (int kv_head = 0; kv_head < segment.num_kv_heads; ++kv_head) {
+            const bool is_last = kv_head == segment.num_kv_heads - 1;
+            Prefetcher<T> prefetcher(chunks[is_last ? turn ^ 1 : turn], is_last ? 0 : (kv_head + 1) * head_elements,
+                                     all_work * segment.head_dim);
+            for (int head = 0; head < segment.group; head += max_heads) {
+                const int heads = segment.group - head < max_heads ? segment.group - head : max_heads;
+                done &= attend_heads(segment, kv_head * segment.group + head, heads, chunks[turn],
+                                     kv_head * head_elements, prefetcher, state);
+            }
         }
     }
     if (!done)  // cannot be, since shapes and types are all of the kind that it takes; if ever, nobody shall miss it
-        for (int h = 0; h < segment.group; ++h) state.sum[h] = __builtin_nanf("");
+        for (int h = 0; h < num_heads; ++h) state.sum[h] = __builtin_nanf("");
 }
 
 }  // namespace

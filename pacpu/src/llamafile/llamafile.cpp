@@ -15,7 +15,7 @@ Kernel llamafile_kernel(Isa isa) {
 #else
     const AttendSegment* attend = isa >= Isa::avx512 ? llamafile_avx512 : isa == Isa::avx2 ? llamafile_avx2 : nullptr;
     if (!attend) return {"llamafile", {}, "it needs AVX2"};
-    return {"llamafile", {attend[0], attend[1], attend[2]}, nullptr, "llamafile's matrix product takes no bfloat16"};
+    return {"llamafile", {attend[0], attend[1], attend[2]}, nullptr, "llamafile's matrix product takes no bfloat16", true};
 #endif
 }
 
