@@ -111,7 +111,7 @@ def measure(system: str, mix: Mix) -> dict[str, Any]:
     median_ms, p99_ms = np.percentile(iteration_s, (50, 99)) * 1e3
     return {
         "system": system,
-        "backend": "measured: scheduler cost",,
+        "backend": "measured: scheduler cost",
         "mix": mix.name,
         "running_requests": float(np.mean(num_running)),
         **{f"running_{tier.value}": len(queue) for tier, queue in scheduler.running.items()},
