@@ -15,6 +15,8 @@ namespace pacpu {
 namespace {
 
 constexpr int cache_line = 64, streams = 4, ahead = 2048;
+// Streams a power of two apart would meet in the same banks of memory again and again.
+constexpr size_t stagger_lines = 293;
 constexpr int words_per_line = cache_line / sizeof(uint64_t);
 
 // The sum of all 64-bit words of whole cache lines, in one accumulator per word of a line so that no addition waits.
@@ -25,7 +27,9 @@ uint64_t sum_lines(const char* data, size_t num_lines) {
         std::memcpy(words, line, cache_line);
         for (int i = 0; i < words_per_line; ++i) sums[i] += words[i];
     };
-    const size_t lines_per_stream = num_lines / streams, stream_bytes = lines_per_stream * cache_line;
+    const size_t even_share = num_lines / streams;
+    const size_t lines_per_stream = even_share > 64 * stagger_lines ? even_share - stagger_lines : even_share;
+    const size_t stream_bytes = lines_per_stream * cache_line;
     for (size_t at = 0; at < stream_bytes; at += cache_line)
         for (int s = 0; s < streams; ++s) {
             const char* line = data + s * stream_bytes + at;

@@ -1,7 +1,7 @@
 """Every kernel once under the address and undefined-behaviour sanitizers, in an extension built for that.
 
 Left out: the code that reads Python's arguments (long to compile, no arithmetic), the ISPC kernel's own code (its
-compiler has no such checks), and checks of pointers that the address sanitizer makes as well.
+compiler has no such checks), and checks of each pointer, of which the address sanitizer makes most.
 """
 
 import os
