@@ -207,7 +207,7 @@ class PerfModel:
         return self._curve("swap", self.table.swap, blocks)
 
     def _curve(self, name: str, curve: Curve, size: float) -> float:
-        if size <= 0:
+        if size <= 0 or curve == FREE:
             return 0.0
         if not covers(curve.sizes, size):
             self.extrapolated.add(name)
