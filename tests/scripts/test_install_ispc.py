@@ -1,40 +1,15 @@
 """The paths of install_ispc.sh that need no network."""
 
-import os
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "install_ispc.sh"
-TOOLS = ["bash", "awk", "cat", "dirname", "env", "grep", "head", "id", "mkdir", "mktemp", "rm", "sh", "tail"]
+from tests.scripts.conftest import add_tool, run_script
 
-
-@pytest.fixture
-def bare_path(tmp_path) -> Path:
-    """A folder to use as PATH, with the everyday tools and neither ispc nor apt-get."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for tool in TOOLS:
-        (folder / tool).symlink_to(shutil.which(tool))
-    add_tool(folder, "uname", 'case "$1" in -s) echo Linux ;; *) echo x86_64 ;; esac')
-    return folder
-
-
-def add_tool(folder: Path, name: str, body: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
-
-
-def run_script(bare_path: Path, cache: Path) -> subprocess.CompletedProcess:
-    env = {"PATH": str(bare_path), "APEX_CACHE_DIR": str(cache), "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=60)
+SCRIPT = "install_ispc.sh"
 
 
 def test_working_system_compiler_is_used(bare_path, tmp_path):
     add_tool(bare_path, "ispc", 'for last; do :; done; [ "$1" = --version ] && echo "fake 1.0" || echo code >"$last"')
-    result = run_script(bare_path, tmp_path / "cache")
+    result = run_script(SCRIPT, bare_path, tmp_path / "cache")
     assert result.returncode == 0
     assert f"using the system's {bare_path}/ispc (fake 1.0)" in result.stdout
     assert not (tmp_path / "cache").exists()
@@ -44,7 +19,7 @@ def test_working_system_compiler_is_used(bare_path, tmp_path):
 def test_without_apt_the_build_goes_on(bare_path, tmp_path, broken_ispc):
     if broken_ispc:
         add_tool(bare_path, "ispc", "exit 3")
-    result = run_script(bare_path, tmp_path / "cache")
+    result = run_script(SCRIPT, bare_path, tmp_path / "cache")
     assert result.returncode == 0
     assert "not installed: apt-get not found" in result.stdout
     assert "the other CPU attention kernels serve" in result.stdout
@@ -52,7 +27,7 @@ def test_without_apt_the_build_goes_on(bare_path, tmp_path, broken_ispc):
 
 def test_other_processors_are_told_so(bare_path, tmp_path):
     add_tool(bare_path, "uname", 'case "$1" in -s) echo Linux ;; *) echo aarch64 ;; esac')
-    result = run_script(bare_path, tmp_path / "cache")
+    result = run_script(SCRIPT, bare_path, tmp_path / "cache")
     assert result.returncode == 0
     assert "no recipe for Linux on aarch64" in result.stdout
 
@@ -62,6 +37,6 @@ def test_unexpected_failure_does_not_break_the_build(bare_path, tmp_path):
     add_tool(bare_path, "mktemp", "exit 1")
     for tool in ("apt-get", "dpkg-deb"):
         add_tool(bare_path, tool, "echo main http://example.invalid/debian http://example.invalid/ubuntu")
-    result = run_script(bare_path, tmp_path / "cache")
+    result = run_script(SCRIPT, bare_path, tmp_path / "cache")
     assert result.returncode == 0
     assert "not installed" in result.stdout
