@@ -136,29 +136,34 @@ class Pipeline:
         queue = _Queue(ready)
         while queue:
             taken = 0
-            for batch, hides in ((self.batches[1], self._hides_in_second), (self.batches[0], self._hides_in_first)):
-                run = longest_run(lambda n, hides=hides: hides(n, queue.context(n)), len(queue))
+            for batch in reversed(self.batches):
+                hidden_s = self._hidden_s(batch)
+                run = longest_run(
+                    lambda n, batch=batch, hidden_s=hidden_s: self._cpu_s(batch, n, queue.context(n)) <= hidden_s,
+                    len(queue),
+                )
                 batch.add(queue.take(run))
                 taken += run
             if not taken:
                 queue.leave_out(self._longest_fit(queue))
 
-    def _hides_in_second(self, count: int, tokens: int) -> bool:
-        """Whether batch-1 can take so many requests of so many tokens together."""
+    def _hidden_s(self, batch: CpuBatch) -> float:
+        """For how long a batch's CPU attention stays hidden: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
         first, second = self.batches
-        cpu_s = self.model.cpu_attention_s(second.size + count, second.context_tokens + tokens)
-        return cpu_s <= self.model.linear_s(self.load.tokens + first.size)
+        if batch is second:
+            return self.model.linear_s(self.load.tokens + first.size)
+        return self.model.linear_s(second.size) + self._lane_attention_s
 
-    def _hides_in_first(self, count: int, tokens: int) -> bool:
-        first, second = self.batches
-        cpu_s = self.model.cpu_attention_s(first.size + count, first.context_tokens + tokens)
-        return cpu_s <= self.model.linear_s(second.size) + self._lane_attention_s
+    def _cpu_s(self, batch: CpuBatch, count: int, tokens: int) -> float:
+        """CPU attention of a batch with so many more requests of so many tokens together."""
+        return self.model.cpu_attention_s(batch.size + count, batch.context_tokens + tokens)
 
     def _longest_fit(self, queue: _Queue) -> int:
         """The longest request that one of the batches can take; too short for all that wait if neither can."""
         shorter = queue.shortest() - 1
+        hidden = [(batch, self._hidden_s(batch)) for batch in self.batches]
         more = longest_run(
-            lambda n: self._hides_in_second(1, shorter + n) or self._hides_in_first(1, shorter + n),
+            lambda n: any(self._cpu_s(batch, 1, shorter + n) <= hidden_s for batch, hidden_s in hidden),
             queue.context(1) - shorter,
         )
         return shorter + more

@@ -20,8 +20,13 @@ class FakeStats:
 
 
 class FakeEngine:
-    def __init__(self, step_s: float = 0.5, max_tokens: int = 10**6, stuck: bool = False) -> None:
+    """``idle_tick_s`` passes at each look at the clock while nothing runs, for replays that wait in real time."""
+
+    def __init__(
+        self, step_s: float = 0.5, max_tokens: int = 10**6, stuck: bool = False, idle_tick_s: float = 0.0
+    ) -> None:
         self.step_s = step_s
+        self.idle_tick_s = idle_tick_s
         self.max_tokens = max_tokens
         self.stuck = stuck
         self.clock = 100.0
@@ -60,6 +65,8 @@ class FakeEngine:
         return bool(self.live)
 
     def now(self) -> float:
+        if not self.live:
+            self.clock += self.idle_tick_s
         return self.clock
 
     def wait(self, seconds: float) -> None:

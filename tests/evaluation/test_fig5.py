@@ -30,11 +30,15 @@ def model(tmp_path):
 
 @pytest.fixture
 def fake_systems(monkeypatch):
+    return use_fakes(monkeypatch)
+
+
+def use_fakes(monkeypatch, **settings):
     built = []
 
     def build(system, config):
         built.append((system, config))
-        return FakeEngine(step_s=SPEEDS[system])
+        return FakeEngine(step_s=SPEEDS[system], **settings)
 
     monkeypatch.setattr(points, "run_torch_point", functools.partial(run_torch_point, engine_factory=build))
     return built
@@ -107,7 +111,8 @@ def test_run_end_to_end_and_resume(model, tmp_path, fake_systems, capsys):
 
 
 @pytest.mark.parametrize(("figure", "swept"), [(reproduce_fig6, "request_rate"), (reproduce_fig7, "output_len")])
-def test_the_other_figures_are_measured_too(model, tmp_path, fake_systems, figure, swept):
+def test_the_other_figures_are_measured_too(model, tmp_path, monkeypatch, figure, swept):
+    use_fakes(monkeypatch, idle_tick_s=0.05)
     assert figure.main(options(model, tmp_path, systems=("swiftllm", "apex"))) == 0
     latest = tmp_path / "results" / figure.FIGURE.name / "latest"
     summary = json.loads((latest / "summary.json").read_text())

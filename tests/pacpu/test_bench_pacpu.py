@@ -4,11 +4,19 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import pacpu
 from benchmarks import bench_pacpu, pacpu_cases
 from benchmarks.pacpu_cases import Case, Shape, usable_isas
 from benchmarks.pacpu_report import figure, markdown, medians, verdicts
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread_afterwards():
+    """The benchmark sets torch's threads; a forked child of a process with several would hang in OpenMP."""
+    yield
+    torch.set_num_threads(1)
 
 
 def row(**changes: Any) -> dict[str, Any]:
