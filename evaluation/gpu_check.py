@@ -1,0 +1,241 @@
+"""One system end to end on this machine's GPU, in a paper's setting: a part of scripts/gpu_check.sh.
+
+python evaluation/gpu_check.py --system apex --case llama-2-7b --folder FOLDER
+
+Needs torch, Triton, pacpu and matplotlib alone, since a machine with a GPU may have no network. Weights are random:
+times and counts are what is of interest. The profile table measured on the spot also drives the simulator through the
+same run, and what it says stands beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from evaluation.paths import REPO_ROOT
+from swiftllm.request import SamplingParams
+
+if TYPE_CHECKING:
+    from apex.perf_model import ProfileTable
+    from swiftllm.config import EngineConfig
+    from swiftllm.engine import Engine
+
+SYSTEMS = ("swiftllm", "neo", "apex")
+WARM_UP_REQUESTS = 4
+TIMELINE_ITERATIONS = 3
+TELL_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape, the GPU blocks of a paper's machine, and equal requests that are all there at once."""
+
+    model: str
+    """Folder of config.json below configs/models; empty: a tiny shape, which only rehearses."""
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    num_requests: int
+    input_len: int
+    output_len: int
+    max_model_len: int
+    origin: str
+    device: str = "cuda"
+    dtype: str = "float16"
+
+
+CASES = {
+    "llama-2-7b": Case("llama-2-7b", 54, 1200, 96, 64, 96, 832, "54 GPU blocks: NEO's artifact for the T4"),
+    "llama-3.1-8b": Case("llama-3.1-8b", 1650, 16000, 128, 1000, 128, 4096, "1,650 GPU blocks: NEO's for the A10"),
+    "rehearsal": Case("", 12, 300, 12, 24, 12, 512, "a tiny model: shows that this works, no more", "cpu", "float32"),
+}
+REHEARSAL_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+@contextmanager
+def model_folder(case: Case) -> Iterator[Path]:
+    if case.model:
+        yield REPO_ROOT / "configs/models" / case.model
+        return
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(REHEARSAL_MODEL))
+        yield Path(folder)
+
+
+def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Measure one system, simulate the same, record a timeline where the CPU takes part.
+
+    A run that ``limit_s`` cuts short is told as it stands, without a simulated twin.
+    """
+    from apex.systems import build_system, load_or_measure
+    from swiftllm.config import EngineConfig
+
+    with model_folder(case) as model:
+        config = EngineConfig(
+            str(model),
+            case.device,
+            case.dtype,
+            "dummy",
+            num_gpu_blocks=case.num_gpu_blocks,
+            num_cpu_blocks=case.num_cpu_blocks,
+            max_num_batched_tokens=case.max_model_len,
+            max_model_len=case.max_model_len,
+        )
+        with closing(build_system(system, config)) as engine:
+            table = load_or_measure(config, engine.backend)
+            replay(engine, case, "warm-up", WARM_UP_REQUESTS, limit_s)
+            measured = replay(engine, case, "measured", case.num_requests, limit_s)
+            timeline = trace(engine, case, folder, limit_s) if system != "swiftllm" else None
+            description, num_layers = engine.describe(), engine.backend.num_layers
+    simulated = simulate(system, case, table, num_layers, config) if measured["completed"] else None
+    return {
+        "system": system,
+        "case": asdict(case),
+        "device": description["device"],
+        "dtype": description["dtype"],
+        "cpu_kernel": description["cpu_kernel"],
+        "cpu_threads": description["cpu_threads"],
+        "measured": measured,
+        "simulated": simulated,
+        "simulated_error": simulated and simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0,
+        "timeline": timeline,
+        "profile": asdict(table),
+    }
+
+
+def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: float) -> dict[str, Any]:
+    """Send the requests all at once and step until they are done, or until ``limit_s`` is over."""
+    draw, vocab_size = random.Random(0), 500
+    sampling = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
+    before = engine.stats()
+    tokens, lane_s, cpu_s, strategies = (
+        before.output_tokens,
+        before.lane_busy_s,
+        before.cpu_busy_s,
+        dict(before.strategy_iterations),
+    )
+    start_s = told_s = engine.now()
+    real_start_s = time.monotonic()
+    for index in range(num_requests):
+        prompt = [draw.randrange(3, vocab_size) for _ in range(case.input_len)]
+        engine.add_request(f"{name}-{index}", prompt, sampling, start_s)
+    while engine.has_unfinished() and time.monotonic() - real_start_s < limit_s:
+        engine.step()
+        if time.monotonic() - told_s > TELL_EVERY_S:
+            told_s = time.monotonic()
+            print(f"  {name}: {engine.stats().output_tokens - tokens} tokens", flush=True)
+    completed = not engine.has_unfinished()
+    seconds = engine.now() - start_s
+    if not completed:
+        for index in range(num_requests):
+            engine.abort(f"{name}-{index}")
+        while engine.has_unfinished():
+            engine.step()
+    stats = engine.stats()
+    output_tokens = stats.output_tokens - tokens
+    return {
+        "completed": completed,
+        "seconds": seconds,
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens / seconds,
+        "lane_busy_fraction": (stats.lane_busy_s - lane_s) / seconds,
+        "cpu_busy_fraction": (stats.cpu_busy_s - cpu_s) / seconds,
+        "strategy_iterations": {k: n - strategies.get(k, 0) for k, n in stats.strategy_iterations.items()},
+    }
+
+
+def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | None:
+    """The name of a picture of some iterations, None where none of them moved CPU requests."""
+    from apex.timeline import write_timeline
+    from apex.timeline_recorder import recording
+
+    start_tokens, total = engine.stats().output_tokens, case.num_requests * case.output_len // 4
+
+    def progress() -> float:
+        return min(1.0, (engine.stats().output_tokens - start_tokens) / total)
+
+    shorter = Case(**{**asdict(case), "output_len": max(4, case.output_len // 4)})
+    name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
+    with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
+        replay(engine, shorter, "timeline", case.num_requests, limit_s)
+    try:
+        setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
+        timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
+    except ValueError as error:
+        print(f"  no timeline: {error}")
+        return None
+    target = folder / f"{name}.png"
+    write_timeline(timeline, target)
+    target.with_suffix(".json").unlink()  # megabytes; `apex bench --trace-timeline` writes it where it is wanted
+    return target.name
+
+
+def simulate(system: str, case: Case, table: ProfileTable, num_layers: int, config: EngineConfig) -> dict[str, Any]:
+    from apex.simulation import build_simulated
+
+    engine = build_simulated(
+        system,
+        table,
+        num_layers,
+        num_gpu_blocks=case.num_gpu_blocks,
+        num_cpu_blocks=case.num_cpu_blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=case.max_model_len,
+    )
+    return replay(engine, case, "simulated", case.num_requests, limit_s=60.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--system", choices=SYSTEMS, required=True, help="what schedules")
+    parser.add_argument("--case", choices=CASES, required=True, help="model, pools and requests")
+    parser.add_argument("--limit", type=float, default=45.0, help="seconds after which a run is cut short")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's record goes here")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    name = f"{options.system}-{options.case}"
+    print(f"{name}: {CASES[options.case].origin}", flush=True)
+    from swiftllm.memory import InsufficientMemory
+
+    try:
+        record = run(options.system, CASES[options.case], options.folder, options.limit)
+    except InsufficientMemory as error:
+        record = {"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)}
+        print(f"  skipped: {error}")
+    else:
+        measured, error = record["measured"], record["simulated_error"]
+        told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
+        print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
+    (options.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Checks of the GPU path without pytest: python -m tests.gpu [--device cpu] [--seconds 60] [NAME ...]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from tests.gpu import operations, random_load, tokens
+
+Check = Callable[[torch.device], None]
+
+
+def checks(seconds: float) -> dict[str, Check]:
+    return {
+        "rows": operations.check_rows,
+        "blocks": operations.check_blocks,
+        "decode-attention": operations.check_decode_attention,
+        "tokens-float32": tokens.check_tokens_float32,
+        "tokens-float16": tokens.check_tokens_float16,
+        "random-load": partial(random_load.check_random_load, seconds=seconds),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check the GPU path on this machine's GPU.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(checks(0))}; by default all")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu checks the checks themselves")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long random load lasts; 600 for a full check")
+    options = parser.parse_args()
+    known = checks(options.seconds)
+    if unknown := set(options.names) - known.keys():
+        parser.error(f"no check is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    torch.set_num_threads(1)
+    failed = 0
+    for name in options.names or known:
+        start_s = time.monotonic()
+        try:
+            known[name](torch.device(options.device))
+        except Exception:
+            failed += 1
+            traceback.print_exc()
+            print(f"FAILED {name}", flush=True)
+        else:
+            print(f"ok     {name}, {time.monotonic() - start_s:.1f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Every operation as this GPU runs it, against the torch reference in float64 on the same random inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftllm.ops import ReferenceOps, select_ops
+from tests.reference.paged_attention import paged_attention, store_new_tokens
+from tests.reference.tolerances import assert_close
+
+REFERENCE = ReferenceOps()
+EPS = 1e-5
+BLOCK_SIZE = 16
+HEADS = ((32, 8, 128), (32, 32, 128), (9, 3, 64), (12, 4, 80))  # query heads, KV heads, head dim
+CONTEXTS = (1, 2, 15, 16, 17, 255, 257, 7, 2100)  # the last one has several splits
+
+
+def dtypes(device: torch.device) -> list[torch.dtype]:
+    has_bfloat16 = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] >= 8
+    return [torch.float32, torch.float16] + ([torch.bfloat16] if has_bfloat16 else [])
+
+
+def check_rows(device: torch.device) -> None:
+    """Norms, rotary, SiLU-and-mul."""
+    for dtype in dtypes(device):
+        ops = select_ops(device, dtype)
+        for rows, size in ((1, 4096), (70, 576), (3, 11008)):
+            x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
+            weight = (torch.rand(size, device=device) + 0.5).to(dtype)
+            assert_close(ops.rms_norm(x, weight, EPS), REFERENCE.rms_norm(x.double(), weight.double(), EPS), dtype)
+            expected = x.double() + residual.double()
+            normed, total = ops.add_rms_norm(x.clone(), residual, weight, EPS)
+            assert_close(total, expected, dtype)
+            assert_close(normed, REFERENCE.rms_norm(total.double(), weight.double(), EPS), dtype)
+            gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
+            assert_close(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up.double()), dtype)
+        heads = torch.randn(33, 12, 128, device=device).to(dtype)
+        rotary_rows = torch.randn(33, 2, 128, device=device)
+        wide = heads.double()[:, :10]
+        expected = wide * rotary_rows[:, None, 0] + wide.roll(64, -1) * rotary_rows[:, None, 1]
+        untouched = heads[:, 10:].clone()
+        ops.rotary_(heads[:, :10], rotary_rows)
+        assert_close(heads[:, :10], expected, dtype)
+        assert torch.equal(heads[:, 10:], untouched)
+
+
+def check_decode_attention(device: torch.device) -> None:
+    """Ragged contexts in shuffled blocks, NaN in every slot that holds no token."""
+    for dtype in dtypes(device):
+        ops = select_ops(device, dtype)
+        for num_heads, num_kv_heads, head_dim in HEADS:
+            lens = torch.tensor(CONTEXTS, dtype=torch.int32)
+            tables, num_blocks = shuffled_tables(lens)
+            cache = torch.full((num_blocks, num_kv_heads, 2, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+            for row, length in enumerate(lens.tolist()):
+                for position in range(length - 1):
+                    block, slot = tables[row, position // BLOCK_SIZE], position % BLOCK_SIZE
+                    cache[block, :, :, slot] = torch.randn(num_kv_heads, 2, head_dim).to(dtype)
+            q = torch.randn(len(lens), num_heads, head_dim).to(dtype)
+            k, v = (torch.randn(len(lens), num_kv_heads, head_dim).to(dtype) for _ in range(2))
+            on_device = cache.to(device)
+            out = torch.full((len(lens), num_heads, head_dim), torch.nan, dtype=dtype, device=device)
+            inputs = [tensor.to(device) for tensor in (q, k, v)]
+            ops.decode_attention(*inputs, on_device, tables.to(device), lens.to(device), out, head_dim**-0.5)
+            store_new_tokens(k, v, cache, tables, lens)
+            assert_close(out.cpu(), paged_attention(q, cache, tables, lens, head_dim**-0.5), dtype)
+            assert torch.equal(on_device.cpu().nan_to_num(7.0), cache.nan_to_num(7.0)), "the cache holds something else"
+
+
+def shuffled_tables(lens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Block tables for contexts of ``lens`` tokens, ids out of range behind their ends; and the number of blocks."""
+    counts = [-(-length // BLOCK_SIZE) for length in lens.tolist()]
+    order = torch.randperm(sum(counts)).to(torch.int32)
+    tables = torch.full((len(counts), max(counts)), 1 << 20, dtype=torch.int32)
+    for row, blocks in enumerate(order.split(counts)):
+        tables[row, : len(blocks)] = blocks
+    return tables, sum(counts)
+
+
+def check_blocks(device: torch.device) -> None:
+    """Gathering and scattering of whole blocks, bit by bit."""
+    for dtype in dtypes(device):
+        ops = select_ops(device, dtype)
+        pool = torch.randn(3, 40, 2, 2, BLOCK_SIZE, 64).to(dtype).to(device)
+        blocks = torch.randperm(40, device=device)[:11]
+        staging = torch.full((3, 11, *pool.shape[2:]), torch.nan, dtype=dtype, device=device)
+        ops.gather_blocks(pool, blocks, staging)
+        assert torch.equal(staging, pool[:, blocks])
+        target = torch.zeros_like(pool)
+        ops.scatter_blocks(staging, target, blocks)
+        expected = torch.zeros_like(pool)
+        expected[:, blocks] = pool[:, blocks]
+        assert torch.equal(target, expected)

@@ -1,0 +1,100 @@
+"""Greedy tokens of every strategy on the GPU, against transformers on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import torch
+from transformers import LlamaForCausalLM
+
+from apex.config import StrategyConfig
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.engine import Engine
+from swiftllm.request import SamplingParams
+from tests.reference.fake_engine import flat_table
+from tests.reference.tiny_model import make_tiny_llama
+
+# System, strategy, synchronous CPU attention.
+VARIANTS = {
+    "vllm": ("vllm", "auto", False),
+    "swiftllm": ("swiftllm", "auto", False),
+    "fastdecode": ("fastdecode", "auto", False),
+    "neo": ("neo", "asymmetric-pipelining", False),
+    "neo, synchronous": ("neo", "asymmetric-pipelining", True),
+    "apex": ("apex", "auto", False),
+    "apex, overlap": ("apex", "asynchronous-overlap", False),
+    "apex, overlap, synchronous": ("apex", "asynchronous-overlap", True),
+}
+NUM_PROMPTS = 24
+MAX_TOKENS = 24
+POOLS = {"block_size": 16, "num_gpu_blocks": 20, "num_cpu_blocks": 300}
+# How far below the judge's highest logit a token may lie, in standard deviations of its float32 logits.
+NEAR_TIE = 0.02
+
+
+@contextmanager
+def tiny_model() -> Iterator[Path]:
+    with TemporaryDirectory() as folder:
+        yield make_tiny_llama(Path(folder) / "model")
+
+
+def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 128) for _ in range(draw.randint(1, 90))] for _ in range(count)]
+
+
+def build(model: Path, variant: str, device: torch.device, dtype: str) -> Engine:
+    """An engine whose rules see a made-up profile, so that they don't hang on the machine, and pools full of NaN."""
+    system, strategy, synchronous = VARIANTS[variant]
+    config = EngineConfig(str(model), device.type, dtype, max_num_batched_tokens=48, synchronous=synchronous, **POOLS)
+    with mock.patch("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6)):
+        engine = build_system(system, config, StrategyConfig(strategy=strategy))
+    for pool in engine.backend.kv_pools.tensors.values():
+        pool.fill_(torch.nan)
+    return engine
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    requests = [engine.add_request(str(index), prompt, sampling) for index, prompt in enumerate(prompts)]
+    while engine.has_unfinished():
+        engine.step()
+    engine.kv.check()
+    return [request.output_token_ids for request in requests]
+
+
+@torch.inference_mode()
+def distance_below_best(judge: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """How far the worst token of ``output`` lies below the judge's own choice at its place."""
+    logits = judge(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    return float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
+
+
+def check_tokens_float32(device: torch.device) -> None:
+    """The same tokens under every strategy, each of them transformers' own choice."""
+    check_tokens(device, "float32", near_tie=0.0)
+
+
+def check_tokens_float16(device: torch.device) -> None:
+    """Up to near-ties of the judge's logits."""
+    check_tokens(device, "float16", near_tie=NEAR_TIE)
+
+
+def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:
+    with tiny_model() as model:
+        judge, prompts = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), make_prompts()
+        for variant in VARIANTS:
+            with closing(build(model, variant, device, dtype)) as engine:
+                outputs = generate(engine, prompts)
+                if engine.stats().cpu_busy_s == 0 and variant not in ("vllm", "swiftllm"):
+                    raise AssertionError(f"{variant}: no attention ran on the CPU, so nothing was checked")
+            for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                below = distance_below_best(judge, prompt, output)
+                assert below <= near_tie, f"{variant}, {dtype}, prompt {index}: {below:.4f} below the best: {output}"
