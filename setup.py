@@ -11,6 +11,7 @@ libstdc++.so.6 in LD_PRELOAD.
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,8 @@ CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-er
 SANITIZE_FLAGS = shlex.split(
     "-O1 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
 )
-UNSANITIZED = ("binding.cpp", "dlpack.cpp")  # talk to Python only, and take as long to compile as all kernels
+# These talk to Python only, and take as long to compile as all kernels.
+UNSANITIZED = ("arguments.cpp", "binding.cpp", "dlpack.cpp")
 
 # Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -113,7 +115,7 @@ class BuildPacpu(build_ext):
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
             extra_flags = ["-O0"] if sanitize_flags and source.name in UNSANITIZED else sanitize_flags
             flags = [*CXX_FLAGS, *extra_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
-            if source.match("native/a[vm]x*.cpp") or source.match("llamafile/avx*.cpp"):
+            if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
                 flags += NATIVE_FLAGS[source.stem]
@@ -126,7 +128,8 @@ class BuildPacpu(build_ext):
         if llamafile_source:
             for isa, isa_flags in ISA_FLAGS.items():
                 # The product chooses its code by macros, so each instruction set gets a variant under its own name.
-                flags = [*CXX_FLAGS, *sanitize_flags, *isa_flags, "-w", "-DNDEBUG"]
+                # Its sums leave a vector one by one: packing four of them for a store costs more than four stores.
+                flags = [*CXX_FLAGS, "-fno-tree-slp-vectorize", *sanitize_flags, *isa_flags, "-w", "-DNDEBUG"]
                 flags.append(f"-Dllamafile_sgemm=pacpu_llamafile_sgemm_{isa}")
                 output = build_dir / f"llamafile/sgemm_{isa}.o"
                 commands[output] = [*CXX, *flags, "-MMD", "-c", str(llamafile_source), "-o", str(output)]
@@ -167,10 +170,11 @@ class BuildPacpu(build_ext):
 
 setup(
     name="apex-llm-serving",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', Path("swiftllm/__init__.py").read_text())[1],
     description="LLM serving for GPUs whose memory is too small for the KV cache",
     python_requires=">=3.11",
     packages=find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]),
+    package_data={"swiftllm.server": ["page/*"]},
     ext_modules=[Extension("pacpu._pacpu", sources=[])],
     cmdclass={"build_ext": BuildPacpu},
     entry_points={"console_scripts": ["apex = apex.cli:main"]},

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -30,6 +31,14 @@ Status = Literal["ok", "note", "missing"]  # note: works without; missing: the e
 
 MARKS: Mapping[Status, str] = {"ok": "[green]ok[/]", "note": "[yellow]--[/]", "missing": "[bold red]NO[/]"}
 CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
+PACKAGES = {  # and what does not work without; torch is needed for everything
+    "torch": "",
+    "transformers": "tokenizers of models",
+    "triton": "kernels on a GPU",
+    "fastapi": "apex serve",
+    "uvicorn": "apex serve",
+    "prometheus_client": "apex serve",
+}
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SETUP = "type `make setup`"
 
@@ -90,10 +99,10 @@ def software() -> Iterator[Finding]:
         platform.python_version() + ("" if tested else " (tested on 3.11 and 3.12)"),
         "ok" if tested else "note",
     )
-    for name, needed_for in (("torch", ""), ("transformers", "tokenizers of models"), ("triton", "kernels on a GPU")):
+    for name, needed_for in PACKAGES.items():
         module, problem = load(name)
         if module is not None:
-            yield Finding(name, getattr(module, "__version__", "version unknown"))
+            yield Finding(name, getattr(module, "__version__", None) or metadata.version(name))
         elif needed_for:
             yield Finding(name, f"{problem}; needed for {needed_for} only", "note")
         else:

@@ -5,6 +5,9 @@ A strategy is nothing but the stepping rules of its cohorts; with no cohorts thi
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swiftllm.backend import Backend, Batch, Ticket
@@ -34,10 +37,17 @@ class OverlapExecutor:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._cohorts: dict[int, Cohort] = {}
+        self._plan = IterationPlan()
+        self._at_work: tuple[bool, Sequence[Sequence[str]]] = (False, ())  # the lane, and groups of request ids
 
     @property
     def is_idle(self) -> bool:
         return not self._cohorts
+
+    @property
+    def cohorts(self) -> tuple[Cohort, ...]:
+        """Those under way, the oldest first."""
+        return tuple(self._cohorts.values())
 
     def run(self, plan: IterationPlan) -> StepResult:
         """Carry out one plan.
@@ -45,9 +55,12 @@ class OverlapExecutor:
         Cohorts of earlier plans that this one does not name stay where they are, their attention under way or done.
         """
         backend, run = self.backend, _Run()
+        self._plan, self._at_work = plan, (False, ())
         start_s = backend.now()
         left = self._take_out(plan, run)
+        self._at_work = (False, [[swap.request.request_id for swap in plan.swaps]])
         backend.swap(plan.swaps)
+        self._at_work = (True, ())
         lane = backend.open_lane(plan.lane) if plan.lane else None
         riders, steppers = self._cohorts_by_rule(plan, lane)
         last = backend.num_layers - 1
@@ -58,6 +71,7 @@ class OverlapExecutor:
                 self._submit_next(cohort)
             riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in boarding]
             if lane is not None and layer < last:
+                self._at_work = (True, ())
                 backend.gpu_attention(layer + 1, lane)
             for cohort in [c for c in steppers if c.layer <= last]:
                 self._wait(cohort, run)
@@ -67,6 +81,18 @@ class OverlapExecutor:
         duration_s = backend.now() - start_s
         layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
         return StepResult(run.tokens, layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
+
+    def at_work(self) -> frozenset[str]:
+        in_lane, groups = self._at_work
+        lane = [request.request_id for request in self._plan.in_lane()] if in_lane else []
+        return frozenset(itertools.chain(lane, *groups))
+
+    def abandon(self) -> None:
+        for cohort in self._cohorts.values():
+            if cohort.ticket is not None:
+                with contextlib.suppress(Exception):  # what failed touches nothing any more
+                    cohort.ticket.wait()
+        self._cohorts.clear()
 
     def _cohorts_by_rule(
         self, plan: IterationPlan, lane: Batch | None
@@ -84,6 +110,7 @@ class OverlapExecutor:
 
     def _open(self, plan: CohortPlan) -> Cohort:
         request_ids = tuple(request.request_id for request in plan.requests)
+        self._at_work = (False, [request_ids])
         cohort = self._cohorts[plan.cohort_id] = Cohort(self.backend.open_cohort(plan.requests), request_ids)
         return cohort
 
@@ -98,6 +125,7 @@ class OverlapExecutor:
     def _wait(self, cohort: Cohort, run: _Run) -> None:
         """Collect the cohort's ticket; the time this takes is the lane's idle time."""
         if cohort.ticket is not None:
+            self._at_work = (False, [cohort.request_ids])
             before_s = self.backend.now()
             run.cpu_busy_s += cohort.ticket.wait()
             run.waited_s += self.backend.now() - before_s
@@ -106,6 +134,7 @@ class OverlapExecutor:
     def _cross(self, layer: int, lane: Batch | None, cohorts: list[Cohort], run: _Run) -> None:
         batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
         if batches:
+            self._at_work = (lane is not None, [cohort.request_ids for cohort in cohorts])
             run.tokens.update(self.backend.boundary(layer, batches))
 
     def _submit_next(self, cohort: Cohort) -> None:

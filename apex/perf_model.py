@@ -9,6 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 TABLE_VERSION = 3
@@ -28,13 +29,16 @@ class Curve:
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
             raise ValueError(f"a curve needs at least two ascending sizes, got {self.sizes}")
-        object.__setattr__(self, "seconds", tuple(_ascending(self.seconds)))
+        seconds = tuple(_ascending(self.seconds))
+        knots = pairwise(zip(self.sizes, seconds, strict=True))
+        slopes = tuple([(end_s - start_s) / (end - start) for (start, start_s), (end, end_s) in knots])
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "_slopes", slopes)
 
     def __call__(self, size: float) -> float:
-        sizes, seconds = self.sizes, self.seconds
+        sizes = self.sizes
         i = bisect_right(sizes, size, 1, len(sizes) - 1) - 1  # the first or last two sizes beyond the ends
-        slope = (seconds[i + 1] - seconds[i]) / (sizes[i + 1] - sizes[i])
-        result = seconds[i] + slope * (size - sizes[i])
+        result = self.seconds[i] + self._slopes[i] * (size - sizes[i])
         return result if result > 0.0 else 0.0
 
 
@@ -159,10 +163,14 @@ class PerfModel:
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.linear_knee_tokens = int(max(flat, default=1))
         """Tokens until which a boundary costs about the same: reading the weights is what takes the time."""
+        self._linear_s: dict[int, float] = {}  # what has been asked before: sizes are no more than a lane has tokens
 
     def linear_s(self, tokens: int) -> float:
         """One boundary (T_l) with so many tokens; nothing for an empty batch."""
-        return self._curve("linear", self.table.linear, tokens)
+        seconds = self._linear_s.get(tokens)
+        if seconds is None:
+            seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
+        return seconds
 
     def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""

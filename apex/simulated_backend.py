@@ -24,7 +24,7 @@ from apex.perf_model import PerfModel
 from apex.planner.pipeline import LaneLoad
 from swiftllm.backend import TicketTimes
 from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, Tier
+from swiftllm.request import Request, Tier, TokenLogprob
 
 PLACEHOLDER_TOKEN = 0
 """Every sampled token: nothing is computed, so requests end by ``max_tokens`` alone."""
@@ -138,6 +138,8 @@ class SimulatedBackend:
         clock_s: the virtual time; starts at 0.
         busy: what each resource has worked.
     """
+
+    worker_restarts = 0
 
     def __init__(self, model: PerfModel, *, launch_s: float = 0.0, interconnect: Interconnect | None = None) -> None:
         """``launch_s``: what the host takes to launch a boundary or a layer's attention, for profiles without it."""
@@ -287,7 +289,10 @@ class SimulatedBackend:
 
     # -- nothing is kept --------------------------------------------------------------------------------------------
 
-    def forget(self, request_ids: Sequence[str]) -> None:
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return {}
+
+    def recover(self) -> None:
         pass
 
     def close(self) -> None:

@@ -102,6 +102,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
         "cpu": cpu_name(),
+        "lane_threads": str(backend.lane_threads),
         "cpu_threads": str(backend.cpu_threads),
         "cpu_kernel": backend.cpu_kernel,
         "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -17,7 +17,7 @@ from swiftllm.backend import Backend, Batch
 from swiftllm.engine import Engine
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, SamplingParams, Tier
+from swiftllm.request import Request, SamplingParams, Tier, TokenLogprob
 from swiftllm.scheduler import Scheduler, SchedulerLimits
 
 Sampler = Callable[[], float]
@@ -76,11 +76,13 @@ class Workbench:
     def gpu_attention(self, requests: int, context: int) -> Sampler:
         """One layer's decode attention in the lane."""
         items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
-        return self._attention(self._lane(items), requests)
+        lane = self._lane(items)
+        return self._attention(lane, requests, lane)
 
-    def _attention(self, lane: Batch, rows: int) -> Sampler:
-        """Boundaries of a lane of one row come between: they sweep the caches as the layers' own boundaries do."""
-        sweeper, boundaries = self._lane(self._single_rows(1)), self._layers()
+    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> Sampler:
+        """Boundaries come between: they sweep the caches as in a run. Prefills have those of a lane of one row; decodes
+        their own, after which captured graphs find the lane where they want it."""
+        sweeper, boundaries = sweeper or self._lane(self._single_rows(1)), self._layers()
         layers = self._layers(self.backend.num_layers)
 
         def sample() -> float:
@@ -218,6 +220,8 @@ class Workbench:
 class _NoWork:
     """A backend on which everything is done at once: what is left of an iteration is the engine's own time."""
 
+    worker_restarts = 0
+
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.now = time.perf_counter
@@ -234,8 +238,8 @@ class _NoWork:
     def gpu_attention(self, layer: int, lane: list[str]) -> None:
         pass
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        pass
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return {}
 
 
 def idle_engine(num_layers: int, requests: int) -> Engine:

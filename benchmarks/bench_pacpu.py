@@ -35,7 +35,7 @@ from evaluation.figures import save
 from evaluation.paths import RESULTS_DIR
 from evaluation.provenance import usable_cores
 from evaluation.results import FlatRecord, ResultFolder
-from swiftllm.kv_pool import available_host_bytes
+from swiftllm.memory import available_host_bytes
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),

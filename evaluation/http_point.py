@@ -12,11 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from evaluation.experiment import Point, PointResult
-from evaluation.metrics import compute_metrics
+from evaluation.metrics import DEFAULT_TARGETS, Targets, compute_metrics
 from evaluation.progress import TokenProgress
 from evaluation.records import RequestRecord
 from evaluation.torch_point import warm_up, workload_values
-from evaluation.workloads import Lengths, Workload, load_prompt_tokens, make_workload
+from evaluation.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
     from evaluation.drivers.server import Server
@@ -36,6 +36,9 @@ class HttpTask:
     stall_timeout_s: float = 120.0
     request_timeout_s: float = 1800.0
     ready_timeout_s: float = 60.0
+    targets: Targets = DEFAULT_TARGETS
+    prompt_tokens: PromptTokens | None = None
+    """What prompts are made of; by default the model's own tokens of a text."""
 
 
 class NothingServed(RuntimeError):
@@ -54,7 +57,7 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
 
     task: HttpTask = point.task
     server = connect(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
-    prompt_tokens = load_prompt_tokens(task.model)
+    prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
     workload = make_workload(task.lengths, prompt_tokens)
     limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}
     warmed = replay(server, with_fresh_prompts(warm_up(workload), prompt_tokens.vocab_size), **limits)
@@ -72,7 +75,7 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         "max_model_len": server.max_model_len,
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
-        **compute_metrics(result.records, result.wall_s),
+        **compute_metrics(result.records, result.wall_s, targets=task.targets),
         **result.stats,
     }
     return PointResult(values, result.records, {"server": dataclasses.asdict(server)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -206,19 +207,29 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
         raise ValueError(
             f"{flags}: with --backend http that is the server's to decide; give it when you start the server"
         )
+    urls = parse_urls(options.url)
+    if unknown := set(options.systems or ()) - set(urls):
+        raise ValueError(
+            f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
+        )
+    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+
+
+def parse_urls(texts: Sequence[str]) -> dict[str, str]:
+    """The addresses of --url by name.
+
+    Raises:
+        ValueError: one is no address, or two have the same name.
+    """
     urls: dict[str, str] = {}
-    for text in options.url:
+    for text in texts:
         match = re.fullmatch(r"([\w.-]+)=(https?://[^/]+)(/v1)?/?", text)
         if match is None:
             raise ValueError(f"--url {text!r}: write it as NAME=http://HOST:PORT, e.g. vllm=http://127.0.0.1:8000")
         if match[1] in urls:
             raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
         urls[match[1]] = match[2]
-    if unknown := set(options.systems or ()) - set(urls):
-        raise ValueError(
-            f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
-        )
-    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+    return urls
 
 
 def given(**options: object) -> dict[str, object]:

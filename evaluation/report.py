@@ -28,7 +28,7 @@ from rich.console import Console
 from evaluation.claims import Comparison, compare, load_claims
 from evaluation.metrics import compute_metrics
 from evaluation.paths import RESULTS_DIR
-from evaluation.results import TABLE, FlatRecord, write_atomically
+from evaluation.results import SWEPT, TABLE, FlatRecord, write_atomically
 
 TEMPLATES_DIR = Path(__file__).resolve().parent / "templates"
 SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
@@ -38,8 +38,6 @@ SIDE_METRICS = {
     *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
     "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s",
 }  # fmt: skip
-# What figures are drawn over: stands left of the main figures where it varies.
-SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 
 

@@ -156,6 +156,9 @@ def median_record(repeats: Sequence[FlatRecord]) -> FlatRecord:
     return merged | {"repeats": len(repeats)}
 
 
+SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
+"""Fields that a figure may draw its results over."""
+
 TABLE = (
     ("system", "system", "{}"),
     ("workload", "workload", "{}"),
@@ -174,15 +177,16 @@ TABLE = (
 )  # fmt: skip
 
 
-def table_cells(record: FlatRecord) -> list[str]:
-    """A record as the cells of the summary table; a dash where a value does not apply."""
-    return ["-" if record.get(name) is None else form.format(record[name]) for name, _, form in TABLE]
+def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
+    """Name, title and format of the summary table's columns; what was swept stands before what came of it."""
+    always = {name for name, _, _ in TABLE}
+    swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
+    return [*TABLE[:2], *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
 
 
 def markdown_table(records: Sequence[FlatRecord]) -> str:
-    rows = [
-        [title for _, title, _ in TABLE],
-        ["---"] * len(TABLE),
-        *(table_cells(record) for record in records),
-    ]
+    columns = table_columns(records)
+    rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
+    for record in records:  # a dash where a value does not apply
+        rows.append(["-" if record.get(name) is None else form.format(record[name]) for name, _, form in columns])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from apex.cli.config_file import ConfigFile, parse
 from apex.cli.output import stdout_console
 from evaluation import measured
 from evaluation.experiment import Point, PointResult, run_experiment
@@ -51,7 +51,7 @@ AIM = 0.1
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ConfigFile):
     """Run some workloads of Figure 5 for real and SIMULATED with this machine's own profile, and report the error.
 
     Takes some 12 s for each system, workload and repeat with the default model on two cores. The same command again
@@ -252,7 +252,7 @@ def main(options: Options) -> int:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """The command line; ``arguments`` are those of the process by default."""
-    return main(tyro.cli(Options, prog="apex validate", args=arguments))
+    return main(parse(Options, "apex validate", sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from evaluation.corpus import corpus
 from evaluation.traces import Origin, Trace, TraceRow
 
-Arrivals = Literal["at-once", "trace", "poisson"]
+Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class WorkloadSpec:
     arrivals: Arrivals = "at-once"
     request_rate: float | None = None
     """Requests per second of Poisson arrivals."""
+    concurrency: int | None = None
+    """Requests under way in a closed loop: the next one is sent when one of them has ended."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,6 +48,10 @@ class WorkloadSpec:
             raise ValueError("request_rate goes with Poisson arrivals, and only with them")
         if self.request_rate is not None and self.request_rate <= 0:
             raise ValueError(f"request_rate={self.request_rate} must be above 0")
+        if (self.arrivals == "closed-loop") != (self.concurrency is not None):
+            raise ValueError("concurrency goes with a closed loop, and only with it")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency={self.concurrency} must be at least 1")
 
 
 @dataclass(frozen=True)

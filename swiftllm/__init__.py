@@ -5,6 +5,8 @@ from typing import Any
 from swiftllm.config import EngineConfig
 from swiftllm.request import RequestOutput, RequestRefused, SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = ["LLM", "EngineConfig", "RequestOutput", "RequestRefused", "SamplingParams"]
 
 

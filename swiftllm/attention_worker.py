@@ -10,8 +10,14 @@ from swiftllm.backend import Ticket, TicketTimes
 
 
 class AttentionWorker(Protocol):
+    restarts: int
+    """How often the worker ended by itself and was started again."""
+
     def submit(self, task: Callable[[], None]) -> Ticket:
         """Run the task, after those submitted before it, and fulfil the ticket when it is done."""
+
+    def start_again(self) -> None:
+        """If the worker has ended, start it: the work that was lost with it is not wanted any more."""
 
     def close(self) -> None:
         """Stop; tasks under way are finished first."""
@@ -40,6 +46,8 @@ class FinishedTask:
 class InlineWorker:
     """Runs each task at once on the calling thread: the synchronous twin of a worker with a thread of its own."""
 
+    restarts = 0
+
     def submit(self, task: Callable[[], None]) -> Ticket:
         start_s = time.perf_counter()
         error: BaseException | None = None
@@ -48,6 +56,9 @@ class InlineWorker:
         except Exception as raised:  # comes out of wait(), as from a thread
             error = raised
         return FinishedTask(start_s, time.perf_counter(), error)
+
+    def start_again(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

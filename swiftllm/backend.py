@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request
+from swiftllm.request import Request, TokenLogprob
+
+
+class WorkerDied(RuntimeError):
+    """The CPU worker ended before a ticket's work was done. :meth:`Backend.recover` starts it again."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Backend(Protocol):
     @property
     def num_layers(self) -> int: ...
 
+    @property
+    def worker_restarts(self) -> int:
+        """How often the CPU worker had to be started again."""
+
     def now(self) -> float:
         """Seconds of the backend's clock: real time, or virtual time in a simulation."""
 
@@ -81,7 +89,10 @@ class Backend(Protocol):
     def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
         """Hand one layer's decode attention of a cohort (K/V store included) to the CPU worker."""
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """These requests are over: drop what is kept for them between iterations (sampling state)."""
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        """Of the tokens sampled since the last call, for the requests that ask for them."""
+
+    def recover(self) -> None:
+        """Start afresh after an iteration that raised: nothing is under way any more, and nobody holds K and V."""
 
     def close(self) -> None: ...

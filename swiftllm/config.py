@@ -16,6 +16,7 @@ WHOLE_NUMBERS = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "max_model_len",
+    "lane_threads",
     "cpu_threads",
     "seed",
 )
@@ -45,6 +46,8 @@ class EngineConfig:
     """Requests that hold KV cache at once at most, in both tiers together."""
     max_model_len: int | None = None
     """Prompt plus output tokens of one request at most; by default what the model was made for."""
+    lane_threads: int = 1
+    """Threads of the linear layers where those run on a CPU. More than one pays where the requests fit the GPU tier."""
     cpu_threads: int | None = None
     """Threads of the CPU attention worker; by default every core but the lane's."""
     cpu_kernel: str | None = None
@@ -61,7 +64,7 @@ class EngineConfig:
         for name in WHOLE_NUMBERS:
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "lane_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_gpu_blocks", "num_cpu_blocks"):

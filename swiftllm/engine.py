@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,7 @@ class EngineStats:
     predicted_s: float = 0.0
     preemptions: int = 0
     swapped_blocks: int = 0
+    worker_restarts: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=Counter)
 
     def note(self, plan: IterationPlan, result: StepResult) -> None:
@@ -73,9 +75,11 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._description = dict(description or {})
         self._stats = EngineStats()
-        self._num_arrived = 0
+        self._arrivals = itertools.count()
         self._num_empty_plans = 0
-        self._aborted: list[Request] = []
+        self._ended: list[RequestOutput] = []  # of aborts, for the next step to return
+        self._running_plan: IterationPlan | None = None
+        self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step, if it had one
 
     @property
     def kv(self) -> KVCacheManager:
@@ -93,6 +97,22 @@ class Engine:
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
+        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
+        self.queue(request)
+        return request
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_s: float | None = None,
+    ) -> Request:
+        """A request that can be served, for :meth:`queue`. Reads only what never changes, so any thread may call it.
+
+        Raises:
+            RequestRefused: it can never be served; the message names the limit it hits.
+        """
         try:
             prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
         except ValueError as error:
@@ -101,57 +121,92 @@ class Engine:
         if unknown is not None:
             raise RequestRefused(f"token id {unknown} is outside the vocabulary of {self._vocab_size} tokens")
         arrival_s = self.now() if arrival_s is None else arrival_s
-        request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, self._num_arrived)
-        self.scheduler.add(request)
-        self._num_arrived += 1
+        request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
+        self.scheduler.check(request)
         return request
+
+    def queue(self, request: Request) -> None:
+        """Let a request that has passed the door, or that :meth:`recover` returned, wait for its turn.
+
+        Raises:
+            RequestRefused: its id is in use.
+        """
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it stands; its output so far comes with the next step. False if it is not there."""
         request = self.scheduler.abort(request_id)
         if request is not None:
-            self._aborted.append(request)
+            self._ended.append(self._output(request, num_new=0))
         return request is not None
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_work or bool(self._aborted)
+        return self.scheduler.has_work or bool(self._ended)
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration and return what it gave.
 
+        Whatever it raises, :meth:`recover` makes the engine whole again.
+
         Raises:
             EngineStalled: nothing could be planned for many steps although requests wait (never expected).
         """
-        aborted, self._aborted = self._aborted, []
-        outputs = [self._output(request, num_new=0) for request in aborted]
-        self._forget(aborted)  # before anything runs: a new request may have taken the id of one aborted
-        if self.scheduler.has_work:
-            touched = self._iterate()
-            outputs += [self._output(request, num_new=1) for request in touched]
-            self._forget([request for request in touched if request.is_finished])
+        self.last_iteration = None
+        touched = self._iterate() if self.scheduler.has_work else []
+        outputs, self._ended = self._ended, []
+        outputs += [self._output(request, num_new=1) for request in touched]
         if not self.has_unfinished():
             self.kv.check()
         return outputs
 
-    def _forget(self, requests: Sequence[Request]) -> None:
-        if requests:
-            self.backend.forget([request.request_id for request in requests])
-
     def _iterate(self) -> list[Request]:
+        self._running_plan = None
         plan = self.scheduler.schedule()
         self._num_empty_plans = self._num_empty_plans + 1 if plan.is_empty else 0
         if self._num_empty_plans > MAX_EMPTY_PLANS:
             raise EngineStalled(f"{MAX_EMPTY_PLANS} empty plans in a row with {self.state()}")
+        self._running_plan = plan
         result = self.executor.run(plan)
+        self._running_plan = None
+        for request_id, logprob in self.backend.take_logprobs().items():
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                request.logprobs.append(logprob)
         touched = self.scheduler.update(plan, result)
         self._stats.note(plan, result)
+        self.last_iteration = (plan, result)
         return touched
+
+    # -- after a step that raised -----------------------------------------------------------------------------------
+
+    def at_work(self) -> list[Request]:
+        """The unfinished requests that the step under way, or the one that raised, was working on when last seen; all
+        of them where that is not known."""
+        unfinished = [request for request in self.scheduler.requests.values() if not request.is_finished]
+        if self._running_plan is None:
+            return unfinished
+        at_work = self.executor.at_work()
+        return [request for request in unfinished if request.request_id in at_work] or unfinished
+
+    def recover(self) -> list[Request]:
+        """Give up all work under way, wherever an iteration stopped, and empty both pools.
+
+        Waits for CPU attention that may still touch blocks. Returns the unfinished requests, oldest first. They keep
+        their tokens, and :meth:`queue` lets each go on in its old place: the rest is computed again.
+        """
+        self.executor.abandon()
+        self.backend.recover()
+        self._running_plan, self._num_empty_plans = None, 0
+        return self.scheduler.clear()
+
+    # -- what can be known of it ------------------------------------------------------------------------------------
 
     def _output(self, request: Request, num_new: int) -> RequestOutput:
         reason = request.finish_reason.value if request.finish_reason else None
         new_tokens = tuple(request.output_token_ids[request.output_len - num_new :])
         tokens = tuple(request.output_token_ids) if reason else ()
-        return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, reason, tokens)
+        logprobs = tuple(request.logprobs[request.output_len - num_new :]) if request.logprobs else ()
+        return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, reason, tokens, logprobs)
 
     def now(self) -> float:
         """Seconds of the engine's clock (virtual in a simulation)."""
@@ -159,6 +214,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         self._stats.preemptions = self.scheduler.num_preemptions
+        self._stats.worker_restarts = self.backend.worker_restarts
         return self._stats
 
     def state(self) -> dict[str, Any]:

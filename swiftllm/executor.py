@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from swiftllm.backend import Backend
 from swiftllm.plan import IterationPlan, StepResult
+from swiftllm.request import Request
 
 
 class Executor(Protocol):
@@ -15,21 +17,36 @@ class Executor(Protocol):
     def is_idle(self) -> bool:
         """Whether nothing is under way between iterations."""
 
+    @property
+    def cohorts(self) -> Sequence[Any]:
+        """Those under way between iterations, as the executor keeps them; for reports."""
+
+    def at_work(self) -> frozenset[str]:
+        """Ids of the requests whose work :meth:`run` last turned to: where it raises or hangs, it is with these."""
+
+    def abandon(self) -> None:
+        """Drop what is under way between iterations; once this returns, nothing touches any block."""
+
 
 class LaneExecutor:
     """Moves the lane through all layers, one after the other."""
 
     is_idle = True
+    cohorts = ()
+    cohorts = ()
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._at_work: Callable[[], Iterable[Request]] = tuple
 
     def run(self, plan: IterationPlan) -> StepResult:
         if plan.cohorts:
             raise ValueError("a lane executor has no CPU worker for cohorts; use the overlap executor")
         backend = self.backend
         start_s = backend.now()
+        self._at_work = plan.swapping
         backend.swap(plan.swaps)
+        self._at_work = plan.in_lane
         tokens: dict[str, int] = {}
         if plan.lane:
             lane = backend.open_lane(plan.lane)
@@ -40,3 +57,9 @@ class LaneExecutor:
             tokens.update(backend.boundary(last, [lane]))
         duration_s = backend.now() - start_s
         return StepResult(tokens, {}, frozenset(), duration_s, lane_busy_s=duration_s, cpu_busy_s=0.0)
+
+    def at_work(self) -> frozenset[str]:
+        return frozenset(request.request_id for request in self._at_work())
+
+    def abandon(self) -> None:
+        pass

@@ -13,8 +13,8 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
         self._used: set[int] = set()
+        self.free_all()
 
     @property
     def num_free(self) -> int:
@@ -30,16 +30,30 @@ class BlockAllocator:
         Raises:
             ValueError: fewer are free; the caller asks ``num_free`` first.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} free")
-        blocks = [self._free.pop() for _ in range(count)]
+        free = self._free
+        if count > len(free):
+            raise ValueError(f"{count} blocks asked for, {len(free)} of {self.num_blocks} free")
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - count :]
         self._used.update(blocks)
         return blocks
 
+    def free_all(self) -> None:
+        """Take everything back, whatever has become of it."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._used.clear()
+
     def free(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._used.remove(block)  # KeyError: freed twice, or never handed out
-            self._free.append(block)
+        """Give blocks back.
+
+        Raises:
+            ValueError: some of them are not handed out.
+        """
+        num_used = len(self._used)
+        self._used.difference_update(blocks)
+        if len(self._used) != num_used - len(blocks):
+            raise ValueError(f"blocks freed twice, or never handed out: {blocks}")
+        self._free += blocks
 
 
 class KVCacheManager:
@@ -64,14 +78,14 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the request's table hold ``num_tokens`` tokens in its tier; False, and no change, if blocks lack."""
-        table = self.block_tables.setdefault(request.request_id, [])
-        missing = self.blocks_for(num_tokens) - len(table)
-        if missing <= 0:
+        if num_tokens <= request.num_kv_slots:
             return True
-        if missing > self.num_free(request.tier):
+        allocator = self.allocators[request.tier]
+        missing = self.blocks_for(num_tokens - request.num_kv_slots)
+        if missing > allocator.num_free:
             return False
-        table.extend(self.allocators[request.tier].allocate(missing))
-        request.num_kv_slots = len(table) * self.block_size
+        self.block_tables.setdefault(request.request_id, []).extend(allocator.allocate(missing))
+        request.num_kv_slots += missing * self.block_size
         return True
 
     def move(self, request: Request, target: Tier) -> Swap:
@@ -93,6 +107,12 @@ class KVCacheManager:
         request.num_kv_slots = 0
         if blocks:
             self.allocators[request.tier].free(blocks)
+
+    def clear(self) -> None:
+        """Take back every block of both tiers: nobody holds cache any more."""
+        self.block_tables.clear()
+        for allocator in self.allocators.values():
+            allocator.free_all()
 
     def check(self) -> None:
         """Assert that every block is either free or in exactly one table."""

@@ -101,6 +101,16 @@ class IterationPlan:
         """Decodes and prefills spelled out for the backend, as they stand before the iteration runs."""
         return (*LaneItem.decodes(self.decodes), *self.prefills)
 
+    def in_lane(self) -> list[Request]:
+        return [*self.decodes, *(item.request for item in self.prefills)]
+
+    def requests(self) -> list[Request]:
+        """Whoever is computed."""
+        return [*self.in_lane(), *(request for cohort in self.cohorts for request in cohort.requests)]
+
+    def swapping(self) -> list[Request]:
+        return [swap.request for swap in self.swaps]
+
     @property
     def is_empty(self) -> bool:
         return not (self.decodes or self.prefills or self.cohorts or self.swaps or self.leaving)

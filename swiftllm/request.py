@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 MIN_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20
 
 
 class RequestRefused(ValueError):
@@ -19,6 +20,8 @@ class Tier(enum.Enum):
 
     GPU = "gpu"
     CPU = "cpu"
+
+    __hash__ = object.__hash__  # the base class computes one in Python at every look into a dict by tier
 
     @property
     def other(self) -> Tier:
@@ -59,12 +62,17 @@ class SamplingParams:
     """Tokens that end the output, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
+    logprobs: int | None = None
+    """Log-probabilities to give with each token: of that token and of so many of the most likely. None gives none.
+    They are the model's own, before temperature, top_k and top_p."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_token_ids, Iterable):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
         whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "top_k")}
-        whole["seed"] = None if self.seed is None else whole_number("seed", self.seed)
+        for name in ("seed", "logprobs"):
+            value = getattr(self, name)
+            whole[name] = None if value is None else whole_number(name, value)
         whole["stop_token_ids"] = tuple(whole_number("stop_token_ids", token) for token in self.stop_token_ids)
         for name, value in whole.items():
             object.__setattr__(self, name, value)
@@ -77,6 +85,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit number"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
         )
         for name, holds, rule in checks:
             if not holds:
@@ -100,6 +109,18 @@ def whole_number(name: str, value: object) -> int:
         raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the model thought of a token that was chosen: natural logarithms of probabilities.
+
+    ``top`` has the most likely tokens, most likely first, with theirs.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(eq=False)
 class Request:
     """One request on its way through the engine. Times are seconds of the engine's clock.
@@ -121,9 +142,11 @@ class Request:
     finish_reason: FinishReason | None = None
     tier: Tier | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output token, where asked for
     num_computed_tokens: int = 0
     num_kv_slots: int = 0
     cohort_id: int | None = None  # set while its token is under way through the layers in a cohort
+    last_served: int = 0  # the scheduler's iteration that last brought it on, where the CPU tier decodes
     num_preemptions: int = 0
 
     token_times_s: list[float] = field(default_factory=list)
@@ -172,20 +195,44 @@ class Request:
 
     def append_token(self, token_id: int, now_s: float) -> None:
         """Take one new output token, which all tokens before it have led to; finishes the request where it ends."""
-        self.output_token_ids.append(token_id)
-        self.token_times_s.append(now_s)
-        self.num_computed_tokens = self.num_tokens
-        self.num_tokens += 1
-        if token_id in self._stop_token_ids:
-            self.finish(FinishReason.STOP, now_s)
-        elif self.num_tokens >= self._most_tokens:
-            self.finish(FinishReason.LENGTH, now_s)
+        append_tokens([self], [token_id], now_s)
+
+    def start_over(self) -> None:
+        """Forget what has been computed: it holds no blocks any more. Its output stays."""
+        self.status = RequestStatus.WAITING
+        self.tier = self.cohort_id = None
+        self.num_computed_tokens = self.num_kv_slots = 0
+        self.num_tokens = self.prompt_len + self.output_len
+        del self.logprobs[self.output_len :]
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
         assert self.num_tokens == self.prompt_len + self.output_len
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.finish_s = now_s
+
+
+def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s: float) -> list[Request]:
+    """Give each request its next output token, which all tokens before it have led to; returns those that it ends.
+
+    A thousand requests get a token in each iteration, and what takes its time is memory: a short loop over one thing
+    of each request waits for that of several requests at once.
+    """
+    for request, token_id in zip(requests, token_ids, strict=True):
+        request.output_token_ids.append(token_id)
+    for request in requests:
+        request.token_times_s.append(now_s)
+    ended = []
+    for request, token_id in zip(requests, token_ids, strict=True):
+        request.num_computed_tokens = num_tokens = request.num_tokens
+        request.num_tokens = num_tokens = num_tokens + 1
+        if token_id in request._stop_token_ids:
+            request.finish(FinishReason.STOP, now_s)
+            ended.append(request)
+        elif num_tokens >= request._most_tokens:
+            request.finish(FinishReason.LENGTH, now_s)
+            ended.append(request)
+    return ended
 
 
 @dataclass(frozen=True)
@@ -199,6 +246,8 @@ class RequestOutput:
     """stop, length or abort; None while the request runs."""
     token_ids: tuple[int, ...] = ()
     """The whole output, once it is finished: copying it at every step would cost more than the scheduling."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the new tokens, where the request asked for them."""
     text: str = ""
 
     @property

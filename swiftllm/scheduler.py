@@ -15,7 +15,7 @@ from operator import attrgetter
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import IterationPlan, StepResult
 from swiftllm.plan_draft import PlanDraft
-from swiftllm.request import FinishReason, Request, RequestRefused, RequestStatus, Tier
+from swiftllm.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,48 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.now = now
+        self.num_preemptions = 0
+        self._empty_queues()
+
+    def _empty_queues(self) -> None:
+        self.requests: dict[str, Request] = {}
         self.waiting = ArrivalQueue()
         self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
         self.prefilling = ArrivalQueue()  # those of the running requests that do not decode yet
-        self.requests: dict[str, Request] = {}
-        self.num_preemptions = 0
+        self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the others
+
+    def clear(self) -> list[Request]:
+        """Take all requests out and all blocks back, in whatever state a failed iteration has left them.
+
+        Nothing may touch blocks any more. Returns the unfinished requests, oldest first; :meth:`add` takes them again.
+        """
+        requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
+        self.kv.clear()
+        self._empty_queues()
+        for request in requests:
+            request.start_over()
+        return requests
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request that has passed :meth:`check`.
 
         Raises:
-            RequestRefused: it could never be served; the message names the limit.
+            RequestRefused: its id is in use.
         """
-        self._check(request)
+        if request.request_id in self.requests:
+            raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request
         self.waiting.put(request)
         self._note_tier(request)
 
-    def _check(self, request: Request) -> None:
-        if request.request_id in self.requests:
-            raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
+    def check(self, request: Request) -> None:
+        """See whether a request could be served on its own; reads only what never changes.
+
+        Raises:
+            RequestRefused: it never could; the message names the limit.
+        """
         if request.prompt_len == 0:
             raise RequestRefused("the prompt is empty; it needs at least one token")
         total = request.prompt_len + request.sampling.max_tokens
@@ -129,32 +149,25 @@ class Scheduler:
             item.request.num_computed_tokens = item.context_len
             if not item.request.is_prefilling:
                 self.prefilling.take(item.request)
-        touched = []
-        requests = self.requests
-        for request_id, token in result.tokens.items():
-            request = requests.get(request_id)
-            if request is not None and request.finish_reason is None:  # else aborted while its token was under way
-                request.append_token(token, now_s)
-                touched.append(request)
-                if request.finish_reason is not None:
-                    self._retire(request)
+                self.decoding[item.request.tier].put(item.request)
+        tokens = result.tokens
+        touched = [r for r in map(self.requests.get, tokens) if r is not None and r.finish_reason is None]
+        if len(touched) < len(tokens):  # the others were aborted while their tokens were under way
+            tokens = {request.request_id: tokens[request.request_id] for request in touched}
+        for request in append_tokens(touched, tokens.values(), now_s):
+            self._retire(request)
         return touched
 
     # -- GPU decodes and room for them ------------------------------------------------------------------------------
 
-    def _decoding(self, tier: Tier) -> list[Request]:
-        if not self.prefilling:
-            return list(self.running[tier])
-        prefilling = set(self.prefilling)
-        return [request for request in self.running[tier] if request not in prefilling]
-
     def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
-        decodes = self._decoding(Tier.GPU)[: draft.tokens_left]
-        num_on_gpu = len(self.running[Tier.GPU])
+        queue = self.decoding[Tier.GPU]
+        num_decoding = len(queue)
+        decodes = queue[: draft.tokens_left]
         for request in out_of_blocks(decodes):
             if request.tier is Tier.GPU:  # not pushed out meanwhile
                 self._make_gpu_room(request, request.num_tokens, draft)
-        if len(self.running[Tier.GPU]) < num_on_gpu:
+        if len(queue) < num_decoding:
             decodes = [request for request in decodes if request.tier is Tier.GPU]
         draft.add_decodes(decodes)
 
@@ -179,9 +192,11 @@ class Scheduler:
         return self.kv.num_held(request) <= self.kv.num_free(Tier.CPU)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
-        self.running[request.tier].take(request)
+        source = request.tier
         draft.swaps.append(self.kv.move(request, target))
-        self.running[target].put(request)
+        for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
+            queues[source].take(request)
+            queues[target].put(request)
         self._note_tier(request)
 
     def _recompute(self, request: Request, draft: PlanDraft) -> None:
@@ -202,12 +217,11 @@ class Scheduler:
 
     def _leave_running(self, request: Request) -> None:
         self.running[request.tier].take(request)
-        if request.is_prefilling:
-            self.prefilling.take(request)
+        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).take(request)
 
     def _swap_in(self, draft: PlanDraft) -> None:
         """Bring the oldest CPU requests back while blocks are free, and decode them at once."""
-        if draft.swaps:  # something was just pushed out: the GPU is full
+        if draft.swaps or Tier.GPU not in self.decode_tiers:  # something was just pushed out: the GPU is full
             return
         for request in list(self.running[Tier.CPU]):
             if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):

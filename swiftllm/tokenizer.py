@@ -8,14 +8,22 @@ from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING_TOKENS = 8  # no character is cut into more: tokens that still give none are not text
 
 
 class Tokenizer:
-    """A thin wrapper over the tokenizer that transformers finds in a model folder."""
+    """A thin wrapper over the tokenizer that transformers finds in a model folder. Threads may share it.
+
+    Texts go straight to the Rust tokenizer inside: transformers' own layer takes five times as long for a token, and
+    sets options on the tokenizer that others may be using.
+    """
 
     def __init__(self, inner: Any) -> None:
-        """``inner``: a transformers tokenizer."""
+        """``inner``: a fast tokenizer of transformers, as all of the Llama family are."""
         self._inner = inner
+        self._rust = inner.backend_tokenizer
+        added = self._rust.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -44,15 +52,19 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """``add_special_tokens``: put what the model expects at the start (Llama: the begin-of-sequence token)."""
-        return self._inner.encode(text, add_special_tokens=add_special_tokens)
+        # The call for a batch lets other threads run meanwhile; the one for a single text does not.
+        return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._inner.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a conversation, ready for the assistant's answer; messages have ``role`` and ``content``.
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokens as the vocabulary writes them; None for those it does not have."""
+        return [self._rust.id_to_token(token) for token in token_ids]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
+        ``content``. It has its special tokens already: encode it without adding any.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -60,13 +72,18 @@ class Tokenizer:
         if not self.has_chat_template:
             raise ValueError("this model has no chat template: send a plain prompt to the completions endpoint")
         try:
-            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # templates are programs of the model's makers and raise what they like
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)  # the template writes them itself
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation, ready for the assistant's answer; raises what :meth:`render_chat` raises."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        return TextStream(self, skip_special_tokens)
 
 
 class TextStream:
@@ -74,30 +91,42 @@ class TextStream:
 
     A token may hold part of a character, and a decoder may write a token differently at the start of a text (Llama
     drops a leading space). So each piece is what the text of a short window gains over the text of the window
-    without its new tokens, and nothing comes out while the last character is incomplete.
+    without its new token, and nothing comes out while the last character is incomplete. How tokens are grouped into
+    pushes changes nothing, and one costs the same however long the text is.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []  # tokens given out last, then the pending ones
-        self._num_given = 0
-        self._given_text = ""
+        self._num_given_tokens = 0
+        self._num_given_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens, return what text is complete with them."""
-        self._window.extend(token_ids)
-        text = self._tokenizer.decode(self._window)
+        return "".join([self._push(token) for token in token_ids if token not in self._skipped])
+
+    def _push(self, token_id: int) -> str:
+        window = self._window
+        window.append(token_id)
+        text = self._text()
+        num_pending_chars = 0
         if text.endswith(REPLACEMENT_CHARACTER):
-            return ""
-        piece = text[len(self._given_text) :]
-        self._window = self._window[self._num_given :]
-        self._num_given = len(self._window)
-        self._given_text = self._tokenizer.decode(self._window)
+            if len(window) - self._num_given_tokens < MAX_PENDING_TOKENS:
+                return ""
+            num_pending_chars = 1  # bytes that make no characters; the last of them may begin one
+        piece = text[self._num_given_chars : len(text) - num_pending_chars]
+        del window[: self._num_given_tokens]
+        self._num_given_tokens = len(window)
+        self._num_given_chars = len(self._text()) - num_pending_chars
         return piece
 
     def finish(self) -> str:
         """What is left at the end, an incomplete character as U+FFFD."""
-        text = self._tokenizer.decode(self._window)
-        piece = text[len(self._given_text) :]
-        self._window, self._num_given, self._given_text = [], 0, ""
+        piece = self._text()[self._num_given_chars :]
+        self._window, self._num_given_tokens, self._num_given_chars = [], 0, 0
         return piece
+
+    def _text(self) -> str:
+        # Tokens to skip never enter the window.
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -14,15 +14,23 @@ import pacpu
 from swiftllm.attention_worker import AttentionWorker, InlineWorker
 from swiftllm.backend import Ticket
 from swiftllm.config import EngineConfig
+from swiftllm.cpu_attention import CpuAttention
+from swiftllm.device import Device, open_device
+from swiftllm.graphs import LayerGraphs
 from swiftllm.kv_pool import KVPools
+from swiftllm.memory import available_host_bytes, check_weights, plan_blocks
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import dummy_weights, load_weights
 from swiftllm.ops import select_ops
+from swiftllm.ops.cpu import torch_threads
+from swiftllm.pacing import Pacer
 from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, Tier
+from swiftllm.request import Request, Tier, TokenLogprob
 from swiftllm.sampling import Sampler
-from swiftllm.torch_batch import BatchBuilder, Cohort, Lane, Rows
+from swiftllm.staging import KVTransfers
+from swiftllm.torch_batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
+from swiftllm.widest import widest_iteration
 
 FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
@@ -34,57 +42,81 @@ class TorchBackend:
     read when a lane or cohort opens, and must be long enough for the tokens it is about to compute.
 
     Attributes:
-        device, device_name: the torch device of the linear layers, and what the hardware calls itself.
+        hardware: where the linear layers run.
+        device, device_name: its torch device, and what it calls itself.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
+        lane_threads: host threads of the linear layers; one where a GPU computes them.
         cpu_kernel, cpu_threads: who computes attention over the CPU tier.
     """
 
-    def __init__(self, config: EngineConfig, worker: AttentionWorker | None = None) -> None:
-        """``worker`` runs the CPU attention; default: at once, on the calling thread.
+    def __init__(
+        self, config: EngineConfig, worker: AttentionWorker | None = None, hardware: Device | None = None
+    ) -> None:
+        """``worker`` runs the CPU attention; default: at once, on the calling thread. ``hardware`` stands in for what
+        ``config.device`` names.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
-            InsufficientMemory: the KV cache asked for does not fit.
+            InsufficientMemory: the model or the KV cache asked for does not fit.
         """
-        self.device = _resolve_device(config)
+        self.hardware = hardware or open_device(config.device)
+        self.device = self.hardware.torch_device
         self.dtype = _resolve_dtype(config, self.device)
         self.device_name = _device_name(self.device)
         if self.device.type == "cpu":
-            # The lane is one core's work: the others belong to the attention worker, and a second torch thread
-            # that has to share its core makes small layers ten times slower.
-            torch.set_num_threads(1)
-        self.cpu_threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1)
-        self.cpu_kernel = config.cpu_kernel or pacpu.default_kernel(self.dtype)
-        usable = pacpu.kernels(self.dtype)
-        if self.cpu_kernel not in usable:
-            why = pacpu.unavailable().get(self.cpu_kernel, "there is no such kernel")
-            if self.cpu_kernel in pacpu.kernels():
-                why = f"it does not compute in {str(self.dtype).removeprefix('torch.')}"
-            raise ValueError(f"cpu_kernel={self.cpu_kernel!r} is not among {', '.join(usable)}: {why}")
+            torch.set_num_threads(torch_threads(self.dtype, config.lane_threads))
+        self.lane_threads = config.lane_threads if self.device.type == "cpu" else 1
+        self.cpu_threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - self.lane_threads)
+        self.cpu_kernel = _resolve_kernel(config, self.dtype)
         self.model_config = ModelConfig.from_folder(config.model)
+        self.block_size = config.block_size
+        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel, self.lane_threads)
+        check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
         if config.load_format == "dummy":
             weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
         else:
             weights = load_weights(config.model, self.model_config, self.device, self.dtype)
-        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
-        self.kv_pools = KVPools(self.model_config, config, self.device, self.dtype, self._ops)
-        self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
-        self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
-        self.kv_bytes_per_block = self.kv_pools.bytes_per_block
-        self.block_size = config.block_size
-        self.block_tables: Mapping[str, Sequence[int]] = {}
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed)
         self._worker = worker or InlineWorker()
+        self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
+        self.kv_plan = plan_blocks(
+            config,
+            self.kv_bytes_per_block,
+            available_host_bytes(),
+            self.hardware.left_free(lambda: widest_iteration(self._model, config, self.dtype)),
+        )
+        self.kv_pools = KVPools(self.model_config, self.kv_plan, self.device, self.dtype)
+        self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
+        self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
+        self.block_tables: Mapping[str, Sequence[int]] = {}
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._worker)
+        self._pacer = Pacer(self.hardware.compute)
+        self._graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self._builder = BatchBuilder(
-            self.device, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
+            self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
+        )
+
+    def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
+        longest = config.max_model_len or self.model_config.max_position_embeddings
+        return LayerGraphs(
+            self.hardware,
+            self._model,
+            self.kv_pools.layers[Tier.GPU],
+            self.dtype,
+            max_rows=config.max_num_seqs,
+            max_blocks=-(-longest // self.block_size),
         )
 
     @property
     def num_layers(self) -> int:
         return self.model_config.num_layers
+
+    @property
+    def worker_restarts(self) -> int:
+        return self._worker.restarts
 
     @property
     def dtype_name(self) -> str:
@@ -95,7 +127,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def swap(self, swaps: Sequence[Swap]) -> None:
-        self.kv_pools.swap(swaps)
+        self._transfers.swap(swaps)
 
     @torch.inference_mode()
     def open_lane(self, items: Sequence[LaneItem]) -> Lane:
@@ -107,65 +139,109 @@ class TorchBackend:
 
     @torch.inference_mode()
     def drop_rows(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
-        return cohort.without(request_ids)
+        self._await_return(cohort)
+        return self._builder.without(cohort, request_ids)
 
     @torch.inference_mode()
     def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
         batches = [batch for batch in batches if batch.num_rows]
-        if layer == self.num_layers - 1:
-            return self._finish(batches)
         if not batches:
             return {}
+        self._pacer.wait()
+        for batch in batches:
+            if isinstance(batch, Cohort):
+                self._await_return(batch)
+        tokens: Mapping[str, int] = {}
+        if layer == self.num_layers - 1:
+            tokens = self._finish(batches)
+        elif self._graphs is None or not self._graphs.boundary(layer, batches):
+            self._cross(layer, batches)
+        self._pacer.launched()
+        return tokens
+
+    def _await_return(self, cohort: Cohort) -> None:
+        """What the device does from here on sees the result of the cohort's CPU attention."""
+        if cohort.returned is not None:
+            self.hardware.compute.wait(cohort.returned)
+
+    def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
         if layer < 0:
             hidden = self._model.embed(_concatenate([batch.token_ids for batch in batches]))
         else:
-            attention_out = _concatenate([batch.attention_out.to(self.device) for batch in batches])
+            attention_out = _concatenate([batch.attention_out for batch in batches])
             residual = _concatenate([batch.residual for batch in batches])
             hidden = self._model.post_attention(layer, attention_out, residual)
         rotary_rows = _concatenate([batch.rotary_rows for batch in batches])
-        q, k, v = self._model.pre_attention(layer + 1, hidden, rotary_rows)
+        qkv = self._model.pre_attention(layer + 1, hidden, rotary_rows)
         start = 0
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
-            batch.residual, batch.q, batch.k, batch.v = hidden[rows], q[rows], k[rows], v[rows]
+            batch.residual, batch.qkv = hidden[rows], qkv[rows]
             start = rows.stop
-        return {}
 
     @torch.inference_mode()
     def gpu_attention(self, layer: int, lane: Lane) -> None:
-        ops, scale = self._ops, self._scale
         for group in lane.prefills:
-            kv_layer = self.kv_pools.layers[group.tier][layer]
-            stored = (rows.to(kv_layer.device) for rows in (lane.k[group.rows], lane.v[group.rows]))
-            ops.store_kv(*stored, kv_layer, group.blocks, group.offsets)
-            for chunk in group.chunks:
-                if chunk.blocks is None:
-                    keys, values = lane.k[chunk.rows].transpose(0, 1), lane.v[chunk.rows].transpose(0, 1)
-                else:
-                    keys, values = ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len).to(self.device)
-                lane.attention_out[chunk.rows] = ops.prefill_attention(
-                    lane.q[chunk.rows], keys, values, chunk.mask, scale
-                )
-        if lane.decodes is not None:
+            self._prefill_attention(layer, lane, group)
+        if lane.decodes is not None and (self._graphs is None or not self._graphs.attention(layer, lane)):
             rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
-            new = lane.q[rows], lane.k[rows], lane.v[rows]
+            new = self._model.split_qkv(lane.qkv[rows])
             tables, lens = lane.decodes.block_tables, lane.decodes.seq_lens
-            ops.decode_attention(*new, kv_layer, tables, lens, lane.attention_out[rows], scale)
+            self._ops.decode_attention(*new, kv_layer, tables, lens, lane.attention_out[rows], self._scale)
+        self._pacer.wait()  # before the executor asks which cohorts are ready
+
+    def _prefill_attention(self, layer: int, lane: Lane, group: PrefillGroup) -> None:
+        q, k, v = self._model.split_qkv(lane.qkv)
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if group.tier is Tier.GPU:
+            kv_layer = self.kv_pools.layers[Tier.GPU][layer]
+            self._ops.store_kv(k[group.rows], v[group.rows], kv_layer, group.blocks, group.offsets)
+            contexts = [
+                None if chunk.blocks is None else self._ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len)
+                for chunk in group.chunks
+            ]
+        else:  # the chunk's own K and V are not in the CPU tier before the host has written them
+            contexts = []
+            for chunk in group.chunks:
+                context = None
+                if chunk.blocks is not None:
+                    earlier = self._transfers.load(layer, chunk.blocks, chunk.start)
+                    own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+                    context = torch.cat([earlier, own], dim=2)
+                contexts.append(context)
+            self._transfers.store(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+        for chunk, context in zip(group.chunks, contexts, strict=True):
+            if context is None:
+                context = k[chunk.rows].transpose(0, 1), v[chunk.rows].transpose(0, 1)
+            lane.attention_out[chunk.rows] = self._ops.prefill_attention(
+                q[chunk.rows], *context, chunk.mask, self._scale
+            )
 
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: Cohort) -> Ticket:
-        new = [rows.to("cpu") for rows in (cohort.q, cohort.k, cohort.v)]
+        hardware = self.hardware
+        hardware.to_host.wait(hardware.compute.mark())
+        q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
         kv_layer = self.kv_pools.layers[Tier.CPU][layer]
-        tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.attention_out
         how = {"num_threads": self.cpu_threads, "kernel": self.cpu_kernel}
 
         def attend() -> None:
-            pacpu.paged_attention(*new, kv_layer, tables, lens, out, self._scale, **how)
+            tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.host_out
+            pacpu.paged_attention(q, k, v, kv_layer, tables, lens, out, self._scale, **how)
 
-        return self._worker.submit(attend)
+        def send_back() -> None:
+            hardware.to_device.copy(cohort.attention_out, cohort.host_out)
+            cohort.returned = hardware.to_device.mark()
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        self._sampler.forget(request_ids)
+        return CpuAttention(hardware.to_host.mark(), attend, send_back).submit(self._worker)
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return self._sampler.take_logprobs()
+
+    def recover(self) -> None:
+        self._transfers.drop()
+        self._worker.start_again()
+        self._sampler.take_logprobs()
 
     def close(self) -> None:
         self._worker.close()
@@ -179,7 +255,7 @@ class TorchBackend:
         def select(batch: Rows, tensor: torch.Tensor) -> torch.Tensor:
             return tensor if batch.sampling_rows is None else tensor.index_select(0, batch.sampling_rows)
 
-        attention_out = _concatenate([select(batch, batch.attention_out.to(self.device)) for batch in batches])
+        attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
         residual = _concatenate([select(batch, batch.residual) for batch in batches])
         logits = self._model.logits(self._model.post_attention(self.num_layers - 1, attention_out, residual))
         requests = [request for batch in batches for request in batch.sampling_requests]
@@ -191,14 +267,6 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _resolve_device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda' and torch sees no GPU; use device='cpu', or check the driver and torch build")
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -207,6 +275,17 @@ def _resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     # With bfloat16 instructions a matrix product is twice as fast as in float32. Without them torch widens first and
     # is slower, and float16 on x86 is slower still.
     return torch.bfloat16 if _cpu_info("flags").keys() & FAST_BFLOAT16_FLAGS else torch.float32
+
+
+def _resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
+    kernel = config.cpu_kernel or pacpu.default_kernel(dtype)
+    usable = pacpu.kernels(dtype)
+    if kernel not in usable:
+        why = pacpu.unavailable().get(kernel, "there is no such kernel")
+        if kernel in pacpu.kernels():
+            why = f"it does not compute in {str(dtype).removeprefix('torch.')}"
+        raise ValueError(f"cpu_kernel={kernel!r} is not among {', '.join(usable)}: {why}")
+    return kernel
 
 
 def _device_name(device: torch.device) -> str:

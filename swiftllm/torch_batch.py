@@ -9,26 +9,26 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from swiftllm.device import Device, Event
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request, Tier
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
-    """One row per token. Between two boundaries a batch holds ``residual``, and q, k, v or ``attention_out``.
+    """One row per token. Between two boundaries a batch holds ``residual``, and ``qkv`` or ``attention_out``; all are
+    on the device.
 
     ``sampling_rows`` (None: all) are the rows that get a token at the last boundary, for ``sampling_requests``.
     """
 
     token_ids: torch.Tensor  # int64 [rows]
     rotary_rows: torch.Tensor  # float32 [rows, 2, head_dim]
-    attention_out: torch.Tensor  # [rows, num_heads, head_dim]; a cohort's is in host memory
+    attention_out: torch.Tensor  # [rows, num_heads, head_dim]
     sampling_rows: torch.Tensor | None
     sampling_requests: list[Request]
-    residual: torch.Tensor | None = None
-    q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
+    residual: torch.Tensor | None = None  # [rows, hidden_size]
+    qkv: torch.Tensor | None = None  # [rows, num_heads + 2 num_kv_heads, head_dim]
 
     @property
     def num_rows(self) -> int:
@@ -43,6 +43,11 @@ class PrefillChunk:
     context_len: int
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
+
+    @property
+    def start(self) -> int:
+        """Tokens of earlier chunks."""
+        return self.context_len - (self.rows.stop - self.rows.start)
 
 
 @dataclass
@@ -63,7 +68,7 @@ class DecodeGroup:
     seq_lens: torch.Tensor  # int32 [rows]
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane(Rows):
     """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes."""
 
@@ -71,40 +76,22 @@ class Lane(Rows):
     decodes: DecodeGroup | None = None
 
 
-@dataclass
+@dataclass(eq=False, kw_only=True)
 class Cohort(Rows):
-    """One row per request; the tables live in host memory."""
+    """One row per request. The CPU worker reads the tables and writes ``host_out``, all in host memory; from there the
+    result goes to ``attention_out``, where it is after ``returned``."""
 
-    block_tables: torch.Tensor | None = None  # int32 [rows, max_blocks]
-    seq_lens: torch.Tensor | None = None  # int32 [rows]
-
-    def without(self, request_ids: frozenset[str]) -> Cohort:
-        kept = [row for row, r in enumerate(self.sampling_requests) if r.request_id not in request_ids]
-        index = torch.tensor(kept, dtype=torch.int64)
-
-        def keep(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.index_select(0, index.to(tensor.device))
-
-        return Cohort(
-            token_ids=keep(self.token_ids),
-            rotary_rows=keep(self.rotary_rows),
-            attention_out=keep(self.attention_out),
-            sampling_rows=None,
-            sampling_requests=[self.sampling_requests[row] for row in kept],
-            residual=keep(self.residual),
-            q=keep(self.q),
-            k=keep(self.k),
-            v=keep(self.v),
-            block_tables=keep(self.block_tables),
-            seq_lens=keep(self.seq_lens),
-        )
+    block_tables: torch.Tensor  # int32 [rows, max_blocks]
+    seq_lens: torch.Tensor  # int32 [rows]
+    host_out: torch.Tensor  # as attention_out, which it is itself where the device is the host
+    returned: Event | None = None
 
 
 @dataclass(frozen=True)
 class BatchBuilder:
     """Opens lanes and cohorts. ``rotary_table`` float32 ``[positions, 2, head_dim]`` is on ``device``."""
 
-    device: torch.device
+    device: Device
     dtype: torch.dtype
     block_size: int
     num_heads: int
@@ -135,13 +122,15 @@ class BatchBuilder:
             block_tables = self._block_tables((item.request for item in decode_items), lens, tables)
             seq_lens = torch.tensor(lens, dtype=torch.int32)
             rows = slice(first_row, num_rows)
-            decodes = DecodeGroup(rows, block_tables.to(self.device), seq_lens.to(self.device))
+            decodes = DecodeGroup(rows, self._upload(block_tables), self._upload(seq_lens))
         is_all = len(sampling) == num_rows
+        sampling_rows = torch.tensor([row for row, _ in sampling], dtype=torch.int64)
         return Lane(
-            **self._rows(token_ids, positions, self.device),
-            sampling_rows=None
-            if is_all
-            else torch.tensor([row for row, _ in sampling], dtype=torch.int64).to(self.device),
+            **self._rows(token_ids, positions),
+            attention_out=torch.empty(
+                self._out_shape(len(token_ids)), dtype=self.dtype, device=self.device.torch_device
+            ),
+            sampling_rows=None if is_all else self._upload(sampling_rows),
             sampling_requests=[request for _, request in sampling],
             prefills=tuple(groups),
             decodes=decodes,
@@ -150,28 +139,58 @@ class BatchBuilder:
     def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> Cohort:
         lens = [request.num_tokens for request in requests]
         token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
+        host_out = self.device.pinned(self._out_shape(len(requests)), self.dtype)
         return Cohort(
-            **self._rows(token_ids, [n - 1 for n in lens], torch.device("cpu")),
+            **self._rows(token_ids, [n - 1 for n in lens]),
+            attention_out=self.device.mirror(host_out),
             sampling_rows=None,
             sampling_requests=list(requests),
             block_tables=self._block_tables(requests, lens, tables),
             seq_lens=torch.tensor(lens, dtype=torch.int32),
+            host_out=host_out,
         )
 
-    def _rows(self, token_ids: list[int], positions: list[int], out_device: torch.device) -> dict[str, torch.Tensor]:
-        rotary_rows = self.rotary_table[torch.tensor(positions, dtype=torch.int64).to(self.device)]
-        shape = (len(token_ids), self.num_heads, self.rotary_table.shape[-1])
+    def without(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
+        """The cohort without some of its requests. Its attention is over and back."""
+        kept = [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
+        index = torch.tensor(kept, dtype=torch.int64)
+        on_device = self._upload(index)
+
+        def keep(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.index_select(0, on_device)
+
+        host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
+        attention_out = self.device.mirror(host_out)
+        return Cohort(
+            token_ids=keep(cohort.token_ids),
+            rotary_rows=keep(cohort.rotary_rows),
+            attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),
+            sampling_rows=None,
+            sampling_requests=[cohort.sampling_requests[row] for row in kept],
+            residual=keep(cohort.residual),
+            qkv=keep(cohort.qkv),
+            block_tables=cohort.block_tables.index_select(0, index),
+            seq_lens=cohort.seq_lens.index_select(0, index),
+            host_out=host_out,
+        )
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.compute.send(tensor)
+
+    def _out_shape(self, num_rows: int) -> tuple[int, int, int]:
+        return num_rows, self.num_heads, self.rotary_table.shape[-1]
+
+    def _rows(self, token_ids: list[int], positions: list[int]) -> dict[str, torch.Tensor]:
         return {
-            "token_ids": torch.tensor(token_ids, dtype=torch.int64).to(self.device),
-            "rotary_rows": rotary_rows,
-            "attention_out": torch.empty(shape, dtype=self.dtype, device=out_device),
+            "token_ids": self._upload(torch.tensor(token_ids, dtype=torch.int64)),
+            "rotary_rows": self.rotary_table[self._upload(torch.tensor(positions, dtype=torch.int64))],
         }
 
     def _prefill_group(
         self, tier: Tier, items: list[LaneItem], first_row: int, tables: Mapping[str, Sequence[int]]
     ) -> PrefillGroup:
         """``first_row``: where the group's rows begin in the lane."""
-        device = self.device if tier is Tier.GPU else torch.device("cpu")
+        at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
         row, chunks, row_blocks, row_offsets = first_row, [], [], []
         for item in items:
             rows = slice(row, row + item.num_tokens)
@@ -185,12 +204,12 @@ class BatchBuilder:
                 chunks.append(PrefillChunk(rows, item.context_len, None, None))
             else:
                 mask = torch.arange(item.context_len) <= positions[:, None]
-                chunks.append(PrefillChunk(rows, item.context_len, blocks.to(device), mask.to(self.device)))
+                chunks.append(PrefillChunk(rows, item.context_len, at_tier(blocks), self._upload(mask)))
         return PrefillGroup(
             tier,
             slice(first_row, row),
-            torch.cat(row_blocks).to(device),
-            torch.cat(row_offsets).to(device),
+            at_tier(torch.cat(row_blocks)),
+            at_tier(torch.cat(row_offsets)),
             chunks,
         )
 

@@ -1,50 +1,62 @@
-"""The command line: `apex generate | bench | simulate | profile | doctor | validate`.
+"""The command line: `apex serve | generate | bench | simulate | profile | doctor | validate`.
 
 Torch takes seconds to import, so nothing here imports it before a command runs: help comes at once.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
-from typing import Annotated
-
-import tyro
 
 from apex.cli.bench import Bench
+from apex.cli.config_file import parse, unknown
 from apex.cli.doctor import Doctor
 from apex.cli.errors import InputError
-from apex.cli.flags import FLAT
 from apex.cli.generate import Generate
+from apex.cli.output import stdout_console, table
 from apex.cli.profile import Profile
+from apex.cli.serve import Serve
 from apex.cli.simulate import Simulate
 from apex.cli.validate import OPTIONAL_VERBS, run_optional
 
-DESCRIPTION = (
-    "LLM serving for GPUs whose memory is too small: part of the KV cache, and its attention, on the CPU. "
-    "`apex validate --help` tells of one command more: the simulator against this machine."
-)
-
-Command = (
-    Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Profile, tyro.conf.subcommand("profile")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+COMMANDS = {
+    "serve": Serve,
+    "generate": Generate,
+    "bench": Bench,
+    "simulate": Simulate,
+    "profile": Profile,
+    "doctor": Doctor,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` name (by default those of the process) and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    verb = arguments[0] if arguments else "--help"
     try:
-        if arguments and arguments[0] in OPTIONAL_VERBS:
-            return run_optional(arguments[0], arguments[1:])
-        command = tyro.cli(Command, prog="apex", description=DESCRIPTION, args=arguments, config=FLAT)
-        return command.run()
+        if verb in ("-h", "--help", "help"):
+            print_overview()
+            return 0
+        if verb in OPTIONAL_VERBS:
+            return run_optional(verb, arguments[1:])
+        if verb not in COMMANDS:
+            raise InputError(unknown("command", verb, [*COMMANDS, *OPTIONAL_VERBS]))
+        return parse(COMMANDS[verb], f"apex {verb}", arguments[1:]).run()
     except InputError as error:
         print(f"apex: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("apex: interrupted", file=sys.stderr)
         return 130
+
+
+def print_overview() -> None:
+    """The commands, a line each, and where to begin."""
+    summaries = {verb: inspect.getdoc(command).partition("\n")[0] for verb, command in COMMANDS.items()}
+    summaries |= {verb: optional.summary for verb, optional in OPTIONAL_VERBS.items()}
+    console = stdout_console()
+    console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")
+    console.print("part of it, and its attention, on the CPU.\n")
+    console.print(table(("command", "what it does"), list(summaries.items()), left=("command", "what it does")))
+    console.print("\nBegin with `apex doctor`, then `apex serve MODEL_DIR`. `apex COMMAND --help` tells all options.")

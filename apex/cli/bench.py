@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import (
     EngineFlags,
@@ -38,10 +39,16 @@ WARM_UP_INPUT_LEN = 32
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Measure throughput offline: requests of one size, all there from the start, greedy, to their last token.
+class Bench(ConfigFile):
+    """Measure throughput offline: requests of one size, all there from the start.
 
-    Cap the GPU tier (--num-gpu-blocks) to see what offloading is for: a small model is not short of memory otherwise.
+    For example:
+
+      apex bench MODEL_DIR --system swiftllm neo apex --num-gpu-blocks 64
+      apex bench MODEL_DIR --num-requests 64 --input-len 128 --output-len 128 --output bench.json
+
+    Each request is decoded greedily to its last token. Cap the GPU tier (--num-gpu-blocks) to see what offloading is
+    for: a small model is not short of memory otherwise.
     """
 
     model: ModelDir

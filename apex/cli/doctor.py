@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Doctor:
-    """Look at this machine: compilers, CPU kernels, GPU, memory and its speed, model, profile tables.
+    """Look at this machine: packages, compilers, CPU kernels, GPU, memory and its speed, models, profile tables.
 
-    Exits with 0 if the engine can run here, else with 1.
+    What is marked NO keeps the engine from running, what is marked -- costs a part of it; each says what to do. Takes
+    ten seconds, for memory is read. Exits with 0 if the engine can run here, else with 1.
     """
 
     def run(self) -> int:

@@ -13,21 +13,20 @@ import tyro
 
 from apex.cli.errors import InputError, input_errors
 from apex.config import StrategyConfig
+from apex.planner import SCHEDULERS
 from apex.timeline import names_file, write_timeline
 from swiftllm.config import EngineConfig
 from swiftllm.request import SamplingParams
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 if TYPE_CHECKING:
     from swiftllm.engine import Engine
 
-# The keys of apex.systems.SYSTEMS, which cannot be imported without torch.
-SystemName = Literal["vllm", "swiftllm", "neo", "fastdecode", "apex"]
+# Every system is a scheduler; apex.systems, which builds them, cannot be imported without torch.
+SystemName = Literal[(*GPU_ONLY_SCHEDULERS, *SCHEDULERS)]
 ModelDir = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL_DIR")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
-
-# `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
-FLAT = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
 class Unchecked:
@@ -53,6 +52,7 @@ class SamplingFlags(Unchecked, SamplingParams):
     """How tokens are chosen and when the output stops."""
 
     seed: tyro.conf.Suppress[int | None] = None  # the engine's --seed gives each prompt one of its own
+    logprobs: tyro.conf.Suppress[int | None] = None  # commands print texts
 
     def params(self) -> SamplingParams:
         return SamplingParams(**asdict(self))
@@ -68,7 +68,7 @@ class StrategyFlags(Unchecked, StrategyConfig):
             InputError: strategies are asked for and none of ``systems`` has any.
             ValueError: the flags contradict each other.
         """
-        if set(systems) <= {"vllm", "swiftllm"} and self != StrategyFlags():
+        if set(systems) <= set(GPU_ONLY_SCHEDULERS) and self != StrategyFlags():
             raise InputError(
                 f"the strategy flags mean nothing to {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"
@@ -143,7 +143,8 @@ def running(
 
         engine = build_system(system, config, strategy, profile=profile)
     with closing(engine):
-        print(cpu_attention_line(engine.describe()), file=sys.stderr)
+        description = engine.describe()
+        print(*description["kv_cache"], cpu_attention_line(description), sep="\n", file=sys.stderr)
         yield engine
 
 

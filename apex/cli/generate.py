@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import (
     EngineFlags,
@@ -27,15 +28,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generate:
-    """Complete prompts and print the texts."""
+class Generate(ConfigFile):
+    """Complete prompts and print the texts.
+
+    For example:
+
+      apex generate MODEL_DIR "The capital of France is"
+      apex generate MODEL_DIR --chat --max-tokens 100 "Why is the sky blue?"
+      apex generate MODEL_DIR --temperature 0.8 --system neo < prompts.txt
+
+    MODEL_DIR is a folder of a Llama-family model, such as ~/.cache/apex/models/SmolLM2-135M-Instruct of `make setup`.
+    """
 
     model: ModelDir
     """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; without any, each line of standard input is one."""
     system: SystemName = "apex"
-    """How the CPU helps: not at all (vllm, swiftllm), or as one of the papers has it."""
+    """How the CPU helps: not at all in vllm and swiftllm, in the others as the papers of these names have it."""
     chat: bool = False
     """Put each prompt to the model as a user's message, in its own chat template."""
     profile: ProfileFile = None

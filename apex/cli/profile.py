@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from apex.cli.config_file import ConfigFile
 from apex.cli.errors import input_errors
 from apex.cli.flags import EngineFlags, ModelDir, ProfileFile
 from apex.cli.output import number, ratio, stdout_console, table
@@ -17,8 +18,13 @@ LINEAR_TOKENS = (1, 16, 128)
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(ConfigFile):
     """Measure this machine and model into a profile table, and print its key figures.
+
+    For example:
+
+      apex profile MODEL_DIR
+      apex profile MODEL_DIR --num-gpu-blocks 500 --output table.json
 
     Engines measure one on their first start; run this to see it, to measure again, or to keep it in a file. A table
     is good for one set of engine flags: give the same ones here as to the command that is to use it.

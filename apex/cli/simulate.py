@@ -10,31 +10,37 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from apex.cli.bench import figures, figures_table
+from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
-from apex.cli.flags import OutputFile, StrategyFlags, TimelineFlags
+from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags
 from apex.cli.output import stdout_console
 from apex.config import StrategyConfig
 from apex.progress import progress_bar
-from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from apex.simulation import build_simulated
 from swiftllm.engine import Engine, EngineStats
 from swiftllm.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     from apex.cli.machines import Machine
 
-SimulatedSystemName = Literal[SIMULATED_SYSTEMS]
 Dtype = Literal["float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Simulate:
+class Simulate(ConfigFile):
     """Predict throughput and latency on hardware that is not here: real scheduling, simulated times.
+
+    For example:
+
+      apex simulate
+      apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
+      apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
 
     GPU, host and model are names of files in configs/, or paths to files of your own. How times are predicted, and how
     far off the predictions are, is in docs/calibration.md. Requests are all of one size.
     """
 
-    system: tuple[SimulatedSystemName, ...] = ("swiftllm", "neo", "apex")
+    system: tuple[SystemName, ...] = ("swiftllm", "neo", "apex")
     """Systems to simulate one after the other; ratios are to the first."""
     gpu: str = "a10"
     """GPU: a name or a .yaml file."""

@@ -5,11 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from apex.cli.errors import InputError
 
-# Verbs that come with packages above this one, which nothing here may import.
-OPTIONAL_VERBS = {"validate": "evaluation.validate"}
+
+class OptionalVerb(NamedTuple):
+    """A verb that comes with a package above this one, which nothing here may import."""
+
+    module: str
+    summary: str
+
+
+OPTIONAL_VERBS = {
+    "validate": OptionalVerb("evaluation.validate", "Hold the simulator against real runs on this machine."),
+}
 
 
 def run_optional(verb: str, arguments: Sequence[str]) -> int:
@@ -18,7 +28,7 @@ def run_optional(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         InputError: the package is not installed; the message says where it comes from.
     """
-    module = OPTIONAL_VERBS[verb]
+    module = OPTIONAL_VERBS[verb].module
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise InputError(

@@ -32,7 +32,9 @@ class ApexScheduler(OffloadScheduler):
         under_way, load = self._under_way(), LaneLoad.of_draft(draft)
         if not ready and not under_way:
             return self._gpu_only_plan(draft, load)
-        inequality = self._inequality(load, ready + [r for cohort in under_way for r in cohort.members])
+        members = [cohort.members for cohort in under_way]
+        num_cpu = len(ready) + sum(map(len, members))
+        inequality = self._inequality(load, num_cpu, context_tokens(ready) + sum(map(context_tokens, members)))
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
         if self._may_pipeline and (inequality.holds or not self._may_overlap):
             forced = self.config.strategy == "asymmetric-pipelining"
@@ -47,13 +49,12 @@ class ApexScheduler(OffloadScheduler):
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
-    def _inequality(self, load: LaneLoad, cpu_requests: Sequence[Request]) -> Inequality:
+    def _inequality(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> Inequality:
         """Inequality (5) at this iteration's sizes; with prefills the CPU's window is the longer one of Algorithm 1."""
         model = self.model
         linear_s = model.linear_s(load.decodes)
         attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
-        cpu_context = context_tokens(cpu_requests)
-        cpu_attention_s = model.cpu_attention_s(len(cpu_requests), cpu_context)
+        cpu_attention_s = model.cpu_attention_s(num_cpu, cpu_context)
         cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
         gpu_rate = load.decode_context / attention_s if attention_s else 0.0
         window_s = None

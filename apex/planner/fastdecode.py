@@ -20,9 +20,6 @@ class FastDecodeScheduler(OffloadScheduler):
             raise ValueError("fastdecode is asymmetric pipelining and nothing else; use --system neo or apex")
         return True
 
-    def _swap_in(self, draft: PlanDraft) -> None:
-        """Never: the GPU keeps no cache."""
-
     def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
         load = LaneLoad.of_draft(draft)
         if not ready:

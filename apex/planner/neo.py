@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from apex.planner.offload import OffloadScheduler
 from apex.planner.pipeline import LaneLoad, Pipeline
 from swiftllm.plan import IterationPlan
@@ -40,9 +42,9 @@ class NeoScheduler(OffloadScheduler):
 
     def _include_oldest(self, pipeline: Pipeline, ready: list[Request]) -> None:
         """Serve the request that has waited longest although the CPU shows: it would starve otherwise."""
-        longest_waiting = min(ready, key=self._served.__getitem__)
+        longest_waiting = min(ready, key=attrgetter("last_served"))
         if not any(longest_waiting in batch.requests for batch in pipeline.batches):
-            pipeline.batches[1].add([longest_waiting])
+            pipeline.batches[1].add([longest_waiting], longest_waiting.num_tokens)
 
     def _reduce_cpu_prefills(self, draft: PlanDraft, pipeline: Pipeline) -> None:
         """Step 5: put off prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.

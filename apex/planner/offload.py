@@ -43,13 +43,16 @@ class OffloadScheduler(Scheduler, ABC):
         super().__init__(limits, kv, now)
         self.model = model
         self.config = config
-        self._cohorts: dict[int, CohortState] = {}
         self._cohort_ids = itertools.count()
-        self._leaving: dict[str, Request] = {}  # aborted while a ticket may still use their blocks
         self._iteration = 0
-        self._served: dict[Request, int] = {}  # iteration in which a request of the CPU tier last ran
+        self._oldest_served = 0  # no CPU request at rest was last served before this iteration
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
+
+    def _empty_queues(self) -> None:
+        super()._empty_queues()
+        self._cohorts: dict[int, CohortState] = {}
+        self._leaving: dict[str, Request] = {}  # aborted while a ticket may still use their blocks
 
     def _may_offload(self) -> bool:
         return self.config.strategy != "gpu-only"
@@ -83,12 +86,12 @@ class OffloadScheduler(Scheduler, ABC):
             else:
                 self._finish_cohort(cohort)
         for item in plan.prefills:
-            self._served[item.request] = self._iteration
+            item.request.last_served = self._iteration
         return super().update(plan, result)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         super()._move(request, target, draft)
-        self._served[request] = self._iteration
+        request.last_served = self._iteration
 
     def _finish_cohort(self, cohort: CohortState) -> None:
         del self._cohorts[cohort.cohort_id]
@@ -96,15 +99,19 @@ class OffloadScheduler(Scheduler, ABC):
             self._let_go(self._leaving.pop(request.request_id))
         for request in cohort.members:
             request.cohort_id = None
+            request.last_served = self._iteration
 
     # -- CPU decodes ------------------------------------------------------------------------------------------------
 
     def _ready_cpu_decodes(self, draft: PlanDraft) -> list[Request]:
         """CPU requests at a token boundary with room for their next token, oldest first."""
-        resting = [request for request in self._decoding(Tier.CPU) if request.cohort_id is None]
-        for request in out_of_blocks(resting):
-            if request.tier is Tier.CPU:  # growing for others may have evicted it
-                self._grow_on_cpu(request, draft)
+        queue = self.decoding[Tier.CPU]
+        num_decoding = len(queue)
+        resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
+        # A request may find no room, and evict others to find some.
+        grown = [self._grow_on_cpu(r, draft) for r in out_of_blocks(resting) if r.tier is Tier.CPU]
+        if all(grown) and len(queue) == num_decoding:
+            return resting
         return [request for request in resting if request.num_tokens <= request.num_kv_slots]
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> bool:
@@ -137,8 +144,12 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _starving(self, ready: Sequence[Request]) -> bool:
         """Whether a CPU request has been left out for too long: a rule that predicts no gain must not starve it."""
-        oldest = min(map(self._served.__getitem__, ready), default=self._iteration)
-        return self._iteration - oldest > self.config.max_wait_iterations
+        earliest = self._iteration - self.config.max_wait_iterations
+        if self._oldest_served >= earliest:  # spares a look at a thousand requests until somebody may have waited
+            return False
+        resting = [request for request in self.decoding[Tier.CPU] if self._at_rest(request)]
+        self._oldest_served = min([request.last_served for request in resting], default=self._iteration)
+        return any(request.last_served < earliest for request in ready)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +161,6 @@ class OffloadScheduler(Scheduler, ABC):
         return self._continue_cohort(cohort, rule)
 
     def _continue_cohort(self, cohort: CohortState, rule: SteppingRule) -> CohortPlan:
-        self._served.update(dict.fromkeys(cohort.members, self._iteration))
         return CohortPlan(cohort.cohort_id, tuple(cohort.members), rule)
 
     def _under_way(self) -> list[CohortState]:
@@ -193,15 +203,10 @@ class OffloadScheduler(Scheduler, ABC):
         if request is None or request.is_finished or self._at_rest(request):
             return super().abort(request_id)
         request.finish(FinishReason.ABORT, self.now())
-        self.running[Tier.CPU].take(request)
+        self._leave_running(request)
         self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
         return request
 
     def _let_go(self, request: Request) -> None:
         self.kv.release(request)
-        self._served.pop(request, None)
         del self.requests[request.request_id]
-
-    def _retire(self, request: Request) -> None:
-        super()._retire(request)
-        self._served.pop(request, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -70,14 +69,15 @@ class CpuBatch:
     def size(self) -> int:
         return len(self.requests) + self.num_under_way
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[Request], tokens: int) -> None:
+        """Take requests of so many tokens together."""
         self.requests += requests
-        self.context_tokens += context_tokens(requests)
+        self.context_tokens += tokens
 
 
 def context_tokens(requests: Sequence[Request]) -> int:
     """What a decode of all of them attends to."""
-    return sum(map(attrgetter("num_tokens"), requests))
+    return sum([request.num_tokens for request in requests])
 
 
 class Pipeline:
@@ -137,15 +137,18 @@ class Pipeline:
         while queue:
             taken = 0
             for batch in reversed(self.batches):
-                hidden_s = self._hidden_s(batch)
-                run = longest_run(
-                    lambda n, batch=batch, hidden_s=hidden_s: self._cpu_s(batch, n, queue.context(n)) <= hidden_s,
-                    len(queue),
-                )
-                batch.add(queue.take(run))
+                run = self._hidden_run(batch, queue)
+                tokens = queue.context(run)
+                batch.add(queue.take(run), tokens)
                 taken += run
             if not taken:
                 queue.leave_out(self._longest_fit(queue))
+
+    def _hidden_run(self, batch: CpuBatch, queue: _Queue) -> int:
+        """How many of the next requests a batch can take and stay hidden."""
+        cpu_attention_s, context, hidden_s = self.model.cpu_attention_s, queue.context, self._hidden_s(batch)
+        size, tokens = batch.size, batch.context_tokens
+        return longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)) <= hidden_s, len(queue))
 
     def _hidden_s(self, batch: CpuBatch) -> float:
         """For how long a batch's CPU attention stays hidden: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
@@ -154,45 +157,43 @@ class Pipeline:
             return self.model.linear_s(self.load.tokens + first.size)
         return self.model.linear_s(second.size) + self._lane_attention_s
 
-    def _cpu_s(self, batch: CpuBatch, count: int, tokens: int) -> float:
-        """CPU attention of a batch with so many more requests of so many tokens together."""
-        return self.model.cpu_attention_s(batch.size + count, batch.context_tokens + tokens)
-
     def _longest_fit(self, queue: _Queue) -> int:
         """The longest request that one of the batches can take; too short for all that wait if neither can."""
-        shorter = queue.shortest() - 1
-        hidden = [(batch, self._hidden_s(batch)) for batch in self.batches]
+        cpu_attention_s, shorter = self.model.cpu_attention_s, queue.shortest() - 1
+        hidden = [(batch.size + 1, batch.context_tokens + shorter, self._hidden_s(batch)) for batch in self.batches]
         more = longest_run(
-            lambda n: any(self._cpu_s(batch, 1, shorter + n) <= hidden_s for batch, hidden_s in hidden),
+            lambda n: any(cpu_attention_s(size, tokens + n) <= hidden_s for size, tokens, hidden_s in hidden),
             queue.context(1) - shorter,
         )
         return shorter + more
 
     def split_evenly(self, ready: Sequence[Request]) -> None:
         """Take all requests, the longest first, into the batch with less to read, hidden or not."""
-        halves: tuple[list[Request], list[Request]] = ([], [])
-        ahead = self.batches[0].context_tokens - self.batches[1].context_tokens
+        first, second = self.batches
+        ahead = first.context_tokens - second.context_tokens
         for request in sorted(ready, key=attrgetter("num_tokens"), reverse=True):
+            tokens = request.num_tokens
             if ahead <= 0:
-                halves[0].append(request)
-                ahead += request.num_tokens
+                first.requests.append(request)
+                ahead += tokens
             else:
-                halves[1].append(request)
-                ahead -= request.num_tokens
-        for batch, half in zip(self.batches, halves, strict=True):
-            batch.add(half)
+                second.requests.append(request)
+                ahead -= tokens
+        total = first.context_tokens + second.context_tokens + context_tokens(ready)
+        first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
+        second.context_tokens = (total - ahead) // 2
 
 
 class _Queue:
     """CPU decodes on their way into the batches, oldest first."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._start_with(requests)
+        self._start_with(requests, [request.num_tokens for request in requests])
 
-    def _start_with(self, requests: Sequence[Request]) -> None:
+    def _start_with(self, requests: Sequence[Request], tokens: list[int]) -> None:
         self._requests = requests
-        self._tokens = [request.num_tokens for request in requests]
-        self._sums = [0, *accumulate(self._tokens)]
+        self._tokens = tokens
+        self._sums = [0, *accumulate(tokens)]
         self._next = 0
 
     def __len__(self) -> int:
@@ -212,11 +213,11 @@ class _Queue:
 
     def leave_out(self, longest_fit: int) -> None:
         """Go on to the next request of at most ``longest_fit`` tokens, without all that those before it rule out."""
-        tokens = self._tokens[self._next :]
+        requests, tokens = self._requests[self._next :], self._tokens[self._next :]
         skipped = next((i for i, count in enumerate(tokens) if count <= longest_fit), len(tokens))
         shortest_left_out = min(tokens[:skipped])
-        rest = self._requests[self._next + skipped :]
-        self._start_with([request for request in rest if request.num_tokens < shortest_left_out])
+        rest = [i for i in range(skipped, len(tokens)) if tokens[i] < shortest_left_out]
+        self._start_with([requests[i] for i in rest], [tokens[i] for i in rest])
 
 
 def longest_run(fits: Callable[[int], bool], most: int) -> int:
@@ -226,4 +227,7 @@ def longest_run(fits: Callable[[int], bool], most: int) -> int:
     while reach <= most and fits(reach):
         reach *= 2
     low, high = reach // 2, min(reach - 1, most)
-    return low + bisect_left(range(low + 1, high + 1), True, key=lambda count: not fits(count))
+    while low < high:
+        middle = (low + high) // 2 + 1
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,9 +1,9 @@
 """Replays a workload against a running OpenAI-compatible server; every token is timed here, at the client.
 
 Open loop: a request is sent when its arrival has come, however busy the server is, over a connection of its own.
-Output lengths are forced (end-of-sequence ignored) and decoding is greedy, so every server does the same work. All runs
-on one event loop in one thread. Whatever a server does, each request ends as a record: with all its tokens, or with the
-reason why not.
+Closed loop: so many are under way at any time, and a request arrives at the moment it is sent. Output lengths are
+forced (end-of-sequence ignored) and decoding is greedy, so every server does the same work. All runs on one event loop
+in one thread. Whatever a server does, each request ends as a record: with all its tokens, or with the reason why not.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Stream:
 
     def __init__(self, request: WorkloadRequest) -> None:
         self.request = request
+        self.arrival_s = request.arrival_s  # in a closed loop, once it is sent, that moment
         self.sent_s: float | None = None
         self.finish_s: float | None = None
         self.finish_reason: str | None = None
@@ -120,7 +121,7 @@ class Stream:
         times = self.token_times_s()
         return RequestRecord(
             request_id=self.request.request_id,
-            arrival_s=self.request.arrival_s,
+            arrival_s=self.arrival_s,
             prompt_len=len(self.request.prompt_token_ids),
             wanted_output_len=self.request.output_len,
             token_times_s=times,
@@ -148,7 +149,7 @@ def replay(
     stall_timeout_s: float = 120.0,
     request_timeout_s: float = 1800.0,
 ) -> Replay:
-    """Send all requests of ``workload`` at their arrivals and see them to their end.
+    """Send all requests of ``workload`` at their arrivals, or in a closed loop, and see them to their end.
 
     A request that the server refuses, breaks off, answers wrongly or does not end within ``request_timeout_s`` becomes
     a failed record. When requests are under way and none of them gets a token or ends for ``stall_timeout_s``, all that
@@ -165,6 +166,8 @@ class HttpReplay:
         self.server = server
         self.request_timeout_s = request_timeout_s
         self.streams = [Stream(request) for request in workload.requests]
+        self.concurrency = workload.lengths.spec.concurrency
+        self.free = asyncio.Semaphore(self.concurrency or len(self.streams))
         self.in_flight = 0
         self.last_progress_s = 0.0
         self.ssl_context = ssl.create_default_context()  # one for all clients: reading certificates takes 20 ms
@@ -192,7 +195,7 @@ class HttpReplay:
         for stream in self.streams:
             if stream.finish_s is None:
                 stream.failure = stall
-        lags = [stream.sent_s - stream.request.arrival_s for stream in self.streams if stream.sent_s is not None]
+        lags = [stream.sent_s - stream.arrival_s for stream in self.streams if stream.sent_s is not None]
         stats = {"max_send_lag_s": max(lags, default=0.0)}
         return Replay(tuple(stream.record() for stream in self.streams), self.now(), stats)
 
@@ -202,11 +205,15 @@ class HttpReplay:
                 wait_s = stream.request.arrival_s - self.now()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
-                group.create_task(self.complete(stream))
+                await self.free.acquire()
+                task = group.create_task(self.complete(stream))
+                task.add_done_callback(lambda _: self.free.release())
 
     async def complete(self, stream: Stream) -> None:
         """Send a request and take in its answer; whatever goes wrong is its record's failure."""
         stream.sent_s = self.now()
+        if self.concurrency is not None:
+            stream.arrival_s = stream.sent_s
         if not self.in_flight:  # a server without requests could make no progress
             self.last_progress_s = stream.sent_s
         self.in_flight += 1

@@ -53,8 +53,11 @@ def replay(
     while nothing is to be done (an engine on a virtual clock gives its own).
 
     Raises:
+        ValueError: the workload is a closed loop, which only servers are sent.
         ReplayStalled: no token, prefill or refusal for ``stall_timeout_s`` seconds of real time.
     """
+    if workload.lengths.spec.concurrency is not None:
+        raise ValueError("a closed loop is for servers; in this process requests come at their arrivals")
     waiting = sorted(workload.requests, key=lambda request: request.arrival_s)
     waiting.reverse()  # the next one is popped from the end
     live: dict[str, Request] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,20 @@ class Server:
     version: str | None = None
 
 
-def connect(name: str, url: str, ready_timeout_s: float = 60.0, expected: Server | None = None) -> Server:
+def still_running() -> str | None:
+    """Of a server that somebody else started nothing is known but its answers."""
+
+
+def connect(
+    name: str,
+    url: str,
+    ready_timeout_s: float = 60.0,
+    expected: Server | None = None,
+    ended: Callable[[], str | None] = still_running,
+) -> Server:
     """Wait until the server at ``url`` (no trailing /v1) is ready, and ask what it serves.
+
+    ``ended`` tells why it never will be, once that is known.
 
     Raises:
         ServerNotReady: not ready in time, no OpenAI-compatible server, or not the ``expected`` one; the message says
@@ -43,6 +56,8 @@ def connect(name: str, url: str, ready_timeout_s: float = 60.0, expected: Server
     # Proxies of the environment are for the internet, and would be measured too.
     with httpx.Client(base_url=url, timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
         while (reason := why_not_ready(client)) is not None:
+            if end := ended():
+                raise ServerNotReady(f"{name}: {end} before it was ready")
             if time.monotonic() >= deadline:
                 raise ServerNotReady(
                     f"{name}: no server ready at {url} within {ready_timeout_s:g} s ({reason}); start one, for example "

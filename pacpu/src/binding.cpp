@@ -2,12 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <optional>
 #include <string>
 
-#include "dlpack.h"
+#include "arguments.h"
 #include "paged_attention.h"
 #include "read_bandwidth.h"
 #include "registry.h"
@@ -15,75 +14,10 @@
 namespace py = pybind11;
 
 namespace pacpu {
+
+void bind_rows(py::module_& module);  // rows/binding.cpp
+
 namespace {
-
-constexpr int32_t code_int = 0, code_float = 2, code_bfloat = 4;  // DLDataTypeCode
-constexpr int64_t int_max = 0x7fffffff;
-
-std::string to_string(const std::vector<int64_t>& shape) {
-    std::string text = "[";
-    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-    return text + "]";
-}
-
-[[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
-
-std::optional<DType> dtype_of(const Array& array) {
-    if (array.type_code == code_float && array.type_bits == 32) return DType::float32;
-    if (array.type_code == code_float && array.type_bits == 16) return DType::float16;
-    if (array.type_code == code_bfloat && array.type_bits == 16) return DType::bfloat16;
-    return std::nullopt;
-}
-
-// Scalars are converted here, since pybind11's own message would print every array of the call.
-template <typename T>
-T read_scalar(const char* name, py::handle object) {
-    try {
-        return object.cast<T>();
-    } catch (const py::cast_error&) {
-        refuse(std::string(name) + " cannot be " + py::repr(object).cast<std::string>());
-    }
-}
-
-void check_rank(const Array& array, size_t rank, const char* meaning) {
-    if (array.shape.size() != rank)
-        refuse(std::string(array.name) + " must have shape " + meaning + ", not " + to_string(array.shape));
-}
-
-void check_shape(const Array& array, const std::vector<int64_t>& expected, const char* meaning) {
-    if (array.shape != expected)
-        refuse(std::string(array.name) + " must have shape " + meaning + " = " + to_string(expected) + ", not " +
-               to_string(array.shape));
-}
-
-void check_dtype(const Array& array, const Array& q) {
-    if (array.type_code != q.type_code || array.type_bits != q.type_bits)
-        refuse(std::string(array.name) + " must have the dtype of q, " + q.dtype_name() + ", not " + array.dtype_name());
-}
-
-void check_int32(const Array& array) {
-    if (array.type_code != code_int || array.type_bits != 32)
-        refuse(std::string(array.name) + " must have dtype int32, not " + array.dtype_name());
-}
-
-// Checks that everything but the first dimension is contiguous; returns the first dimension's stride.
-int64_t row_stride(const Array& array, bool may_have_gaps = true) {
-    int64_t expected = 1;
-    for (size_t i = array.shape.size(); i-- > 1; expected *= array.shape[i])
-        if (array.shape[i] != 1 && array.strides[i] != expected)
-            refuse(std::string(array.name) + " must be contiguous" + (may_have_gaps ? " within a row" : "") +
-                   ", but has strides " + to_string(array.strides) + " for shape " + to_string(array.shape));
-    if (array.shape[0] <= 1) return expected;
-    const int64_t stride = array.strides[0];
-    if (may_have_gaps ? stride < expected : stride != expected)
-        refuse(std::string(array.name) + " must have rows " + (may_have_gaps ? "at least " : "exactly ") +
-               std::to_string(expected) + " elements apart, not " + std::to_string(stride));
-    return stride;
-}
-
-void check_writable(const Array& array) {
-    if (array.is_read_only) refuse(std::string(array.name) + " must be writable, but is read-only");
-}
 
 void check_tables(const Problem& p, int64_t max_blocks, int64_t num_blocks) {
     for (int i = 0; i < p.batch; ++i) {
@@ -107,13 +41,13 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     const Array block_tables = read_array("block_tables", block_tables_object);
     const Array seq_lens = read_array("seq_lens", seq_lens_object);
     const auto scale = read_scalar<double>("scale", scale_object);
-    const auto num_threads = read_scalar<int64_t>("num_threads", num_threads_object);
+    const int num_threads = read_num_threads(num_threads_object);
 
     const std::optional<DType> dtype = dtype_of(q);
     if (!dtype) refuse("q must have dtype float32, float16 or bfloat16, not " + q.dtype_name());
     for (const Array* array : {&k, &v, &kv_cache, &out}) check_dtype(*array, q);
-    check_int32(block_tables);
-    check_int32(seq_lens);
+    for (const Array* array : {&block_tables, &seq_lens})
+        if (!is_int(*array, 32)) refuse(std::string(array->name) + " must have dtype int32, not " + array->dtype_name());
 
     check_rank(q, 3, "[batch, num_heads, head_dim]");
     check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
@@ -140,7 +74,6 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     row_stride(seq_lens, false);
     check_writable(kv_cache);
     check_writable(out);
-    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
 
     const Kernel* kernel = nullptr;
     try {
@@ -169,7 +102,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
                              static_cast<float>(scale),
-                             static_cast<int>(std::min(num_threads, int_max))};
+                             num_threads};
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
     run(problem, *kernel);
@@ -177,14 +110,13 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
 
 double read_bandwidth(py::handle object, py::handle num_threads_object) {
     const Array array = read_array("array", object);
-    const auto num_threads = read_scalar<int64_t>("num_threads", num_threads_object);
+    const int num_threads = read_num_threads(num_threads_object);
     if (array.shape.empty()) refuse("array must have a dimension");
     row_stride(array, false);
-    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
     size_t num_bytes = array.type_bits / 8;
     for (const int64_t size : array.shape) num_bytes *= size;
     py::gil_scoped_release release;
-    return num_bytes / read_seconds(array.data, num_bytes, static_cast<int>(std::min(num_threads, int_max)));
+    return num_bytes / read_seconds(array.data, num_bytes, num_threads);
 }
 
 DType dtype_named(const std::string& name) {
@@ -235,4 +167,5 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("default_kernel", &pacpu::default_kernel_name);
     module.def("isa", [] { return pacpu::isa_name(pacpu::current_isa()); });
     module.def("select_isa", &pacpu::select_isa);
+    pacpu::bind_rows(module);
 }

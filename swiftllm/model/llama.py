@@ -68,13 +68,11 @@ class LlamaModel:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
         return F.embedding(token_ids, self._embedding)
 
-    def pre_attention(
-        self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pre_attention(self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor) -> torch.Tensor:
         """Norm, QKV and rotary of ``layer``; ``rotary_rows`` is ``rotary_table`` at the positions of the rows.
 
-        Returns q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: slices of one fused
-        matrix, so rows lie apart.
+        Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``; ``split_qkv``
+        tells them apart.
         """
         config, weights = self.config, self._layers[layer]
         normed = self.ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
@@ -82,8 +80,12 @@ class LlamaModel:
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         # Q and K are neighbours: one call turns both.
         self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        return q, k, v
+        return heads
+
+    def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: rows lie apart."""
+        config = self.config
+        return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
     def post_attention(self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Output projection and FFN of ``layer`` with their residuals.

@@ -29,6 +29,10 @@ class Ops(Protocol):
     Slots that hold no token of the request are never read: the cache need not be initialised.
     """
 
+    takes_empty_rows: bool
+    """Whether ``decode_attention`` stores nothing for rows of ``seq_lens`` 0 and looks at no table of theirs: what a
+    captured graph is filled up with."""
+
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """``x [rows, in]`` to ``x weight^T + bias [rows, out]``; may keep the weight in a layout of its own."""
 
@@ -96,14 +100,15 @@ class Ops(Protocol):
         """
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
-    """The fastest operations for a device; ``cpu_kernel`` names the kernel of pacpu for decodes on a CPU.
+def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, lane_threads: int = 1) -> Ops:
+    """The fastest operations for a device. On a CPU ``cpu_kernel`` names the kernel of pacpu for decodes, and pacpu
+    computes on ``lane_threads``.
 
     Raises:
         ValueError: the GPU has no arithmetic in ``dtype``.
     """
     if device.type == "cpu":
-        return CpuOps(cpu_kernel)
+        return CpuOps(cpu_kernel, lane_threads)
     gpu = torch.cuda.get_device_properties(device)
     capability = 10 * gpu.major + gpu.minor
     if dtype is torch.bfloat16 and capability < BFLOAT16_CAPABILITY:

@@ -1,9 +1,8 @@
-"""Operations for rows in host memory: torch, where it is fast.
+"""Operations for rows in host memory: pacpu's, and torch's where those are fast.
 
-Decode attention is pacpu's, since torch could only do it by gathering. Matrices are packed once into the blocked
-layout of oneDNN: in the plain layout they are packed anew by each call, which at a few rows takes longer than the
-product (SmolLM2, 4 rows, one core of an EPYC with AVX-512: 54 ms plain, 25 ms packed in bfloat16; 136 and 45 ms in
-float32).
+Matrices are packed once. torch (oneDNN) would pack a matrix in the plain layout anew in each call, which at a few rows
+takes longer than the product. In bfloat16 pacpu multiplies where it is faster than oneDNN: on CPUs with AVX-512 whose
+bfloat16 instructions are slower than float32's, as Intel's are without AMX.
 """
 
 from __future__ import annotations
@@ -13,24 +12,81 @@ from collections.abc import Callable
 import torch
 
 import pacpu
+from pacpu import rows
 from swiftllm.ops.reference import ReferenceOps
 
 PACKING_ROWS = 32  # oneDNN packs for a number of rows: best at decodes, and no slower at prefills
 
 
 class CpuOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts; everything runs on the calling thread."""
+    """See :class:`swiftllm.ops.Ops` for the contracts."""
 
-    def __init__(self, cpu_kernel: str | None = None) -> None:
-        """``cpu_kernel``: a kernel of pacpu, default the best for the dtype."""
+    def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
+        """``cpu_kernel``: a kernel of pacpu, default the best for the dtype. ``num_threads``: of all pacpu does here;
+        torch has its own number."""
         self._cpu_kernel = cpu_kernel
+        self._num_threads = num_threads
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        if _is_widened(weight.dtype):
+            return self._make_widening_linear(weight, bias)
         if not _can_pack(weight.dtype):
             return super().make_linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
         linear = torch.ops.mkldnn._linear_pointwise
         return lambda x: linear(x, packed, bias, "none", [], "")
+
+    def _make_widening_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        out_features = weight.shape[0]
+        packed = weight.new_empty(rows.packed_shape(*weight.shape))
+        rows.pack_matrix(weight, packed)
+
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            out = x.new_empty((x.shape[0], out_features))
+            rows.linear(x, packed, bias, out, num_threads=self._num_threads)
+            return out
+
+        return linear
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        rows.rms_norm(x, weight, eps, out, num_threads=self._num_threads)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(x)
+        rows.rms_norm(x, weight, eps, out, residual=residual, num_threads=self._num_threads)
+        return out, x
+
+    def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
+        rows.rotary(x, rotary_rows, num_threads=self._num_threads)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+        rows.silu_and_mul(gate_up, out, num_threads=self._num_threads)
+        return out
+
+    def store_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self._num_threads)
+
+    def prefill_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        if not _is_widened(q.dtype):
+            return super().prefill_attention(q, k, v, mask, scale)
+        # torch's attention multiplies by oneDNN, too: in float32 it takes a quarter less time.
+        return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
 
     def decode_attention(
         self,
@@ -43,8 +99,21 @@ class CpuOps(ReferenceOps):
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        kernel = self._cpu_kernel
-        pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, kernel=kernel)
+        how = {"num_threads": self._num_threads, "kernel": self._cpu_kernel}
+        pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
+
+
+def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:
+    """How many threads torch should have in a lane of so many.
+
+    One where pacpu multiplies: between two operations torch's threads wait actively, on cores that pacpu's need then.
+    On a core that is not free small layers take ten times as long.
+    """
+    return 1 if _is_widened(dtype) else lane_threads
+
+
+def _is_widened(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and rows.widening_is_fastest()
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

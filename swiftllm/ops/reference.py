@@ -12,6 +12,8 @@ import torch.nn.functional as F
 class ReferenceOps:
     """See :class:`swiftllm.ops.Ops` for the contracts."""
 
+    takes_empty_rows = False
+
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         return partial(F.linear, weight=weight, bias=bias)
 

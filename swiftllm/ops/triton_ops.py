@@ -32,7 +32,8 @@ COPY_WORDS_TILE = 2048  # 8 KiB: 16 words per thread, in four 16-byte accesses
 MIN_DOT_TILE = 16  # rows and slots of tl.dot
 DOT_STAGES = 5  # the fewest with which Triton keeps two tiles of K and V in flight behind the ids of their blocks
 # Slots x dims of a tile of K, 8 KiB in 16 bits; in the lanes formulation heads x slots x dims, which at 4 warps are 32
-# sums per thread. Twice as much spills on sm_86 where a head has 256 dims.
+# sums per thread, and half of that in float32. Twice as much spills: on sm_86 where a head has 256 dims, in float32
+# on sm_80 with Triton 3.6.
 TILE_ELEMENTS = 4096
 COMBINE_TILE = 16
 # A split is long enough for its partial result (one fp32 head per 128 keys and values) to be a small part of what it
@@ -46,6 +47,8 @@ class TritonOps(ReferenceOps):
 
     Rows of q, k, v and x may lie apart, their heads and dims may not; ``ValueError`` says so.
     """
+
+    takes_empty_rows = True
 
     def __init__(self, device: torch.device, capability: int, num_multiprocessors: int) -> None:
         """``capability``: of the GPU, 75 for sm_75; ``num_multiprocessors`` decides how far decodes are split."""
@@ -162,7 +165,7 @@ class TritonOps(ReferenceOps):
             tile = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile)
         else:
             kernel, group_tile = decode_partials_lanes_kernel, next_power_of_2(group)
-            tile = max(1, TILE_ELEMENTS // (group_tile * dim_tile))
+            tile = max(1, 2 * TILE_ELEMENTS // (q.dtype.itemsize * group_tile * dim_tile))
         _launch(
             kernel, (num_splits, num_kv_heads, rows),
             q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def test_the_engine_that_runs_these_tests_can_run(capsys):
     report = doctor.examine()
     assert doctor.can_run(report)
     assert found(report["Software"])["torch"].found == torch.__version__
+    server = [found(report["Software"])[name] for name in ("fastapi", "uvicorn", "prometheus_client")]
+    assert all(re.fullmatch(r"\d+\.\d+.*", package.found) for package in server)
     assert found(report["CPU attention"])["kernels"].found == ", ".join(pacpu.kernels())
     assert found(report["CPU attention"])["instructions"].found.startswith(pacpu.isa())
     assert set(pacpu.unavailable()) <= set(found(report["CPU attention"]))
@@ -67,6 +70,7 @@ def test_a_bare_machine_gets_a_whole_report(monkeypatch, tmp_path):
     report = doctor.examine()
     assert not doctor.can_run(report)
     assert found(report["Software"])["torch"].status == "missing"
+    assert "needed for apex serve only" in found(report["Software"])["fastapi"].found
     assert "install g++" in found(report["Compilers"])["C++"].found
     assert found(report["Compilers"])["ISPC"].status == "note"
     assert "make setup" in found(report["Files"])["model"].found

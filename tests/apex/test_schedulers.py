@@ -7,9 +7,11 @@ import random
 import pytest
 
 from apex.config import StrategyConfig
+from apex.planner.offload import OffloadScheduler
 from swiftllm.plan import Strategy
 from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import RequestRefused, SamplingParams, Tier
+from swiftllm.scheduler import Scheduler, arrival_order
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
@@ -35,6 +37,22 @@ STRATEGIES = {
 def make_request(rng: random.Random, longest_prompt: int, longest_output: int):
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest_prompt))]
     return prompt, SamplingParams(max_tokens=rng.randint(1, longest_output), ignore_eos=rng.random() < 0.5)
+
+
+def check_queues(scheduler: Scheduler) -> None:
+    """What is kept incrementally is what it stands for."""
+    assert all(request.is_prefilling for request in scheduler.prefilling)
+    for tier, running in scheduler.running.items():
+        decoding = scheduler.decoding[tier]
+        assert not any(request.is_prefilling for request in decoding)
+        prefilling = [request for request in scheduler.prefilling if request.tier is tier]
+        assert sorted([*decoding, *prefilling], key=arrival_order) == running
+        assert all(request.tier is tier for request in running)
+        slots = {request: scheduler.kv.num_held(request) * scheduler.kv.block_size for request in running}
+        assert all(request.num_kv_slots == held for request, held in slots.items())
+    if isinstance(scheduler, OffloadScheduler):
+        resting = [request for request in scheduler.decoding[Tier.CPU] if request.cohort_id is None]
+        assert all(request.last_served >= scheduler._oldest_served for request in resting)
 
 
 def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, longest: int = 40) -> dict:
@@ -63,6 +81,7 @@ def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, 
             if output.finished:
                 assert output.request_id not in finished
                 finished[output.request_id] = output
+        check_queues(engine.scheduler)
     for _ in range(100):  # blocks of aborted requests come back as soon as no CPU attention needs them
         if not engine.has_unfinished():
             break
@@ -71,7 +90,6 @@ def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, 
     engine.kv.check()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
     assert engine.executor.is_idle
-    assert sorted(engine.backend.forgotten) == sorted(wanted)
     for request_id, expected in wanted.items():
         output = list(finished[request_id].token_ids)
         if request_id in aborted:

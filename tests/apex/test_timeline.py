@@ -13,6 +13,7 @@ from apex.calibrated_profile import hardware_profile
 from apex.cli import main
 from apex.config import StrategyConfig
 from apex.hardware import load_gpu, load_host, load_model_config
+from apex.recording_backend import RecordingBackend
 from apex.simulated_backend import Interconnect
 from apex.simulation import build_simulated
 from apex.timeline import Kind, Span, Timeline, trace_json, write_timeline
@@ -188,12 +189,21 @@ def test_tickets_under_way_at_the_beginning_are_there() -> None:
     check_order(window)
 
 
-def test_recording_begins_at_rest() -> None:
-    engine = simulated_engine("apex", OVERLAP)
-    while engine.executor.is_idle:
+def test_recording_may_begin_and_end_with_cohorts_under_way() -> None:
+    """They are taken in with the attention that is under way, and given back as they were."""
+    engine = simulated_engine("apex", OVERLAP, cpu_gb_s=0.5)
+    while engine.executor.is_idle or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
         engine.step()
-    with pytest.raises(ValueError, match="cohorts are under way"), recording(engine):
-        pass
+    with recording(engine, num_iterations=1) as recorder:
+        engine.step()
+    assert not isinstance(engine.executor.backend, RecordingBackend)
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.executor.is_idle
+    timeline = recorder.timeline("apex", "here", simulated=True)
+    check_order(timeline)
+    (iteration,) = timeline.iterations
+    assert any(span.start_s < iteration.start_s < span.end_s for span in timeline.spans if not span.kind.is_lane)
 
 
 # -- real hardware ----------------------------------------------------------------------------------------------------

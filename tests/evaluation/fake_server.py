@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -84,8 +85,8 @@ class FakeServer(ThreadingHTTPServer):
     request_queue_size = 128
     daemon_threads = True
 
-    def __init__(self, behave: Behaviour = token_by_token) -> None:
-        super().__init__(("127.0.0.1", 0), Exchange)
+    def __init__(self, behave: Behaviour = token_by_token, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Exchange)
         self.behave = behave
         self.lock = threading.Lock()
         self.requests: list[tuple[float, dict]] = []
@@ -109,3 +110,7 @@ class FakeServer(ThreadingHTTPServer):
 
     def handle_error(self, *_: object) -> None:
         """A client that hung up is part of the tests."""
+
+
+if __name__ == "__main__":  # as a process of its own: python -m tests.evaluation.fake_server --host HOST --port PORT
+    FakeServer(port=int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()

@@ -13,6 +13,7 @@ from evaluation.results import (
     SUMMARY_FIELDS,
     ResultFolder,
     flat_record,
+    markdown_table,
     median_record,
     read_records,
     records_file,
@@ -163,3 +164,11 @@ def test_provenance_tells_where_a_result_came_from(tmp_path):
     (invocation,) = provenance["invocations"]
     assert set(invocation["git"]) == {"commit", "dirty"} and invocation["command"] and invocation["date"]
     assert provenance["run"] == outcome.folder.name
+
+
+def test_summary_table_shows_what_was_swept_and_only_that() -> None:
+    records = [{"system": "apex", "gpu": "a10", "request_rate": rate, "failed": 0} for rate in (0.5, 2)]
+    header, _, first, second = markdown_table(records).splitlines()
+    assert "| request rate |" in header and "gpu" not in header
+    place = header.split(" | ").index("request rate")
+    assert [row.split(" | ")[place] for row in (first, second)] == ["0.5", "2"]

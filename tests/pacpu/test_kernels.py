@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pacpu
-from tests.pacpu.test_paged_attention import ISAS, make_case, use
+from tests.pacpu.cases import ISAS, make_case, use
 
 LLAMAFILE_DTYPES = [torch.float16, torch.float32]
 LLAMAFILE_ISAS = ISAS[1:]

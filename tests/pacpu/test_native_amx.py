@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pacpu
-from tests.pacpu.test_paged_attention import Case, make_case, reference
+from tests.pacpu.cases import Case, make_case, reference
 from tests.reference.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]

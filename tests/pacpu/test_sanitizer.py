@@ -18,7 +18,7 @@ RUN_EVERY_KERNEL = """
 import torch
 import pacpu
 from pacpu import _pacpu
-from tests.pacpu.test_paged_attention import DTYPES, make_case
+from tests.pacpu.cases import DTYPES, make_case
 
 torch.manual_seed(0)
 for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
@@ -31,6 +31,22 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
             for shape in (dict(), dict(num_heads=5, num_kv_heads=5, head_dim=72, block_size=5, seq_lens=(300, 1))):
                 make_case(dtype, **shape).check(kernel=kernel, num_threads=3)
             print("ran", isa, dtype, kernel)
+    from pacpu import rows
+    for dtype in DTYPES:
+        x, y, heads = torch.ones(5, 70, dtype=dtype), torch.ones(5, 35, dtype=dtype), torch.ones(5, 3, 10, dtype=dtype)
+        rows.rms_norm(y, y[0], 1e-5, y.clone(), residual=y.clone(), num_threads=2)
+        rows.rotary(heads, torch.ones(5, 2, 10))
+        rows.silu_and_mul(x, y)
+        rows.store_kv(heads, heads, torch.ones(2, 3, 2, 4, 10, dtype=dtype), torch.ones(5).long(), torch.arange(5) % 4)
+    if isa in ("avx512", "avx512bf16"):
+        weight = torch.ones(50, 35).bfloat16()
+        matrix = torch.empty(rows.packed_shape(50, 35), dtype=torch.bfloat16)
+        rows.pack_matrix(weight, matrix)
+        for num_rows in (1, 17, 130):
+            x, out = weight[:1].repeat(num_rows, 1), torch.empty(num_rows, 50, dtype=torch.bfloat16)
+            rows.linear(x, matrix, weight[:, 0], out, num_threads=2)
+            assert (out == 36).all()
+    print("ran", isa, "rows")
 print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
 """
 
@@ -53,7 +69,8 @@ def test_no_kernel_reads_or_writes_where_it_should_not(tmp_path):
         [sys.executable, *build], env=os.environ | {"PACPU_SANITIZE": "1"}, cwd=REPO, capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
-    shutil.copy(REPO / "pacpu/__init__.py", tmp_path / "lib/pacpu")
+    for module in (REPO / "pacpu").glob("*.py"):
+        shutil.copy(module, tmp_path / "lib/pacpu")
     (extension,) = (tmp_path / "lib/pacpu").glob("_pacpu*.so")
     assert b"__asan_init" in extension.read_bytes() and b"__ubsan" in extension.read_bytes()
     env = os.environ | {

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, Tier
+from swiftllm.request import Request, Tier, TokenLogprob
 
 EOS = 1
 VOCABULARY = 50
@@ -69,6 +69,8 @@ class FakeTicket:
 
 
 class FakeBackend:
+    worker_restarts = 0
+
     def __init__(self, num_layers: int = 3, block_size: int = 4, seed: int = 0) -> None:
         self.num_layers = num_layers
         self.block_size = block_size
@@ -76,7 +78,7 @@ class FakeBackend:
         self.random = random.Random(seed)
         self.clock_s = 0.0
         self.slots: dict[tuple[Tier, int, int, int], tuple[str, int]] = {}
-        self.forgotten: list[str] = []
+        self.logprobs: dict[str, TokenLogprob] = {}
         self.calls: list[tuple] = []  # what was asked of the hardware, in order
         self.closed = False
 
@@ -87,8 +89,12 @@ class FakeBackend:
     def close(self) -> None:
         self.closed = True
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        self.forgotten += request_ids
+    def recover(self) -> None:
+        self.logprobs = {}
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        taken, self.logprobs = self.logprobs, {}
+        return taken
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
@@ -164,7 +170,10 @@ class FakeBackend:
         return tokens
 
     def _sample(self, request: Request) -> int:
-        return next_token(request.token_ids(0, request.num_tokens))
+        token = next_token(request.token_ids(0, request.num_tokens))
+        if request.sampling.logprobs is not None:  # a made-up one that tells which token it belongs to
+            self.logprobs[request.request_id] = TokenLogprob(token, -float(request.output_len))
+        return token
 
     def gpu_attention(self, layer: int, lane: FakeBatch) -> None:
         assert lane.crossed == layer - 1

@@ -39,7 +39,7 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     rotary_rows = model.rotary_table[: len(token_ids)]
     hidden = model.embed(torch.tensor(token_ids))
     for layer in range(config.num_layers):
-        q, k, v = model.pre_attention(layer, hidden, rotary_rows)
+        q, k, v = model.split_qkv(model.pre_attention(layer, hidden, rotary_rows))
         out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5)
         hidden = model.post_attention(layer, out, hidden)
     return model.logits(hidden)

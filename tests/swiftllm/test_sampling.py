@@ -4,13 +4,20 @@ import pytest
 import torch
 
 from swiftllm.request import Request, SamplingParams
-from swiftllm.sampling import Sampler
+from swiftllm.sampling import Sampler, most_likely
 
 VOCAB = 50
 
 
 def request(request_id: str = "r", **sampling) -> Request:
-    return Request(request_id, (1,), SamplingParams(**sampling))
+    return Request(request_id, (1,), SamplingParams(max_tokens=10_000, **sampling))
+
+
+def draw(sampler: Sampler, row: torch.Tensor, r: Request, count: int) -> list[int]:
+    """So many tokens of a request, as if each came of the same logits ``[1, VOCAB]``."""
+    for _ in range(count):
+        r.append_token(sampler.sample(row, [r])[0], 0.0)
+    return r.output_token_ids[-count:]
 
 
 def logits(rows: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -36,7 +43,9 @@ def test_a_seed_gives_the_same_tokens_in_any_batch():
     def tokens(fillers: int, request_id: str, engine_seed: int, **sampling) -> list[int]:
         sampler = Sampler(engine_seed)
         batch = [request(f"filler{i}", temperature=1.0) for i in range(fillers)] + [request(request_id, **sampling)]
-        return [sampler.sample(torch.cat([logits(fillers, 99), row]), batch)[-1] for row in steps]
+        for row in steps:
+            batch[-1].append_token(sampler.sample(torch.cat([logits(fillers, 99), row]), batch)[-1], 0.0)
+        return batch[-1].output_token_ids
 
     for how in ({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}):
         alone = tokens(0, "a", 0, temperature=1.2, seed=7, **how)
@@ -57,13 +66,14 @@ def test_greedy_and_sampled_rows_mix():
     assert tokens[1] == Sampler().sample(rows[1:2], [requests[1]])[0]
 
 
-def test_forgetting_starts_a_request_anew():
-    sampler, row = Sampler(), logits(1)
-    r = request(temperature=1.5, seed=3)
-    first = [sampler.sample(row, [r])[0] for _ in range(10)]
-    assert first != [sampler.sample(row, [r])[0] for _ in range(10)]
-    sampler.forget(["r", "never seen"])
-    assert first == [sampler.sample(row, [r])[0] for _ in range(10)]
+def test_a_token_drawn_again_is_the_same_token():
+    sampler, row, r = Sampler(), logits(1), request(temperature=1.5, seed=3)
+    tokens = draw(sampler, row, r, 20)
+    assert len(set(tokens)) > 5
+    again = request(temperature=1.5, seed=3)
+    for token in tokens:
+        assert [sampler.sample(row, [again])[0] for _ in range(3)] == [token] * 3
+        again.append_token(token, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +96,7 @@ def test_frequencies_follow_the_distribution(sampling, kept):
     expected /= expected.sum()
 
     draws = 4000
-    sampler, r, row = Sampler(), request(seed=11, **sampling), probabilities.log()[None].float()
-    counts = Counter(sampler.sample(row, [r])[0] for _ in range(draws))
+    counts = Counter(draw(Sampler(), probabilities.log()[None].float(), request(seed=11, **sampling), draws))
     for token, probability in enumerate(expected.tolist()):
         spread = (draws * probability * (1 - probability)) ** 0.5
         assert abs(counts[token] - draws * probability) <= 4.5 * spread
@@ -96,5 +105,52 @@ def test_frequencies_follow_the_distribution(sampling, kept):
 def test_masked_tokens_are_never_drawn():
     row = torch.full((1, VOCAB), -torch.inf)
     row[0, [0, 17, VOCAB - 1]] = torch.tensor([0.0, 1.0, 0.0])
-    sampler, r = Sampler(), request(temperature=1.0, seed=0)
-    assert {sampler.sample(row, [r])[0] for _ in range(200)} == {0, 17, VOCAB - 1}
+    assert set(draw(Sampler(), row, request(temperature=1.0, seed=0), 200)) == {0, 17, VOCAB - 1}
+
+
+@pytest.mark.parametrize("columns", [7, 1000, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_of_equals_is_the_most_likely_in_any_dtype(dtype, columns):
+    """Half precision is full of ties. Which of them wins must not hang on how the logits are stored."""
+    rows = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).round().to(dtype)
+    rows[3, columns // 2] = torch.nan
+    rows[4, columns - 1] = torch.inf
+    rows[5] = -torch.inf
+    found = most_likely(rows)
+    assert found.tolist() == rows.float().argmax(-1).tolist()
+    assert found[3:6].tolist() == [columns // 2, columns - 1, 0]
+    is_highest = rows == rows.amax(-1, keepdim=True)
+    is_highest[3] = rows[3].isnan()
+    assert found.tolist() == [row.tolist().index(True) for row in is_highest]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_the_models_own(dtype):
+    rows = logits(4, seed=5, dtype=dtype)
+    requests = [
+        request("none"),
+        request("chosen", logprobs=0),
+        request("three", logprobs=3, temperature=1.7, top_k=10, seed=1),
+        request("many", logprobs=20),
+    ]
+    sampler = Sampler()
+    tokens = sampler.sample(rows, requests)
+    found = sampler.take_logprobs()
+    assert set(found) == {"chosen", "three", "many"} and not sampler.take_logprobs()
+    wide = rows.float()
+    reference = wide - wide.exp().sum(-1, keepdim=True).log()
+    for row, r in enumerate(requests[1:], start=1):
+        logprob, count = found[r.request_id], r.sampling.logprobs
+        assert logprob.token_id == tokens[row]
+        assert logprob.logprob == pytest.approx(reference[row, tokens[row]].item(), abs=1e-5)
+        assert len(logprob.top) == count
+        assert [value for _, value in logprob.top] == pytest.approx(
+            reference[row].sort(descending=True).values[:count].tolist(), abs=1e-5
+        )
+        assert all(value == pytest.approx(reference[row, token].item(), abs=1e-5) for token, value in logprob.top)
+
+
+def test_more_logprobs_than_tokens_give_all_there_are():
+    sampler = Sampler()
+    sampler.sample(torch.randn(1, 7), [request(logprobs=20)])
+    assert sorted(token for token, _ in sampler.take_logprobs()["r"].top) == list(range(7))

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import pacpu
 from swiftllm.attention_worker import InlineWorker
 from swiftllm.config import EngineConfig
-from swiftllm.kv_pool import InsufficientMemory, available_host_bytes
+from swiftllm.memory import InsufficientMemory, available_host_bytes
 from swiftllm.ops import CpuOps, ReferenceOps
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request, SamplingParams, Tier
@@ -314,16 +314,16 @@ def test_sizes_are_reported_and_zero_gpu_blocks_are_legal(make_driver):
 
 
 def test_default_sizes_follow_the_memory(make_driver, monkeypatch):
-    monkeypatch.setattr("swiftllm.kv_pool.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv_pool.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.torch_backend.available_host_bytes", lambda: 2 << 20)
+    monkeypatch.setattr("swiftllm.memory.HOST_HEADROOM_BYTES", 0)
     backend = make_driver(num_gpu_blocks=None, num_cpu_blocks=None).backend
     assert backend.num_gpu_blocks == (2 << 20) // 4 // backend.kv_bytes_per_block
     assert backend.num_cpu_blocks == (2 << 20) // 2 // backend.kv_bytes_per_block
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_shortfall(make_driver, monkeypatch):
-    monkeypatch.setattr("swiftllm.kv_pool.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv_pool.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.torch_backend.available_host_bytes", lambda: 2 << 20)
+    monkeypatch.setattr("swiftllm.memory.HOST_HEADROOM_BYTES", 0)
     per_block = make_driver(num_gpu_blocks=1, num_cpu_blocks=1).backend.kv_bytes_per_block
     fitting = (2 << 20) // per_block
     make_driver(num_gpu_blocks=10, num_cpu_blocks=fitting - 10)

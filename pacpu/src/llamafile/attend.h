@@ -32,8 +32,8 @@ constexpr int slab_dims = 32;       // dimensions of V that are transposed at a 
 constexpr int transposed_stride = chunk_tokens + 32;  // no power of two, which would crowd a few sets of the cache
 constexpr int cache_line = 64;
 
-// Shares of the prefetches, in percent. None while V is transposed, which waits for memory itself.
-constexpr int score_work = 40, weigh_work = 60, all_work = 100;
+// Shares of the prefetches, in percent, about as each step's share of the time: in bursts they would hold up the loads.
+constexpr int score_work = 42, transpose_work = 28, weigh_work = 30, all_work = 100;
 
 constexpr int ggml_float32 = 0, ggml_float16 = 1;
 template <typename T>
@@ -144,10 +144,15 @@ public:
 
     // To be called after so many units of work.
     inline __attribute__((always_inline)) void advance(int work) {
-        for (budget_ += work * bytes_per_work_; budget_ > 0; budget_ -= cache_line) {
-            if (at_ >= end_ && !next_piece()) return;
-            __builtin_prefetch(at_, 0, 2);
-            at_ += cache_line;
+        budget_ += static_cast<float>(work) * bytes_per_work_;
+        int lines = static_cast<int>(budget_) / cache_line;
+        budget_ -= static_cast<float>(lines * cache_line);
+        while (lines > 0) {
+            if (at_ == end_ && !next_piece()) return;
+            const int left = static_cast<int>((end_ - at_) / cache_line), count = left < lines ? left : lines;
+            for (int i = 0; i < count; ++i) __builtin_prefetch(at_ + i * cache_line, 0, 2);
+            at_ += count * cache_line;
+            lines -= count;
         }
     }
 
@@ -158,7 +163,8 @@ private:
         const int tokens = chunk_.run(first_, chunk_tokens);
         const T* piece = chunk_.keys[first_] + offset_ + (is_value_ ? chunk_.value_offset : 0);
         at_ = reinterpret_cast<const char*>(piece);
-        end_ = reinterpret_cast<const char*>(piece + static_cast<ptrdiff_t>(tokens) * chunk_.head_dim);
+        const ptrdiff_t bytes = static_cast<ptrdiff_t>(tokens) * chunk_.head_dim * static_cast<ptrdiff_t>(sizeof(T));
+        end_ = at_ + (bytes + cache_line - 1) / cache_line * cache_line;
         if (is_value_) first_ += tokens;
         is_value_ = !is_value_;
         return true;
@@ -175,12 +181,12 @@ private:
 
 // 16 rows, `stride` elements apart, become columns: to[d * transposed_stride + t] = from[t * stride + d] for d < dims, a
 // multiple of 8.
-inline void transpose(const float* from, ptrdiff_t stride, int dims, float* to) {
+inline __attribute__((always_inline)) void transpose(const float* from, ptrdiff_t stride, int dims, float* to) {
     for (int d = 0; d < dims; ++d)
         for (int t = 0; t < tile; ++t) to[d * transposed_stride + t] = from[t * stride + d];
 }
 
-inline void transpose(const Half* from, ptrdiff_t stride, int dims, Half* to) {
+inline __attribute__((always_inline)) void transpose(const Half* from, ptrdiff_t stride, int dims, Half* to) {
     const auto load = [](const Half* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
     for (int d = 0; d < dims; d += 8, to += 8 * transposed_stride) {
         // Rows 0 to 7 in the lower halves, rows 8 to 15 in the upper ones: two 8 x 8 squares side by side, each
@@ -234,14 +240,15 @@ bool weigh(const Chunk<T>& chunk, ptrdiff_t key_offset, int first_dim, int dims,
     for (; count < num_tokens; count += tile) {
         const T* const* keys = chunk.keys + count;
         const ptrdiff_t offset = key_offset + chunk.value_offset + first_dim;
-        if (chunk.run(count, tile) == tile) {
-            transpose(keys[0] + offset, chunk.head_dim, dims, transposed + count);
+        if (chunk.run(count, tile) == tile && dims == slab_dims) {  // a constant, so that the loop is unrolled
+            transpose(keys[0] + offset, chunk.head_dim, slab_dims, transposed + count);
         } else {
             for (int t = 0; t < tile; ++t)
                 for (int d = 0; d < dims; ++d)
                     packed[t * slab_dims + d] = count + t < num_tokens ? keys[t][offset + d] : T{};
             transpose(packed, slab_dims, dims, transposed + count);
         }
+        prefetcher.advance(transpose_work * dims * tile / num_tokens);
     }
     bool done = true;
     for (int d = 0; d < dims; d += value_columns) {

@@ -1,0 +1,127 @@
+"""`apex serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from apex.cli.config_file import ConfigFile
+from apex.cli.errors import InputError, input_errors
+from apex.cli.flags import EngineFlags, ModelDir, ProfileFile, StrategyFlags, SystemName, Unchecked, running
+from swiftllm.server.service import EngineService, ServiceLimits
+from swiftllm.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from apex.live_timeline import LiveTimeline
+    from swiftllm.engine import Engine
+
+
+@dataclass(frozen=True)
+class ServerFlags(Unchecked, ServerSettings):
+    """Where the server listens and whom it lets in."""
+
+    def settings(self) -> ServerSettings:
+        return ServerSettings(**asdict(self))
+
+
+@dataclass(frozen=True)
+class LimitFlags(Unchecked, ServiceLimits):
+    """What the server puts up with."""
+
+    def limits(self) -> ServiceLimits:
+        return ServiceLimits(**asdict(self))
+
+
+@dataclass(frozen=True)
+class Serve(ConfigFile):
+    """Serve a model over HTTP, with OpenAI's API.
+
+    For example:
+
+      apex serve ~/.cache/apex/models/SmolLM2-135M-Instruct
+      apex serve MODEL_DIR --system vllm --port 8001 --max-model-len 4096
+      apex serve MODEL_DIR --num-gpu-blocks 500 --num-cpu-blocks 20000
+      apex serve --config serve.yaml
+
+    where serve.yaml holds lines such as `model: /models/llama-3.1-8b` and `num-gpu-blocks: 500`. The first start with a
+    model measures the machine, which takes a minute. A page at / shows what the engine does. Ctrl-C lets the requests
+    under way end, then stops. See docs/serving.md.
+    """
+
+    model: ModelDir
+    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
+    system: SystemName = "apex"
+    """How the CPU helps: not at all in vllm and swiftllm, in the others as the papers of these names have it."""
+    profile: ProfileFile = None
+    """Profile table to use; by default the cached one, measured on the first start."""
+    server: ServerFlags = field(default_factory=ServerFlags)
+    limits: LimitFlags = field(default_factory=LimitFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+    strategy: StrategyFlags = field(default_factory=StrategyFlags)
+
+    def run(self) -> int:
+        with input_errors():
+            settings, limits = self.server.settings(), self.limits.limits()
+            config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
+        settings = replace(settings, port=free_port(settings.host, settings.port))
+        run_server = server_function()
+        with running(self.system, config, strategy, self.profile) as engine:
+            from apex.live_timeline import LiveTimeline
+
+            recorder = LiveTimeline(engine)
+            service = EngineService(engine, limits)
+            service.add_observer(recorder)
+            print(start_message(engine, settings, limits), flush=True)
+            run_server(service, settings, recorder)
+        return 0
+
+
+def free_port(host: str, port: int) -> int:
+    """The port, or for 0 one that is free; asked for before the model takes its time to load.
+
+    Raises:
+        InputError: another program listens there, or this machine has no such address.
+    """
+    where = f"--host {host} --port {port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address, family=family) as listening:
+            return listening.getsockname()[1]
+    except socket.gaierror as error:
+        raise InputError(f"{where}: there is no such host ({error.strerror})") from None
+    except OSError as error:
+        advice = {
+            errno.EADDRINUSE: "another program listens there: stop it, or give another --port (0 takes any free one)",
+            errno.EACCES: "ports below 1024 are the system's: give another --port",
+            errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is itself, 0.0.0.0 all its interfaces",
+        }
+        raise InputError(f"{where}: {advice.get(error.errno, error.strerror)}") from None
+
+
+def server_function() -> Callable[[EngineService, ServerSettings, LiveTimeline], None]:
+    """What serves an engine over HTTP.
+
+    Raises:
+        InputError: a package it needs is not installed.
+    """
+    try:
+        from swiftllm.server.run import run_server
+    except ModuleNotFoundError as error:
+        raise InputError(f"the server needs the package {error.name}: type `make setup`") from error
+    return run_server
+
+
+def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimits) -> str:
+    """What runs, where it listens, and what it will take."""
+    told, most = engine.describe(), engine.scheduler.limits
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    return (
+        f"{told['system']} serves {told['model']} ({told['dtype']}) on {told['device']}\n"
+        f"limits: {most.max_model_len:,} tokens a request, {most.max_num_seqs} requests with KV cache at once, "
+        f"{limits.max_queued_requests} running or waiting\n"
+        f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
+    )

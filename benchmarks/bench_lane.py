@@ -1,0 +1,182 @@
+"""Where a lane's step goes on a CPU: the seconds of each part, beside torch alone and beside what the machine could do.
+
+Every part runs for all layers in turn, as in a step, so that weights come from where they come from in a run. Parts and
+operations take turns within a round. Medians of the rounds count, of CPU time, which is a thread's real time on a core
+of its own. The floor of a part is the longer of two: to stream its weights (for attention: K and V) from memory once,
+and to do its multiply-adds in float32 at the rate of a product that stays in the cache.
+
+OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_lane.py --model MODEL_DIR
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import pacpu
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import rotary_table
+from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
+from swiftllm.ops import CpuOps, Linear, Ops, ReferenceOps
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Part:
+    """``run`` does the part for all layers; ``flops`` and ``weight_bytes`` are of that."""
+
+    run: Callable[[], object]
+    flops: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """``num_rows`` decodes, each with ``context_len`` tokens, through the layers of a model with dummy weights."""
+
+    config: ModelConfig
+    weights: LlamaWeights
+    dtype: torch.dtype
+    num_rows: int
+    context_len: int
+
+    def parts(self, ops: Ops) -> dict[str, Part]:
+        matrices = {name: self._linear(ops, name) for name in ("qkv", "o", "gate_up", "down")}
+        return {
+            **matrices,
+            "norms": self._norms(ops),
+            "rotary": self._rotary(ops),
+            "SiLU": self._silu(ops),
+            "attention": self._attention(ops),
+            "logits": self._product(ops, [self.weights.lm_head]),
+        }
+
+    def _rows(self, *shape: int) -> torch.Tensor:
+        return torch.randn(self.num_rows, *shape).to(self.dtype)
+
+    def _linear(self, ops: Ops, name: str) -> Part:
+        return self._product(ops, [getattr(layer, name) for layer in self.weights.layers])
+
+    def _product(self, ops: Ops, matrices: list[torch.Tensor]) -> Part:
+        linears: list[Linear] = [ops.make_linear(matrix, None) for matrix in matrices]
+        x, size = self._rows(matrices[0].shape[1]), sum(matrix.numel() for matrix in matrices)
+
+        def run() -> None:
+            for linear in linears:
+                linear(x)
+
+        return Part(run, 2 * self.num_rows * size, size * self.dtype.itemsize)
+
+    def _norms(self, ops: Ops) -> Part:
+        x, residual, eps = self._rows(self.config.hidden_size), self._rows(self.config.hidden_size), 1e-5
+        return self._each_layer(
+            lambda layer: (
+                ops.rms_norm(residual, layer.input_norm, eps),
+                ops.add_rms_norm(x, residual, layer.post_norm, eps),
+                x.copy_(residual),
+            )
+        )
+
+    def _rotary(self, ops: Ops) -> Part:
+        config = self.config
+        x = self._rows(config.num_heads + config.num_kv_heads, config.head_dim)
+        angles = rotary_table(self.context_len, config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = angles[-1:].expand(self.num_rows, -1, -1).contiguous()
+        return self._each_layer(lambda layer: ops.rotary_(x, angles))
+
+    def _silu(self, ops: Ops) -> Part:
+        x = self._rows(2 * self.config.intermediate_size)
+        return self._each_layer(lambda layer: ops.silu_and_mul(x))
+
+    def _attention(self, ops: Ops) -> Part:
+        config, blocks = self.config, -(-self.context_len // BLOCK_SIZE)
+        shape = (self.num_rows * blocks, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
+        caches = [torch.randn(shape).to(self.dtype) for _ in self.weights.layers]
+        tables = torch.randperm(self.num_rows * blocks).int().view(self.num_rows, blocks)
+        lens = torch.full((self.num_rows,), self.context_len, dtype=torch.int32)
+        q, out = (self._rows(config.num_heads, config.head_dim) for _ in range(2))
+        k, v = (self._rows(config.num_kv_heads, config.head_dim) for _ in range(2))
+
+        def run() -> None:
+            for cache in caches:
+                ops.decode_attention(q, k, v, cache, tables, lens, out, config.head_dim**-0.5)
+
+        return Part(run, weight_bytes=len(caches) * caches[0].numel() * self.dtype.itemsize)
+
+    def _each_layer(self, do: Callable[[LayerWeights], object]) -> Part:
+        def run() -> None:
+            for layer in self.weights.layers:
+                do(layer)
+
+        return Part(run)
+
+
+def multiply_add_rate() -> float:
+    """FLOP/s of a float32 product that fits the level-2 cache: what the core's multiply-adds can do."""
+    a, b = torch.randn(192, 192), torch.randn(192, 192)
+    out = torch.empty(192, 192)
+    return 2 * 192**3 / min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(200))
+
+
+def timed(run: Callable[[], object]) -> float:
+    start_s = time.thread_time()
+    run()
+    return time.thread_time() - start_s
+
+
+def main(model: Path, num_rows: int = 64, context_len: int = 192, rounds: int = 7, dtype: str = "bfloat16") -> None:
+    """Print the table.
+
+    Args:
+        model: folder with a config.json; the weights are random.
+        num_rows: decodes in the lane.
+        context_len: tokens of each.
+        rounds: medians are of so many.
+        dtype: bfloat16, float16 or float32.
+    """
+    torch.set_num_threads(1)
+    element = getattr(torch, dtype)
+    config = ModelConfig.from_folder(model)
+    lane = Lane(config, dummy_weights(config, "cpu", element), element, num_rows, context_len)
+    ours, torchs = (lane.parts(ops) for ops in (CpuOps(), ReferenceOps()))
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
+    read_rates, compute_rates = [], []
+    with torch.inference_mode():
+        for _ in range(rounds + 1):  # the first one warms up
+            read_rates.append(pacpu.read_bandwidth(lane.weights.lm_head))
+            compute_rates.append(multiply_add_rate())
+            for name in ours:
+                for part, taken in zip((ours[name], torchs[name]), seconds[name], strict=True):
+                    taken.append(timed(part.run))
+    read_rate, compute_rate = statistics.median(read_rates[1:]), statistics.median(compute_rates[1:])
+
+    print(f"{num_rows} decodes of {context_len} tokens, {dtype}")
+    print(f"one core reads {read_rate / 1e9:.1f} GB/s and computes {compute_rate / 1e9:.0f} GFLOP/s in float32")
+    table = Table("part", "ms", "share", "torch ms", "floor ms", "GFLOP/s")
+    medians = {name: [statistics.median(taken[1:]) for taken in both] for name, both in seconds.items()}
+    totals = [sum(column) for column in zip(*medians.values(), strict=True)]
+    for name, (mine, torch_s) in medians.items():
+        part = ours[name]
+        floor_s = max(part.weight_bytes / read_rate, part.flops / compute_rate)
+        rates = f"{part.flops / mine / 1e9:.0f}" if part.flops else ""
+        cells = (f"{1e3 * mine:.2f}", f"{mine / totals[0]:.0%}", f"{1e3 * torch_s:.2f}", f"{1e3 * floor_s:.2f}", rates)
+        table.add_row(name, *cells)
+    table.add_row("all", f"{1e3 * totals[0]:.1f}", "", f"{1e3 * totals[1]:.1f}", "", "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

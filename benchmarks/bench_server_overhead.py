@@ -1,0 +1,271 @@
+"""What the HTTP server adds to a token, at 64 streams, on an engine that takes no time.
+
+The engine is simulated: scheduler, service, detokenizer, HTTP server and sockets are the real ones. Clients in another
+process stream at once; both processes read the same clock (Linux: CLOCK_MONOTONIC). Two measures:
+
+- flat out, the next step begins as soon as the last one has come back. What a client waits for a token, from sending
+  its request to the arrival of its last token over the number of tokens, is then all the server's: HTTP, scheduling,
+  detokenizing, JSON, sockets. The limit of 2 ms is for the 99th percentile of that over the streams. The engine makes
+  tokens faster than they can be sent one by one, so an event brings several; the second measure then says how far the
+  clients lag behind.
+- paced, a step comes back every so many milliseconds, as on real hardware, with a token for every stream at the same
+  moment. Counted is each token's time from the return of its step on the engine's thread to the last byte of its event
+  at the client. The tokens of a step queue up for one event loop, so most of it is waiting for other streams' tokens.
+
+python benchmarks/bench_server_overhead.py
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import multiprocessing
+import re
+import selectors
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import tyro
+
+from apex.perf_model import FREE, ProfileTable, Surface
+from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from evaluation.drivers.launch import free_port
+from evaluation.drivers.server import connect
+from evaluation.paths import RESULTS_DIR, default_model
+from evaluation.results import ResultFolder, flat_record
+from evaluation.workloads import load_prompt_tokens
+from swiftllm.engine import Engine
+from swiftllm.request import RequestOutput
+from swiftllm.server.run import run_server
+from swiftllm.server.service import EngineService
+from swiftllm.server.settings import ServerSettings
+from swiftllm.tokenizer import Tokenizer
+
+LIMIT_MS = 2.0
+NUM_LAYERS = 4
+VOCAB_SIZE = 49_152
+PROMPT_LEN = 16
+TIMEOUT_S = 30.0
+EVENT = re.compile(rb"data: (\{.*?\})\n\n")
+LAST_EVENT = b"data: [DONE]"
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the time that the server adds to a token."""
+
+    system: str = "apex"
+    """Whose scheduler plans the steps."""
+    streams: int = 64
+    """Clients that stream at once."""
+    output_len: int = 256
+    """Tokens that each of them gets."""
+    pace_ms: tuple[float, ...] = (0.0, 20.0, 50.0)
+    """Milliseconds from one step's return to the next one's, a run for each; 0 is flat out."""
+    model: Path | None = None
+    """Folder whose tokenizer writes the tokens; by default SmolLM2-135M-Instruct from the cache."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to bench_server_overhead/<run>/ in this folder."""
+
+    def __post_init__(self) -> None:
+        if self.system not in SIMULATED_SYSTEMS:
+            raise ValueError(f"system={self.system!r} must be one of {', '.join(SIMULATED_SYSTEMS)}")
+
+
+class TimedEngine:
+    """Wraps an engine's step: a pace, and when which tokens were ready."""
+
+    def __init__(self, engine: Engine, pace_s: float) -> None:
+        self.ready: dict[str, list[float]] = defaultdict(list)
+        self._step = engine.step
+        self._pace_s = pace_s
+        self._next_s = 0.0
+        engine.step = self.step
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self._step()
+        if self._pace_s:
+            time.sleep(max(0.0, self._next_s - time.perf_counter()))
+        now_s = time.perf_counter()
+        self._next_s = now_s + self._pace_s
+        for output in outputs:
+            if output.new_token_ids:
+                self.ready[output.request_id].append(now_s)
+        return outputs
+
+
+def zero_time_engine(options: Options) -> Engine:
+    """An engine whose operations take no time at all, with GPU blocks for all streams; its output is real text."""
+    blocks = options.streams * (2 + (PROMPT_LEN + options.output_len) // BLOCK_SIZE)
+    free = Surface((1, 2), (FREE, FREE))
+    table = ProfileTable({}, linear=FREE, ends=FREE, swap=FREE, prefill_attention=free, gpu_attention=free,
+                         cpu_attention=free)  # fmt: skip
+    sizes = {"num_gpu_blocks": blocks, "num_cpu_blocks": blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
+    engine = build_simulated(options.system, table, NUM_LAYERS, **sizes)
+    model = options.model or default_model()
+    engine.tokenizer = Tokenizer.from_folder(model)
+    boundary, text = engine.backend.boundary, itertools.cycle(load_prompt_tokens(model).text_ids or (1,))
+
+    def with_real_tokens(layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
+        return {request_id: next(text) for request_id in boundary(layer, batches)}
+
+    engine.backend.boundary = with_real_tokens  # the simulation's placeholders have no text
+    return engine
+
+
+def serve(options: Options, pace_s: float, port: int, results: Connection) -> None:
+    """The server's process: serve until SIGTERM, then send when each request's tokens were ready."""
+    service = EngineService(zero_time_engine(options))
+    timed = TimedEngine(service.engine, pace_s)
+    run_server(service, ServerSettings(port=port, served_model_name="simulated"))
+    results.send(dict(timed.ready))
+
+
+# -- the clients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """A connection and what has come through it, with the time of each read."""
+
+    connection: socket.socket
+    sent_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return LAST_EVENT in b"".join(self.parts[-2:])
+
+    def arrivals(self) -> tuple[str, list[float]]:
+        """The engine's name of the request, and when each of its tokens had arrived."""
+        ends = list(itertools.accumulate(map(len, self.parts)))
+        arrived_s: list[float] = []
+        name = ""
+        for match in EVENT.finditer(b"".join(self.parts)):
+            event = json.loads(match[1])
+            if event["choices"]:
+                name = f"{event['id']}-0"
+                new = event["usage"]["completion_tokens"] - len(arrived_s)
+                arrived_s += [self.times_s[bisect.bisect_left(ends, match.end())]] * new
+        return name, arrived_s
+
+
+def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
+    """Send all requests, read until all are over. Reading is all that happens meanwhile."""
+    body = {
+        "prompt": [5] * PROMPT_LEN, "max_tokens": output_len, "ignore_eos": True, "temperature": 0.0, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        streams = []
+        for _ in range(num_streams):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            streams.append(Stream(connection))
+            selector.register(connection, selectors.EVENT_READ, streams[-1])
+        for stream in streams:
+            stream.sent_s = time.perf_counter()
+            stream.connection.sendall(head + data)
+        left = num_streams
+        while left:
+            ready = selector.select(TIMEOUT_S)
+            if not ready:
+                raise RuntimeError(f"{left} of {num_streams} streams got nothing for {TIMEOUT_S:g} s")
+            for key, _ in ready:
+                stream = key.data
+                part = stream.connection.recv(65_536)
+                stream.times_s.append(time.perf_counter())
+                stream.parts.append(part)
+                if not part or stream.is_over():
+                    selector.unregister(stream.connection)
+                    left -= 1
+    return streams
+
+
+def measure(options: Options, pace_ms: float) -> dict[str, Any]:
+    """One run.
+
+    Raises:
+        RuntimeError: not every token has arrived.
+    """
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(options, pace_ms / 1e3, port, there), daemon=True)
+    process.start()
+    try:
+        connect("simulated", f"http://127.0.0.1:{port}", 60.0)
+        stream_all(port, options.streams, options.output_len)  # first calls pay for lazy initialisation
+        start_s = time.perf_counter()
+        streams = stream_all(port, options.streams, options.output_len)
+        seconds = time.perf_counter() - start_s
+        process.terminate()
+        ready = here.recv()
+    finally:
+        process.kill()
+        process.join()
+    added_ms: list[float] = []
+    per_token_ms: list[float] = []
+    for stream in streams:
+        name, arrived_s = stream.arrivals()
+        if len(arrived_s) != options.output_len:
+            answer = b"".join(stream.parts)[-300:]
+            raise RuntimeError(
+                f"{len(arrived_s)} of {options.output_len} tokens have arrived; the answer ends {answer!r}"
+            )
+        added_ms += [1e3 * (end - begin) for begin, end in zip(ready[name], arrived_s, strict=True)]
+        per_token_ms.append(1e3 * (arrived_s[-1] - stream.sent_s) / options.output_len)
+    p50, p90, p99 = np.percentile(added_ms, (50, 90, 99))
+    return flat_record(
+        {
+            "system": options.system, "backend": "simulated", "num_requests": options.streams, "pace_ms": pace_ms,
+            "output_len": options.output_len, "output_tokens_per_s": options.streams * options.output_len / seconds,
+            "added_ms_p50": float(p50), "added_ms_p90": float(p90), "added_ms_p99": float(p99),
+            "added_ms_max": max(added_ms), "per_token_ms_p50": float(np.percentile(per_token_ms, 50)),
+            "per_token_ms_p99": float(np.percentile(per_token_ms, 99)),
+        }
+    )  # fmt: skip
+
+
+def main(options: Options) -> int:
+    """Measure at every pace, print, save. Returns 1 where the limit is exceeded."""
+    configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
+    folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
+    folder.note_invocation()
+    print(f"{options.streams} streams of {options.output_len} tokens, {options.system}, zero-time engine; milliseconds")
+    print("            per token at the client    from ready to arrived")
+    print("       pace         p50     p99         p50     p90     p99     max   tokens/s")
+    records = []
+    for pace_ms in options.pace_ms:
+        record = measure(options, pace_ms)
+        records.append(record)
+        figures = [record[f"per_token_ms_{name}"] for name in ("p50", "p99")]
+        figures += [record[f"added_ms_{name}"] for name in ("p50", "p90", "p99", "max")]
+        pace = f"{pace_ms:g} ms" if pace_ms else "flat out"
+        row = "{:12.2f}{:8.2f}{:12.2f}{:8.2f}{:8.2f}{:8.2f}".format(*figures)
+        print(f"{pace:>11}{row}{record['output_tokens_per_s']:11.0f}", flush=True)
+    folder.save_summary(records)
+    print(f"summary and provenance: {folder.path}")
+    exceeded = [r for r in records if r["pace_ms"] == 0 and r["per_token_ms_p99"] > LIMIT_MS]
+    if exceeded:
+        print(f"flat out, the 99th percentile per token exceeds the limit of {LIMIT_MS:g} ms")
+    return int(bool(exceeded))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, prog="benchmarks/bench_server_overhead.py")))

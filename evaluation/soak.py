@@ -1,0 +1,256 @@
+"""Thousands of requests of all kinds, good, bad and broken off, against a real server, whose CPU worker is killed
+in the middle: everything gets an answer or a documented error, and nothing is left behind.
+
+    python evaluation/soak.py [--help]
+
+The server is the product's own, in a process of its own: system `apex`, a tiny model with random weights, pools too
+small for the load, so that requests wait, swap, are recomputed and refused. Its clients are in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import httpx
+import tyro
+
+from evaluation.drivers.launch import free_port, stop_on_sigterm
+from evaluation.drivers.server import connect
+from evaluation.progress import format_s
+from evaluation.soak_requests import Draw, Unexpected, exchange, plain
+from swiftllm.config import EngineConfig
+from swiftllm.server.service import ServiceLimits
+from swiftllm.server.settings import ServerSettings
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 256,
+}  # fmt: skip
+MAX_MODEL_LEN = 128
+POOLS = {"num_gpu_blocks": 12, "num_cpu_blocks": 24}
+MAX_QUEUED = 40
+READY_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 30.0
+REPORTS = 20
+WARM = 0.25
+"""The part of the run after which memory must not grow any more: by then every path has been taken many times."""
+SHOWN_PROBLEMS = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """Soak a server in requests; exit status 0 when nothing unexpected happened and nothing was left behind."""
+
+    requests: int = 20_000
+    """How many to send."""
+    concurrency: int = 32
+    """How many are under way at once."""
+    memory_allowance_mib: float = 32.0
+    """How much the server's resident memory may grow over the last three quarters of the run."""
+    seed: int = 0
+    """Seed of all requests."""
+
+
+@dataclass
+class Report:
+    """What has come of a soak."""
+
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    resident_mib: list[float] = field(default_factory=list)
+    worker_restarts: int = 0
+    preemptions: int = 0
+    swapped_blocks: int = 0
+    seconds: float = 0.0
+
+
+# -- the server's process ----------------------------------------------------------------------------------------------
+
+
+def make_tiny_model(folder: Path) -> None:
+    """Write a model of bytes: a config.json, for weights drawn at random, and a tokenizer of one token per byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    (folder / "config.json").write_text(json.dumps(TINY))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def serve(model: Path, port: int) -> None:
+    """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, as a crash in native code would."""
+    from apex.systems import build_system
+    from swiftllm.server.run import run_server
+    from swiftllm.server.service import EngineService
+
+    logging.basicConfig(level=logging.WARNING)
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
+    config = EngineConfig(
+        str(model), device="cpu", dtype="float32", load_format="dummy", cpu_threads=1, **POOLS, **limits
+    )
+    engine = build_system("apex", config)
+    worker = engine.backend._worker  # a server itself has no use for killing it
+    signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
+    run_server(EngineService(engine, ServiceLimits(max_queued_requests=MAX_QUEUED)), ServerSettings(port=port))
+
+
+def ended(process: BaseProcess) -> str | None:
+    return None if process.is_alive() else f"it ended with status {process.exitcode}"
+
+
+def resident_mib(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# -- the clients -------------------------------------------------------------------------------------------------------
+
+
+async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> Report:
+    """Send everything; whatever a request does, the others go on."""
+    report = Report()
+    start_s = time.monotonic()
+    left = iter(range(options.requests))
+    every = max(1, options.requests // REPORTS)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.concurrency)
+    client = httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
+
+    async def one_after_the_other() -> None:
+        for number in left:
+            if number == options.requests // 2:
+                os.kill(process.pid, signal.SIGUSR1)
+            if number and number % every == 0:
+                report.resident_mib.append(resident_mib(process.pid))
+                tell(number, options.requests, time.monotonic() - start_s, report)
+            asked = draw.next()
+            try:
+                end = await exchange(client, asked)
+            except Unexpected as problem:
+                report.problems.append(str(problem))
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                report.problems.append(f"{asked.kind}: {type(error).__name__}: {error}; body {asked.body[:200]!r}")
+            else:
+                report.ends[asked.kind, end] += 1
+
+    async with client:
+        await asyncio.gather(*(one_after_the_other() for _ in range(options.concurrency)))
+        await see_what_is_left(client, draw, report)
+    report.resident_mib.append(resident_mib(process.pid))
+    report.seconds = time.monotonic() - start_s
+    return report
+
+
+def tell(number: int, total: int, seconds: float, report: Report) -> None:
+    rate = number / seconds
+    left = format_s((total - number) / rate)
+    text = f"{number}/{total} requests, {rate:.0f}/s, server {report.resident_mib[-1]:.0f} MiB, {left} left"
+    print(f"soak: {text}" + (f", {len(report.problems)} problems" if report.problems else ""), flush=True)
+
+
+async def see_what_is_left(client: httpx.AsyncClient, draw: Draw, report: Report) -> None:
+    """The server must get idle with empty pools, and serve."""
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while held := holds(now := (await client.get("/status.json")).json()["now"]):
+        if time.monotonic() > deadline_s:
+            report.problems.append(f"{IDLE_TIMEOUT_S:g} s after the last request the server still holds {held}")
+            break
+        await asyncio.sleep(0.1)
+    for name in ("worker_restarts", "preemptions", "swapped_blocks"):
+        setattr(report, name, now[name])
+    if not report.worker_restarts:
+        report.problems.append("the CPU worker was never restarted: killing it had no effect")
+    if not now["cpu_busy_s"]:
+        report.problems.append("the CPU worker has computed nothing: this soak has tested little")
+    if (health := await client.get("/health")).status_code != 200:
+        report.problems.append(f"the server is not well: {health.text}")
+    try:
+        await exchange(client, plain(draw))
+    except (Unexpected, httpx.HTTPError) as error:
+        report.problems.append(f"the server does not serve any more: {error}")
+
+
+def holds(now: dict[str, Any]) -> dict[str, int]:
+    """What a server that has nothing to do still holds, though it should hold nothing."""
+    names = ("waiting", "running_gpu", "running_cpu", "gpu_blocks_used", "cpu_blocks_used")
+    return {name: now[name] for name in names if now[name]}
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def run(options: Options) -> Report:
+    """Start a server, soak it, stop it.
+
+    Raises:
+        ServerNotReady: it did not start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "tiny"
+        model.mkdir()
+        make_tiny_model(model)
+        port = free_port()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(model, port), daemon=True)
+        process.start()
+        try:
+            url = f"http://127.0.0.1:{port}"
+            server = connect("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
+            draw = Draw(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
+            report = asyncio.run(soak(options, url, draw, process))
+            process.terminate()
+            process.join(IDLE_TIMEOUT_S)
+            if process.exitcode != 0:
+                report.problems.append(f"the server ended with status {process.exitcode} where SIGTERM should drain it")
+        finally:
+            process.kill()
+            process.join()
+    grown = growth_mib(report)
+    if grown > options.memory_allowance_mib:
+        report.problems.append(f"memory grew by {grown:.0f} MiB, more than {options.memory_allowance_mib:g}")
+    return report
+
+
+def growth_mib(report: Report) -> float:
+    """Resident memory at the end over that after the first quarter."""
+    return report.resident_mib[-1] - report.resident_mib[int(len(report.resident_mib) * WARM)]
+
+
+def main(options: Options) -> int:
+    report = run(options)
+    for (kind, end), count in sorted(report.ends.items()):
+        print(f"{count:7} {kind}: {end}")
+    print(
+        f"{options.requests} requests in {format_s(report.seconds)}; {report.preemptions} preemptions, "
+        f"{report.swapped_blocks} blocks swapped, CPU worker restarted {report.worker_restarts} times; memory "
+        f"{report.resident_mib[-1]:.0f} MiB, {growth_mib(report):+.1f} MiB since the first quarter (allowed: {options.memory_allowance_mib:g})"
+    )
+    for problem in report.problems[:SHOWN_PROBLEMS]:
+        print(f"PROBLEM: {problem}")
+    print(f"{len(report.problems)} problems" if report.problems else "nothing unexpected, nothing left behind")
+    return int(bool(report.problems))
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    sys.exit(main(tyro.cli(Options, prog="evaluation/soak.py")))

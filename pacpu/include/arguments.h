@@ -1,0 +1,49 @@
+// Checks of what Python gives: every message names the argument and the offending value.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dlpack.h"
+#include "kernel.h"
+
+namespace pacpu {
+
+constexpr int64_t int_max = 0x7fffffff;
+
+std::string to_string(const std::vector<int64_t>& shape);
+
+[[noreturn]] void refuse(const std::string& message);
+
+// Nothing if it is none of ours.
+std::optional<DType> dtype_of(const Array& array);
+
+bool is_int(const Array& array, int bits);
+
+void check_rank(const Array& array, size_t rank, const char* meaning);
+void check_shape(const Array& array, const std::vector<int64_t>& expected, const char* meaning);
+// `other` has the dtype that `array` must have.
+void check_dtype(const Array& array, const Array& other);
+void check_writable(const Array& array);
+
+// Checks that everything but the first dimension is contiguous; returns the first dimension's stride.
+int64_t row_stride(const Array& array, bool may_have_gaps = true);
+
+// Scalars are converted here, since pybind11's own message would print every array of the call.
+template <typename T>
+T read_scalar(const char* name, pybind11::handle object) {
+    try {
+        return object.cast<T>();
+    } catch (const pybind11::cast_error&) {
+        refuse(std::string(name) + " cannot be " + std::string(pybind11::repr(object)));
+    }
+}
+
+// At least 1.
+int read_num_threads(pybind11::handle object);
+
+}  // namespace pacpu

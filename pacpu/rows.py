@@ -1,0 +1,103 @@
+"""Work on rows, one per token: what a Llama layer does between and in its matrix products, in host memory.
+
+Arrays come in through DLPack. Rows are contiguous and may lie apart; all arrays of a call have one dtype, float32,
+float16 or bfloat16, where not said otherwise. Sums run in float32. Every function computes without the GIL on the
+caller's thread and on `num_threads - 1` helpers at most; the result does not depend on their number. Where an argument
+does not fit it raises ValueError, naming the argument, before it has written anything.
+"""
+
+from typing import Any
+
+from pacpu import _pacpu
+
+__all__ = [
+    "linear",
+    "pack_matrix",
+    "packed_shape",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+    "widening_is_fastest",
+]
+
+
+def widening_is_fastest() -> bool:
+    """Whether `linear` is the fastest way to multiply bfloat16 matrices on this CPU.
+
+    It is where there is AVX-512 and no AMX, and where the instruction for dot products of bfloat16 does less in a
+    second than fused multiply-adds in float32 do: that is measured in the first call (10 ms).
+    """
+    return _pacpu.widening_is_fastest()
+
+
+def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
+    """Shape of a packed matrix."""
+    return _pacpu.packed_shape(out_features, in_features)
+
+
+def pack_matrix(weight: Any, packed: Any) -> None:
+    """Bring a bfloat16 matrix into the layout of `linear`.
+
+    Args:
+        weight: bfloat16 `[out_features, in_features]`.
+        packed: bfloat16, contiguous, of the shape `packed_shape` tells; overwritten.
+    """
+    _pacpu.pack_matrix(weight, packed)
+
+
+def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
+    """`out = x weight^T + bias`, in bfloat16, by multiply-adds in float32. Needs AVX-512 (`pacpu.isa()`).
+
+    A row of the result is the same, bit by bit, whatever other rows there are.
+
+    Args:
+        x: bfloat16 `[rows, in_features]`.
+        packed: the weight, see `pack_matrix`.
+        bias: bfloat16 `[out_features]`, or None.
+        out: bfloat16 `[rows, out_features]`, overwritten.
+    """
+    _pacpu.linear(x, packed, bias, out, num_threads)
+
+
+def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, residual: Any | None = None, num_threads: int = 1) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * weight` over the last dimension; with a residual `x += residual` before.
+
+    Args:
+        x: `[rows, size]`; overwritten if there is a residual.
+        weight: `[size]`.
+        out: `[rows, size]`, overwritten.
+        residual: `[rows, size]`, or None.
+    """
+    _pacpu.rms_norm(x, weight, eps, out, residual, num_threads)
+
+
+def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:
+    """Turn `x` in place: `x * cos + x_exchanged * sin`, where the halves of each head have changed places.
+
+    Args:
+        x: `[rows, heads, head_dim]`; head_dim is even.
+        angles: float32 `[rows, 2, head_dim]`: cosines, and sines with the sign of their place.
+    """
+    _pacpu.rotary(x, angles, num_threads)
+
+
+def silu_and_mul(x: Any, out: Any, *, num_threads: int = 1) -> None:
+    """`out = silu(x[:, :size]) * x[:, size:]`.
+
+    Args:
+        x: `[rows, 2 size]`.
+        out: `[rows, size]`, overwritten.
+    """
+    _pacpu.silu_and_mul(x, out, num_threads)
+
+
+def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_threads: int = 1) -> None:
+    """Write row i of k and v to slot `offsets[i]` of block `blocks[i]`.
+
+    Args:
+        k, v: `[rows, num_kv_heads, head_dim]`.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous.
+        blocks, offsets: int64 `[rows]`. No two rows have the same slot.
+    """
+    _pacpu.store_kv(k, v, kv_cache, blocks, offsets, num_threads)

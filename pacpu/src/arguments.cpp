@@ -1,0 +1,72 @@
+#include "arguments.h"
+
+#include <algorithm>
+
+namespace py = pybind11;
+
+namespace pacpu {
+namespace {
+
+constexpr int32_t code_int = 0, code_float = 2, code_bfloat = 4;  // DLDataTypeCode
+
+}  // namespace
+
+std::string to_string(const std::vector<int64_t>& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + "]";
+}
+
+void refuse(const std::string& message) { throw py::value_error(message); }
+
+std::optional<DType> dtype_of(const Array& array) {
+    if (array.type_code == code_float && array.type_bits == 32) return DType::float32;
+    if (array.type_code == code_float && array.type_bits == 16) return DType::float16;
+    if (array.type_code == code_bfloat && array.type_bits == 16) return DType::bfloat16;
+    return std::nullopt;
+}
+
+void check_rank(const Array& array, size_t rank, const char* meaning) {
+    if (array.shape.size() != rank)
+        refuse(std::string(array.name) + " must have shape " + meaning + ", not " + to_string(array.shape));
+}
+
+void check_shape(const Array& array, const std::vector<int64_t>& expected, const char* meaning) {
+    if (array.shape != expected)
+        refuse(std::string(array.name) + " must have shape " + meaning + " = " + to_string(expected) + ", not " +
+               to_string(array.shape));
+}
+
+void check_dtype(const Array& array, const Array& other) {
+    if (array.type_code != other.type_code || array.type_bits != other.type_bits)
+        refuse(std::string(array.name) + " must have the dtype of " + other.name + ", " + other.dtype_name() + ", not " +
+               array.dtype_name());
+}
+
+bool is_int(const Array& array, int bits) { return array.type_code == code_int && array.type_bits == bits; }
+
+int64_t row_stride(const Array& array, bool may_have_gaps) {
+    int64_t expected = 1;
+    for (size_t i = array.shape.size(); i-- > 1; expected *= array.shape[i])
+        if (array.shape[i] != 1 && array.strides[i] != expected)
+            refuse(std::string(array.name) + " must be contiguous" + (may_have_gaps ? " within a row" : "") +
+                   ", but has strides " + to_string(array.strides) + " for shape " + to_string(array.shape));
+    if (array.shape[0] <= 1) return expected;
+    const int64_t stride = array.strides[0];
+    if (may_have_gaps ? stride < expected : stride != expected)
+        refuse(std::string(array.name) + " must have rows " + (may_have_gaps ? "at least " : "exactly ") +
+               std::to_string(expected) + " elements apart, not " + std::to_string(stride));
+    return stride;
+}
+
+void check_writable(const Array& array) {
+    if (array.is_read_only) refuse(std::string(array.name) + " must be writable, but is read-only");
+}
+
+int read_num_threads(py::handle object) {
+    const auto num_threads = read_scalar<int64_t>("num_threads", object);
+    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
+    return static_cast<int>(std::min(num_threads, int_max));
+}
+
+}  // namespace pacpu

@@ -1,0 +1,253 @@
+// The Python side of the work on rows: checks arguments and divides the work among threads.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "arguments.h"
+#include "rows.h"
+#include "scratch.h"
+#include "thread_team.h"
+
+namespace py = pybind11;
+
+namespace pacpu {
+namespace {
+
+DType float_dtype(const Array& array) {
+    const std::optional<DType> dtype = dtype_of(array);
+    if (!dtype) refuse(std::string(array.name) + " must have dtype float32, float16 or bfloat16, not " + array.dtype_name());
+    return *dtype;
+}
+
+void check_bfloat16(const Array& array) {
+    if (float_dtype(array) != DType::bfloat16)
+        refuse(std::string(array.name) + " must have dtype bfloat16, not " + array.dtype_name());
+}
+
+void check_sizes(const Array& array) {
+    for (const int64_t size : array.shape)
+        if (size > int_max) refuse(std::string(array.name) + " is too large: shape " + to_string(array.shape));
+}
+
+std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
+    return {(out_features + panel_columns - 1) / panel_columns, (in_features + 1) / 2, panel_columns, 2};
+}
+
+// With fewer, waking a thread takes longer than what it does.
+constexpr int64_t min_elements_per_thread = 1 << 15;
+
+// Calls function(begin, end) for stretches of [0, count) on so many threads, without the GIL.
+template <typename Function>
+void divide(int count, int num_threads, Function&& function) {
+    py::gil_scoped_release release;
+    const int num_parts = std::min(count, num_threads);
+    run_parts(num_parts, [&](int part) {
+        function(static_cast<int>(int64_t{count} * part / num_parts),
+                 static_cast<int>(int64_t{count} * (part + 1) / num_parts));
+    });
+}
+
+template <typename Function>
+void divide_rows(const Array& array, int num_threads, Function&& function) {
+    int64_t elements = 1;
+    for (const int64_t size : array.shape) elements *= size;
+    const int64_t enough = std::max<int64_t>(1, elements / min_elements_per_thread);
+    divide(static_cast<int>(array.shape[0]), static_cast<int>(std::min<int64_t>(num_threads, enough)), function);
+}
+
+void pack_matrix(py::handle weight_object, py::handle packed_object) {
+    const Array weight = read_array("weight", weight_object), packed = read_array("packed", packed_object);
+    check_bfloat16(weight);
+    check_bfloat16(packed);
+    check_rank(weight, 2, "[out_features, in_features]");
+    check_sizes(weight);
+    const int64_t out_features = weight.shape[0], in_features = weight.shape[1], stride = row_stride(weight);
+    check_shape(packed, packed_shape(out_features, in_features), "packed_shape(out_features, in_features)");
+    row_stride(packed, false);
+    check_writable(packed);
+    const auto* from = static_cast<const BFloat16*>(weight.data);
+    auto* to = static_cast<BFloat16*>(packed.data);
+    py::gil_scoped_release release;
+    for (int64_t panel = 0; panel < packed.shape[0]; ++panel)
+        for (int64_t pair = 0; pair < packed.shape[1]; ++pair)
+            for (int64_t column = panel * panel_columns; column < (panel + 1) * panel_columns; ++column)
+                for (int64_t i = 2 * pair; i < 2 * pair + 2; ++i)
+                    *to++ = column < out_features && i < in_features ? from[column * stride + i] : BFloat16{0};
+}
+
+void linear(py::handle x_object, py::handle packed_object, py::handle bias_object, py::handle out_object,
+            py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), packed = read_array("packed", packed_object);
+    const Array out = read_array("out", out_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    for (const Array* array : {&x, &packed, &out}) check_bfloat16(*array);
+    check_rank(x, 2, "[rows, in_features]");
+    check_rank(out, 2, "[rows, out_features]");
+    check_sizes(x);
+    check_sizes(out);
+    check_shape(out, {x.shape[0], out.shape[1]}, "[rows, out_features]");
+    check_shape(packed, packed_shape(out.shape[1], x.shape[1]), "packed_shape(out_features, in_features)");
+    row_stride(packed, false);
+    check_writable(out);
+    Linear problem = {static_cast<int>(x.shape[0]),
+                      static_cast<int>(x.shape[1]),
+                      static_cast<int>(out.shape[1]),
+                      static_cast<const BFloat16*>(x.data),
+                      row_stride(x),
+                      static_cast<const BFloat16*>(packed.data),
+                      nullptr,
+                      static_cast<BFloat16*>(out.data),
+                      row_stride(out)};
+    std::optional<Array> bias;
+    if (!bias_object.is_none()) {
+        bias = read_array("bias", bias_object);
+        check_bfloat16(*bias);
+        check_shape(*bias, {out.shape[1]}, "[out_features]");
+        row_stride(*bias, false);
+        problem.bias = static_cast<const BFloat16*>(bias->data);
+    }
+    const auto kernel = row_kernels().linear;
+    if (!kernel) refuse("linear needs AVX-512; the instruction set in use is another: multiply by other means");
+    if (x.shape[0])
+        divide(static_cast<int>(packed.shape[0]), num_threads, [&](int begin, int end) {
+            static thread_local Scratch scratch;
+            kernel(problem, begin, end, scratch.at_least(linear_scratch_floats(problem)));
+        });
+}
+
+void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_object, py::handle out_object,
+              py::handle residual_object, py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), weight = read_array("weight", weight_object);
+    const Array out = read_array("out", out_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const DType dtype = float_dtype(x);
+    check_dtype(weight, x);
+    check_dtype(out, x);
+    check_rank(x, 2, "[rows, size]");
+    check_sizes(x);
+    check_shape(weight, {x.shape[1]}, "[size]");
+    check_shape(out, x.shape, "[rows, size]");
+    row_stride(weight, false);
+    check_writable(out);
+    RmsNorm problem = {static_cast<int>(x.shape[0]),
+                       static_cast<int>(x.shape[1]),
+                       x.data,
+                       row_stride(x),
+                       nullptr,
+                       0,
+                       weight.data,
+                       static_cast<float>(read_scalar<double>("eps", eps_object)),
+                       out.data,
+                       row_stride(out)};
+    std::optional<Array> residual;
+    if (!residual_object.is_none()) {
+        residual = read_array("residual", residual_object);
+        check_dtype(*residual, x);
+        check_shape(*residual, x.shape, "[rows, size]");
+        check_writable(x);
+        problem.residual = residual->data;
+        problem.residual_stride = row_stride(*residual);
+    }
+    const auto kernel = row_kernels().rms_norm[static_cast<int>(dtype)];
+    divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
+}
+
+void rotary(py::handle x_object, py::handle angles_object, py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), angles = read_array("angles", angles_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const DType dtype = float_dtype(x);
+    check_rank(x, 3, "[rows, heads, head_dim]");
+    check_sizes(x);
+    if (x.shape[2] % 2) refuse("x must have an even head_dim, not " + std::to_string(x.shape[2]));
+    if (float_dtype(angles) != DType::float32) refuse("angles must have dtype float32, not " + angles.dtype_name());
+    check_shape(angles, {x.shape[0], 2, x.shape[2]}, "[rows, 2, head_dim]");
+    check_writable(x);
+    const Rotary problem = {static_cast<int>(x.shape[0]),
+                            static_cast<int>(x.shape[1]),
+                            static_cast<int>(x.shape[2]),
+                            x.data,
+                            row_stride(x),
+                            static_cast<const float*>(angles.data),
+                            row_stride(angles)};
+    const auto kernel = row_kernels().rotary[static_cast<int>(dtype)];
+    divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
+}
+
+void silu_and_mul(py::handle x_object, py::handle out_object, py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), out = read_array("out", out_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const DType dtype = float_dtype(x);
+    check_dtype(out, x);
+    check_rank(x, 2, "[rows, 2 size]");
+    check_rank(out, 2, "[rows, size]");
+    check_sizes(x);
+    check_shape(x, {out.shape[0], 2 * out.shape[1]}, "[rows, 2 size]");
+    check_writable(out);
+    const SiluAndMul problem = {static_cast<int>(out.shape[0]), static_cast<int>(out.shape[1]), x.data, row_stride(x), out.data,
+                                row_stride(out)};
+    const auto kernel = row_kernels().silu_and_mul[static_cast<int>(dtype)];
+    divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
+}
+
+void check_slots(const Array& array, int64_t rows, int64_t limit) {
+    if (!is_int(array, 64)) refuse(std::string(array.name) + " must have dtype int64, not " + array.dtype_name());
+    check_shape(array, {rows}, "[rows]");
+    row_stride(array, false);
+    const auto* values = static_cast<const int64_t*>(array.data);
+    for (int64_t i = 0; i < rows; ++i)
+        if (values[i] < 0 || values[i] >= limit)
+            refuse(std::string(array.name) + "[" + std::to_string(i) + "] must be below " + std::to_string(limit) + ", not " +
+                   std::to_string(values[i]));
+}
+
+void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object, py::handle blocks_object,
+           py::handle offsets_object, py::handle num_threads_object) {
+    const Array k = read_array("k", k_object), v = read_array("v", v_object);
+    const Array kv_cache = read_array("kv_cache", kv_cache_object);
+    const Array blocks = read_array("blocks", blocks_object), offsets = read_array("offsets", offsets_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    float_dtype(k);
+    check_dtype(v, k);
+    check_dtype(kv_cache, k);
+    check_rank(k, 3, "[rows, num_kv_heads, head_dim]");
+    check_sizes(k);
+    check_shape(v, k.shape, "[rows, num_kv_heads, head_dim]");
+    check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    check_sizes(kv_cache);
+    check_shape(kv_cache, {kv_cache.shape[0], k.shape[1], 2, kv_cache.shape[3], k.shape[2]},
+                "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    row_stride(kv_cache, false);
+    check_writable(kv_cache);
+    check_slots(blocks, k.shape[0], kv_cache.shape[0]);
+    check_slots(offsets, k.shape[0], kv_cache.shape[3]);
+    const int64_t element_bytes = k.type_bits / 8;
+    const StoreKV problem = {static_cast<int>(k.shape[0]),
+                             static_cast<int>(k.shape[1]),
+                             static_cast<int>(kv_cache.shape[3]),
+                             k.shape[2] * element_bytes,
+                             static_cast<const char*>(k.data),
+                             static_cast<const char*>(v.data),
+                             row_stride(k) * element_bytes,
+                             row_stride(v) * element_bytes,
+                             static_cast<char*>(kv_cache.data),
+                             static_cast<const int64_t*>(blocks.data),
+                             static_cast<const int64_t*>(offsets.data)};
+    divide_rows(k, num_threads, [&](int begin, int end) { store_kv(problem, begin, end); });
+}
+
+}  // namespace
+
+void bind_rows(py::module_& module) {
+    module.def("packed_shape", [](int64_t out_features, int64_t in_features) {
+        return py::tuple(py::cast(packed_shape(out_features, in_features)));
+    });
+    module.def("pack_matrix", &pack_matrix);
+    module.def("linear", &linear);
+    module.def("rms_norm", &rms_norm);
+    module.def("rotary", &rotary);
+    module.def("silu_and_mul", &silu_and_mul);
+    module.def("store_kv", &store);
+    module.def("widening_is_fastest", &widening_is_fastest);
+}
+
+}  // namespace pacpu

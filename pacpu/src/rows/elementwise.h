@@ -1,0 +1,75 @@
+// Norms, rotations and activations of rows; included once for each instruction set.
+#pragma once
+
+#include "elements.h"
+#include "rows.h"
+
+namespace pacpu {
+namespace {
+
+template <typename T>
+void rms_norm(const RmsNorm& p, int begin, int end) {
+    const T* weight = (const T*)p.weight;
+    for (int r = begin; r < end; ++r) {
+        T* x = (T*)p.x + r * p.x_stride;
+        const T* residual = p.residual ? (const T*)p.residual + r * p.residual_stride : nullptr;
+        T* y = (T*)p.y + r * p.y_stride;
+        Floats squares{};
+        for (int i = 0; i < p.size; i += width) {
+            const int count = min_of(width, p.size - i);
+            if (residual) store_some(x + i, load_some(x + i, count) + load_some(residual + i, count), count);
+            const Floats value = load_some(x + i, count);
+            squares += value * value;
+        }
+        const Floats sum = reduce<1>(squares, [](Floats a, Floats b) { return a + b; });
+        const Floats scale = splat(1.0f / __builtin_sqrtf(sum[0] / p.size + p.eps));
+        for (int i = 0; i < p.size; i += width) {
+            const int count = min_of(width, p.size - i);
+            store_some(y + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
+        }
+    }
+}
+
+template <typename T>
+void rotary(const Rotary& p, int begin, int end) {
+    const int half = p.head_dim / 2;
+    for (int r = begin; r < end; ++r) {
+        const float* cos = p.angles + r * p.angles_stride;
+        const float* sin = cos + p.head_dim;
+        T* x = (T*)p.x + r * p.x_stride;
+        for (int head = 0; head < p.num_heads; ++head, x += p.head_dim)
+            for (int i = 0; i < half; i += width) {
+                const int count = min_of(width, half - i);
+                const Floats low = load_some(x + i, count), high = load_some(x + half + i, count);
+                store_some(x + i, low * load_some(cos + i, count) + high * load_some(sin + i, count), count);
+                store_some(x + half + i, high * load_some(cos + half + i, count) + low * load_some(sin + half + i, count),
+                           count);
+            }
+    }
+}
+
+template <typename T>
+void silu_and_mul(const SiluAndMul& p, int begin, int end) {
+    for (int r = begin; r < end; ++r) {
+        const T* gates = (const T*)p.x + r * p.x_stride;
+        T* y = (T*)p.y + r * p.y_stride;
+        for (int i = 0; i < p.size; i += width) {
+            const int count = min_of(width, p.size - i);
+            const Floats gate = load_some(gates + i, count);
+            // exp of -|gate| cannot overflow: sigmoid is 1 / (1 + e), and for a negative gate e / (1 + e).
+            const Floats e = exp_nonpositive(gate < 0.0f ? gate : -gate);
+            const Floats sigmoid = (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+            store_some(y + i, gate * sigmoid * load_some(gates + p.size + i, count), count);
+        }
+    }
+}
+
+#define PACPU_ROW_KERNELS(linear) {                                    \
+    linear,                                                            \
+    {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},             \
+    {rotary<float>, rotary<Half>, rotary<BFloat16>},                   \
+    {silu_and_mul<float>, silu_and_mul<Half>, silu_and_mul<BFloat16>}, \
+}
+
+}  // namespace
+}  // namespace pacpu

@@ -1,0 +1,7 @@
+#include "elementwise.h"
+
+namespace pacpu {
+
+const RowKernels rows_portable = PACPU_ROW_KERNELS(nullptr);
+
+}  // namespace pacpu

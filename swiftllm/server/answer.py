@@ -1,0 +1,171 @@
+"""The answer to a generation request: one JSON object, or server-sent events as the tokens come.
+
+An event costs one f-string and the JSON of its text: everything else of it has been written before the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from swiftllm.request import TokenLogprob
+from swiftllm.server.context import ServingContext
+from swiftllm.server.errors import as_api_error
+from swiftllm.server.generation import Choice, Generation
+from swiftllm.server.protocol import GenerationRequest
+from swiftllm.server.service import RequestFailed
+from swiftllm.server.text import Piece
+from swiftllm.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LEAST_LOGPROB = -9999.0  # what vLLM says where a probability is zero
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+]
+
+
+class Answer(ABC):
+    """Says the outputs of one request in the words of one endpoint."""
+
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+    text_before: ClassVar[str]
+    """JSON around the text of a chunk."""
+    text_after: ClassVar[str]
+
+    def __init__(self, context: ServingContext, generation: Generation, body: GenerationRequest) -> None:
+        self.generation = generation
+        self.tokenizer = context.tokenizer
+        self.usage_wanted = body.usage_wanted
+        self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
+        envelope = json.dumps({"object": self.chunk_object_name, **self._envelope}, separators=(",", ":"))
+        self._chunk_head = f'data: {envelope[:-1]},"choices":['
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> str:
+        """What stands in a stream before the first text of a choice; chunks, or nothing."""
+
+    @abstractmethod
+    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The log-probabilities of the next tokens of a choice."""
+
+    @abstractmethod
+    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold its text."""
+
+    # -- at once ----------------------------------------------------------------------------------------------------
+
+    async def at_once(self, request: Request) -> Response:
+        pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
+
+        async def take(choice: Choice, piece: Piece) -> None:
+            pieces[choice.index].append(piece)
+
+        await self.generation.run(take, request.receive)
+        choices = [self._whole_choice(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
+        body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._usage_of_all()}
+        return JSONResponse(body)
+
+    def _whole_choice(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return {
+            "index": choice.index,
+            **self.whole_text(choice, "".join(piece.text for piece in pieces)),
+            "logprobs": self.logprobs(choice, entries) if entries else None,
+            "finish_reason": pieces[-1].finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+        }
+
+    # -- as it comes ------------------------------------------------------------------------------------------------
+
+    def chunk(self, choice: Choice, piece: Piece) -> str:
+        """The event of one piece."""
+        logprobs = json.dumps(self.logprobs(choice, piece.logprobs)) if piece.logprobs else "null"
+        end = '"finish_reason":null,"stop_reason":null'
+        if piece.finish_reason is not None:
+            end = f'"finish_reason":"{piece.finish_reason}","stop_reason":{json.dumps(piece.stop_reason)}'
+        text = f"{self.text_before}{json.dumps(piece.text)}{self.text_after}"
+        return self.event(choice, f'{text},"logprobs":{logprobs},{end}')
+
+    def event(self, choice: Choice, fields: str) -> str:
+        usage = ""
+        if self.usage_wanted.continuous_usage_stats:
+            prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
+            total = prompt + output
+            usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
+        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
+
+    def closing(self) -> str:
+        """The last events of a stream."""
+        usage = f'{self._chunk_head}],"usage":{json.dumps(self._usage_of_all())}}}\n\n'
+        return f"{usage if self.usage_wanted.include_usage else ''}data: [DONE]\n\n"
+
+    def _usage_of_all(self) -> dict[str, int]:
+        prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
+        output = sum(choice.text.num_tokens for choice in self.generation.choices)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """How a token is called among log-probabilities; U+FFFD stands for bytes that are no whole character."""
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def finite(logprob: float) -> float:
+    """JSON knows neither infinities nor NaN."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+async def respond(answer: Answer, body: GenerationRequest, request: Request) -> Response:
+    return EventStream(answer) if body.stream else await answer.at_once(request)
+
+
+class EventStream(Response):
+    """An answer as server-sent events. It begins with the first piece, so that what fails before gets a status."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._answer
+        opened: set[int] = set()
+        opening = asyncio.Lock()  # choices are read side by side, and nothing goes before the headers
+
+        async def write(text: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        async def take(choice: Choice, piece: Piece) -> None:
+            text = answer.chunk(choice, piece)
+            if choice.index not in opened:
+                text = answer.opening(choice) + text
+                async with opening:
+                    if not opened:
+                        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                    opened.add(choice.index)
+            await write(text)
+
+        try:
+            await answer.generation.run(take, receive)
+            await write(answer.closing(), more=False)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if not opened:
+                raise
+            if not isinstance(error, RequestFailed):
+                logger.exception("a stream failed in the server")
+            await write(f"data: {json.dumps(as_api_error(error).body())}\n\n", more=False)

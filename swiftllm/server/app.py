@@ -1,0 +1,151 @@
+"""The application: every path, who may ask for it, and what is done with a body."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from swiftllm import __version__
+from swiftllm.server.chat import chat
+from swiftllm.server.completions import complete
+from swiftllm.server.context import ServingContext
+from swiftllm.server.errors import ApiError, handle_errors
+from swiftllm.server.metrics import Metrics
+from swiftllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Lenient,
+    TokenizeRequest,
+    parse,
+)
+from swiftllm.server.service import EngineService
+from swiftllm.server.settings import ServerSettings
+from swiftllm.server.status import IterationRecorder, StatusPage
+
+Body = TypeVar("Body", bound=Lenient)
+
+
+def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> FastAPI:
+    """The HTTP side of a service. ``recorder`` gives the status page its timeline."""
+    context = ServingContext(service, settings)
+    metrics = Metrics(service, context.model_name)
+    app = FastAPI(title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
+    handle_errors(app, metrics)
+    app.include_router(open_routes(context))
+    app.include_router(metrics.router)
+    app.include_router(StatusPage(service, context.model_name, recorder).router)
+    app.include_router(api_routes(context))
+    return app
+
+
+def api_routes(context: ServingContext) -> APIRouter:
+    """What asks for the API key where there is one."""
+
+    def check_key(request: Request) -> None:
+        key = context.settings.api_key
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
+            message = "no valid API key: send the header `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
+
+    router = APIRouter(dependencies=[Depends(check_key)])
+
+    async def body_of(request: Request, kind: type[Body]) -> Body:
+        body = parse(kind, await read_body(request, context.settings.max_body_bytes))
+        context.check_model(body.model)
+        if isinstance(body, GenerationRequest):
+            body.check()
+        return body
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(context, await body_of(request, CompletionRequest), request)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await chat(context, await body_of(request, ChatRequest), request)
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model_card(context)]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        context.check_model(name)
+        return JSONResponse(model_card(context))
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await body_of(request, TokenizeRequest)
+        if body.messages is not None:
+            tokens = await context.encode_chat(body.messages, body.add_generation_prompt)
+        elif body.prompt is not None:
+            tokens = await context.encode(body.prompt, body.add_special_tokens)
+        else:
+            raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
+        strings = context.needed_tokenizer().token_strings(tokens) if body.return_token_strs else None
+        count = {"count": len(tokens), "max_model_len": context.max_model_len}
+        return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await body_of(request, DetokenizeRequest)
+        text = context.needed_tokenizer().decode(body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    return router
+
+
+def open_routes(context: ServingContext) -> APIRouter:
+    """What answers without an API key: nothing of it costs anything or tells a secret."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        state = context.service.health
+        line = state.status if not state.reason else f"{state.status}: {state.reason}"
+        return PlainTextResponse(line, 200 if state.status == "ok" else 503)
+
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return await health()
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    return router
+
+
+def model_card(context: ServingContext) -> dict[str, Any]:
+    """The model in the words of OpenAI's API and vLLM's."""
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "swiftllm",
+        "root": context.model_path,
+        "parent": None,
+        "max_model_len": context.max_model_len,
+    }
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large; reading stops where that is clear.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise ApiError(413, f"the body exceeds the {max_bytes} bytes that this server reads", code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,87 @@
+"""What every endpoint needs to know of the model being served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from swiftllm.server.errors import ApiError
+from swiftllm.server.protocol import ChatMessage
+from swiftllm.server.service import EngineService
+from swiftllm.server.settings import ServerSettings
+from swiftllm.tokenizer import Tokenizer
+
+LONG_TEXT_CHARS = 2000  # takes about a millisecond to tokenize, as long as the event loop may be held up
+
+
+class ServingContext:
+    """The service, the model's names and numbers, and its tokenizer."""
+
+    def __init__(self, service: EngineService, settings: ServerSettings) -> None:
+        engine = service.engine
+        self.service = service
+        self.settings = settings
+        self.model_path = str(engine.describe().get("model", "model"))
+        self.model_name = settings.served_model_name or Path(self.model_path).name
+        self.max_model_len = engine.scheduler.limits.max_model_len
+        kv = engine.kv
+        largest_pool = max(kv.capacity(tier) for tier in engine.scheduler.decode_tiers) * kv.block_size
+        self.longest_request = min(self.max_model_len, largest_pool + 1)  # the last token is never stored
+        self.created = int(time.time())
+        self._tokenizer = engine.tokenizer
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+
+    def check_model(self, name: str | None) -> None:
+        """None is the model there is, as in vLLM.
+
+        Raises:
+            ApiError: another model is asked for.
+        """
+        if name is not None and name != self.model_name:
+            message = f"the model {name!r} does not exist; this server serves {self.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: the model folder has none, requests are in token ids and answers have no text."""
+        return self._tokenizer
+
+    def needed_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for those who cannot do without.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if self._tokenizer is None:
+            message = "the model folder has no tokenizer: send prompts as lists of token ids to /v1/completions"
+            raise ApiError(400, message, "prompt", "no_tokenizer")
+        return self._tokenizer
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokens of a text; a long one is tokenized beside the event loop.
+
+        Raises:
+            ApiError: there is no tokenizer.
+        """
+        tokenizer = self.needed_tokenizer()
+        if len(text) <= LONG_TEXT_CHARS:
+            return tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
+        """Tokens of a conversation in the model's own form.
+
+        Raises:
+            ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
+        """
+        plain: list[dict[str, Any]] = [message.for_template() for message in messages]
+        try:
+            text = self.needed_tokenizer().render_chat(plain, add_generation_prompt)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages", "chat_template") from None
+        return await self.encode(text, add_special_tokens=False)

@@ -1,0 +1,291 @@
+"""The requests of OpenAI's API and vLLM's additions to it: what they may say, and what of it is refused.
+
+Fields nobody knows are let in and ignored, since clients send all sorts of them. Those that would change the output and
+are not implemented are refused by name, unless they have the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swiftllm.request import SamplingParams
+from swiftllm.server.errors import ApiError
+from swiftllm.server.text import OutputText
+from swiftllm.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1000
+MAX_IGNORED_NOTES = 100  # in the log: clients choose these names
+DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_TEMPERATURE = 1.0
+
+# Parameters that change the output and are not implemented, each with the values that leave it as it is (beside null).
+NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+_ignored_parameters: set[str] = set()  # those the log has named already
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(kind: type[Body], data: bytes) -> Body:
+    """A request's body.
+
+    Raises:
+        ApiError: it is no JSON, a field has a wrong type or value, or asks for what is not implemented.
+    """
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        # The path of a union names its members too, which tell a client nothing.
+        path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        where = ".".join(part for part in path if part not in ("str", "int"))
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ApiError(400, message, param=path[0] if path else None, code="invalid_value") from None
+
+
+class Lenient(BaseModel):
+    """Types are what they say (no "16" for 16), fields nobody knows are let in."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Lenient):
+    include_usage: bool = False
+    """One more chunk at the end, with the token counts of the whole request."""
+    continuous_usage_stats: bool = False
+    """The token counts so far in every chunk (vLLM)."""
+
+
+class GenerationRequest(Lenient):
+    """What completions and chat have in common; null is a field left out."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds until the request's deadline; not in OpenAI's API."""
+    user: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def usage_wanted(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """What types cannot say.
+
+        Raises:
+            ApiError: something is not implemented, or does not go together.
+        """
+        for name, value in (self.model_extra or {}).items():
+            harmless = NOT_IMPLEMENTED.get(name)
+            if harmless is None:
+                note_ignored(name)
+            elif value is not None and value not in harmless:
+                raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+        if self.best_of not in (None, self.num_choices):
+            message = f"best_of={self.best_of} is not implemented, only best_of=n is: leave it out"
+            raise ApiError(400, message, "best_of", "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options go with stream=true only", "stream_options", "invalid_value")
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+            rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
+            raise ApiError(400, f"stop must be {rule}", "stop", "invalid_value")
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """How the engine shall choose tokens.
+
+        Raises:
+            ApiError: a value lies outside its range.
+        """
+        top_k = self.top_k or 0
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+                top_k=0 if top_k == -1 else top_k,  # vLLM's word for all
+                top_p=1.0 if self.top_p is None else self.top_p,
+                seed=self.seed,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=self.ignore_eos,
+                logprobs=self.num_logprobs,
+            )
+        except ValueError as error:
+            message = str(error)  # it begins with the name of the field
+            raise ApiError(400, message, message.partition("=")[0], "invalid_value") from None
+
+    def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
+        """Makes the text of one output."""
+        return OutputText(
+            tokenizer,
+            stops=self.stop_strings,
+            include_stops=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            stop_token_ids=self.stop_token_ids or (),
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, in whichever of the four ways they were given.
+
+        Raises:
+            ApiError: it is none of them.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or is_list_of(int, prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt and all(isinstance(p, str) or is_list_of(int, p) for p in prompt):
+            return prompt
+        forms = "a text, a list of texts, a list of token ids, or a list of such lists"
+        raise ApiError(400, f"prompt must be {forms}, and not empty", "prompt", "invalid_value")
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            message = "echo with logprobs is not implemented, as it takes logprobs of the prompt: leave one of them out"
+            raise ApiError(400, message, "echo", "unsupported_parameter")
+
+
+class TextPart(Lenient):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Lenient):
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: the content in one string.
+
+        Raises:
+            ApiError: a part of it is no text.
+        """
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    message = f"content of type {part.type!r} is not implemented: this model reads text only"
+                    raise ApiError(400, message, "messages", "unsupported_parameter")
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs go with logprobs=true only", "top_logprobs", "invalid_value")
+
+
+class TokenizeRequest(Lenient):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Lenient):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    """A list with something in it, all exactly of this type (true is no number)."""
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+
+
+def note_ignored(name: str) -> None:
+    if name not in _ignored_parameters and len(_ignored_parameters) < MAX_IGNORED_NOTES:
+        _ignored_parameters.add(name)
+        logger.warning("a request has the parameter %r, which is unknown here and ignored (said once)", name)

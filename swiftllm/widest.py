@@ -1,0 +1,44 @@
+"""The work of the widest iteration that a configuration allows, to see how much memory it takes."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.model.llama import LlamaModel
+
+
+@torch.inference_mode()
+def widest_iteration(model: LlamaModel, config: EngineConfig, dtype: torch.dtype) -> None:
+    """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of as many requests as
+    can be there, and their logits. No KV cache is read or written."""
+    sizes, ops, device = model.config, model.ops, model.rotary_table.device
+    scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
+    context = len(model.rotary_table)
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    hidden = model.embed(zeros(rows, dtype=torch.int64))
+    qkv = model.pre_attention(0, hidden, model.rotary_table[:1].expand(rows, -1, -1).contiguous())
+    q, k, v = model.split_qkv(qkv)
+    out = ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+    hidden = model.post_attention(0, out, hidden)
+    del out
+
+    chunk = min(rows, context)
+    gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
+    keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
+    ops.prefill_attention(q[:chunk], *keys_values, zeros(chunk, context, dtype=torch.bool).logical_not(), scale)
+    del gathered, keys_values
+
+    if ops.takes_empty_rows:
+        requests = min(config.max_num_seqs, rows)
+        tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
+        block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
+        lens = zeros(requests, dtype=torch.int32)
+        out = zeros(requests, sizes.num_heads, sizes.head_dim)
+        ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
+        del tables, out
+
+    model.logits(hidden[: config.max_num_seqs]).float()

@@ -1,0 +1,26 @@
+"""Replays small workloads over HTTP against a server that does as it is told."""
+
+from __future__ import annotations
+
+from evaluation.drivers.http import replay
+from evaluation.drivers.server import connect
+from evaluation.traces import Origin, TraceRow
+from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
+from tests.evaluation.fake_server import FakeServer
+
+
+def workload(*rows):
+    spec = WorkloadSpec("osc", len(rows))
+    lengths = Lengths(spec, "OSC", Origin("fitted", "for tests"), tuple(TraceRow(*row) for row in rows))
+    return make_workload(lengths, PromptTokens(100))
+
+
+def replayed(behave, *rows, **limits):
+    """The result of a workload (input, output, arrival) on a server with that behaviour, and what it was sent."""
+    with FakeServer(behave) as fake:
+        return replay(connect("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits), fake.requests
+
+
+def only_record(behave, **limits):
+    (record,) = replayed(behave, **limits)[0].records
+    return record

@@ -1,0 +1,92 @@
+"""Servers started and stopped for a measurement: real processes, fake behaviour."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from evaluation.drivers.http import replay
+from evaluation.drivers.launch import ServerCommand, group_stats, launched, stop
+from evaluation.drivers.server import ServerNotReady
+from evaluation.paths import REPO_ROOT
+from evaluation.traces import Origin, TraceRow
+from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
+
+FAKE = ServerCommand(
+    "fake", (sys.executable, "-m", "tests.evaluation.fake_server"), {"PYTHONPATH": str(REPO_ROOT), "APEX_X": "1"}
+)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_server_runs_where_it_is_bound_and_is_gone_afterwards(tmp_path):
+    core = max(os.sched_getaffinity(0))
+    command = ServerCommand(FAKE.name, FAKE.arguments, FAKE.environment, (core,))
+    before = os.sched_getaffinity(0)
+    with launched(command, tmp_path / "logs" / "fake.log", 30.0) as running:
+        pid = running.process.pid
+        assert os.sched_getaffinity(pid) == {core} and os.sched_getaffinity(0) == before
+        assert running.server.version == "9.9" and is_running(pid)
+        used_s = running.processor_s()
+        lengths = Lengths(WorkloadSpec("x", 2), "X", Origin("fitted", "for tests"), (TraceRow(4, 300, 0.0),) * 2)
+        records = replay(running.server, make_workload(lengths, PromptTokens(100))).records
+        assert all(record.completed for record in records)
+        assert running.processor_s() >= used_s > 0.0 and running.resident_bytes() > 2**20
+    assert not is_running(pid) and group_stats(pid) == []
+
+
+def test_what_decides_is_described(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("APEX_X", "0")
+    monkeypatch.setenv("HOME_OF_NOTHING", "1")
+    described = FAKE.describe()
+    assert described["arguments"] == list(FAKE.arguments) and described["cores"] == sorted(os.sched_getaffinity(0))
+    assert described["environment"]["OMP_NUM_THREADS"] == "1" and described["environment"]["APEX_X"] == "1"
+    assert "HOME_OF_NOTHING" not in described["environment"]
+
+
+def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
+    command = ServerCommand("broken", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
+    start = time.monotonic()
+    with pytest.raises(ServerNotReady) as error, launched(command, tmp_path / "log", 60.0):
+        pass
+    assert "broken: it ended with status 1 before it was ready" in str(error.value)
+    assert "no such model" in str(error.value) and str(tmp_path / "log") in str(error.value)
+    assert time.monotonic() - start < 30.0
+
+
+def test_a_server_that_never_gets_ready_is_stopped(tmp_path):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = ServerCommand("sleeper", (sys.executable, "-c", code))
+    with pytest.raises(ServerNotReady, match=r"within 0\.5 s"), launched(command, tmp_path / "log", 0.5):
+        pass
+    assert not is_running(int((tmp_path / "log").read_text()))
+
+
+def test_cores_that_are_not_there_are_refused(tmp_path):
+    command = ServerCommand("fake", FAKE.arguments, cores=(10_000,))
+    with pytest.raises(ValueError, match=r"cores \[10000\] are not among"), launched(command, tmp_path / "log"):
+        pass
+
+
+def test_children_that_outlive_their_parent_are_ended_with_it():
+    """The parent ends at SIGTERM; its child ignores it."""
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    child = f"{ignores}; print('ready', flush=True); signal.pause()"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.readline() == b"ready\n"
+    assert len(group_stats(process.pid)) == 2
+    stop(process)
+    assert process.stdout.read() == b""  # ends when the last of them has
+    process.stdout.close()

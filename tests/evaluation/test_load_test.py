@@ -1,0 +1,143 @@
+"""Workloads against servers from one command: loads, targets, servers it starts itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from evaluation.drivers.http import replay
+from evaluation.drivers.server import connect
+from evaluation.load_test import Options, main
+from evaluation.paths import REPO_ROOT
+from evaluation.traces import Origin, TraceRow
+from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
+from tests.evaluation.fake_server import FakeServer, token_by_token
+
+
+class UnderWay:
+    """Counts how many requests a server has at once; each stays for a moment."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+
+    def __call__(self, exchange, body, index):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        with self.lock:
+            self.now -= 1
+        token_by_token(exchange, body, index)
+
+
+def closed_loop(num_requests: int, concurrency: int):
+    spec = WorkloadSpec("x", num_requests, arrivals="closed-loop", concurrency=concurrency)
+    lengths = Lengths(spec, "X", Origin("fitted", "for tests"), (TraceRow(4, 3, 0.0),) * num_requests)
+    return make_workload(lengths, PromptTokens(100))
+
+
+def test_a_closed_loop_keeps_so_many_under_way():
+    behaviour = UnderWay()
+    with FakeServer(behaviour) as fake:
+        result = replay(connect("fake", fake.url, 5.0), closed_loop(9, 3))
+    assert behaviour.most == 3 and all(record.completed for record in result.records)
+    arrivals = [record.arrival_s for record in result.records]
+    assert arrivals[2] < 0.05 < arrivals[3]  # the fourth arrives when one of the first has ended
+    assert all(record.first_token_s - record.arrival_s >= 0.05 for record in result.records)
+    assert result.stats["max_send_lag_s"] == 0.0
+
+
+def test_an_engine_in_this_process_knows_no_closed_loop():
+    from evaluation.drivers.inprocess import replay as replay_here
+
+    with pytest.raises(ValueError, match="closed loop"):
+        replay_here(None, closed_loop(2, 1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"arrivals": "closed-loop"}, {"concurrency": 2}, {"arrivals": "closed-loop", "concurrency": 0}],
+)
+def test_a_closed_loop_without_its_number_is_refused(fields):
+    with pytest.raises(ValueError, match="concurrency"):
+        WorkloadSpec("x", 2, **fields)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "Tiny-Llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 5000}))
+    yield folder
+    load_prompt_tokens.cache_clear()
+
+
+def options(tmp_path, model, **changes) -> Options:
+    base = {"model": model, "results_dir": tmp_path / "results", "num_requests": 4, "input_len": 10, "output_len": 5}
+    return Options(**{**base, "ready_timeout_s": 0.3, **changes})
+
+
+def summary_of(tmp_path):
+    return json.loads((tmp_path / "results" / "load_test" / "latest" / "summary.json").read_text())
+
+
+def test_every_kind_of_load_from_one_command(tmp_path, model, capsys):
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    rows = "".join(f"{0.01 * number},20,{3 + number}\n" for number in range(6))
+    (traces / "azure2024_conv.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+
+    def slower(exchange, body, index):
+        time.sleep(0.06)
+        token_by_token(exchange, body, index)
+
+    with FakeServer() as fast, FakeServer(slower) as slow:
+        chosen = options(
+            tmp_path, model, url=(f"fast={fast.url}", f"slow={slow.url}"), workload="azure-conv", trace_dir=traces,
+            request_rates=(50.0,), concurrency=(2,), trace_arrivals=True, ttft_target_s=0.05,
+        )  # fmt: skip
+        assert main(chosen, Console(width=200)) == 0
+    rows = summary_of(tmp_path)
+    pairs = itertools.product(("50 requests/s", "2 under way", "trace"), ("fast", "slow"))
+    assert [(row["load"], row["system"]) for row in rows] == list(pairs)
+    assert {row["arrivals"] for row in rows} == {"poisson", "closed-loop", "trace"}
+    for row in rows:
+        assert row["completed"] == 4 and row["ttft_target_s"] == 0.05 and row["workload"] == "azure-conv"
+        assert (row["goodput_requests_per_s"] == 0) == (row["system"] == "slow")
+    assert "goodput" in capsys.readouterr().out
+
+
+def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(REPO_ROOT))
+    command = f"own={sys.executable} -m tests.evaluation.fake_server"
+    assert main(options(tmp_path, model, start=(command,)), Console(width=200)) == 0
+    (row,) = summary_of(tmp_path)
+    assert row["system"] == "own" and row["load"] == "at-once" and row["completed"] == 4
+    folder = (tmp_path / "results" / "load_test" / "latest").resolve()
+    told = json.loads((folder / "provenance.json").read_text())["configuration"]["points"][0]["server"]
+    assert told["arguments"] == [sys.executable, "-m", "tests.evaluation.fake_server"] and told["cores"]
+    assert main(options(tmp_path, model, start=(command,)), Console(width=200)) == 0
+    assert "finished before" in capsys.readouterr().out  # the same command, whatever its port
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "name every server once"),
+        ({"start": ("vllm serve",)}, 'write it as "NAME=COMMAND'),
+        ({"url": ("a=http://h:1", "a=http://h:2")}, "a name of its own"),
+        ({"url": ("a=http://127.0.0.1:9",)}, "no server ready"),
+        ({"start": ("a=/no/such/program",)}, "/no/such/program"),
+        ({"url": ("a=http://h:1",), "workload": "nothing"}, "unknown workload"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(tmp_path, model, capsys, changes, words):
+    assert main(options(tmp_path, model, **changes)) == 2
+    assert words in capsys.readouterr().err

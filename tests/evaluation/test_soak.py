@@ -1,0 +1,79 @@
+"""A short soak of a real server, and that a soak would tell what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import httpx
+import pytest
+
+from evaluation.soak import Options, run
+from evaluation.soak_requests import KINDS, QUEUE_FULL, SERVED, Draw, Unexpected, exchange, malformed, plain, stream
+from tests.evaluation.fake_server import FakeServer
+
+SHORT = Options(requests=300, memory_allowance_mib=256)  # the first requests fill caches and allocators
+
+
+def test_a_short_soak(tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    report = run(SHORT)
+    assert report.problems == []
+    assert report.ends.total() == SHORT.requests and report.worker_restarts >= 1
+    kinds = Counter()
+    for (kind, _), count in report.ends.items():
+        kinds[kind] += count
+    assert len(kinds) >= len(KINDS) - 2  # the rarest may not have come
+    assert report.ends["plain", SERVED] > 10 and report.ends["stream", SERVED] > 10
+
+
+def answered(behave, kind) -> str:
+    async def ask(url: str) -> str:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            return await exchange(client, kind(Draw("m", 100, 50, random.Random(0))))
+
+    with FakeServer(behave) as fake:
+        return asyncio.run(ask(fake.url))
+
+
+def breaks_off(exchange, body, index):
+    exchange.start()
+    exchange.chunk("a")
+    exchange.end()
+
+
+def counts_wrong(exchange, body, index):
+    exchange.start()
+    exchange.done(body["max_tokens"] + 1)
+
+
+def fails_in_the_middle(exchange, body, index):
+    exchange.start()
+    exchange.event({"error": {"message": "no", "code": "engine_error"}})
+    exchange.end()
+
+
+@pytest.mark.parametrize(
+    ("behave", "kind", "words"),
+    [
+        (breaks_off, stream, "ended after 1 events without"),
+        (counts_wrong, stream, "tokens were asked for"),
+        (fails_in_the_middle, stream, "stream: stream: engine_error"),
+        (lambda exchange, *_: exchange.refuse(500, {"error": {"code": "x"}}), plain, "plain: 500 x"),
+    ],
+)
+def test_what_must_not_happen_is_told(behave, kind, words):
+    with pytest.raises(Unexpected, match=words):
+        answered(behave, kind)
+
+
+def test_a_full_queue_is_a_documented_answer():
+    full = {"error": {"code": "queue_full"}}
+    assert answered(lambda exchange, *_: exchange.refuse(429, full), plain) == QUEUE_FULL
+
+
+def test_draws_are_the_same_for_the_same_seed():
+    first, second = (Draw("m", 100, 50, random.Random(3)) for _ in range(2))
+    assert [first.next() for _ in range(50)] == [second.next() for _ in range(50)]
+    assert len({malformed(first).body for _ in range(60)}) > 5

@@ -1,0 +1,106 @@
+"""Calls of paged attention for the tests: random arguments, and which kernels and instruction sets there are."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import pacpu
+from pacpu import _pacpu
+from tests.reference import paged_attention as reference
+from tests.reference.tolerances import TOLERANCES, assert_close
+
+ISAS = ["portable", "avx2", "avx512", "avx512bf16", "amx"]
+DOT_BF16_ISAS = ["avx512bf16", "amx"]  # native's arithmetic of bf16 takes subnormal numbers for zero there
+DTYPES = list(TOLERANCES)
+HALF_DTYPES = [torch.float16, torch.bfloat16]
+BEST_ISA = pacpu.isa()
+
+
+def use(isa: str, kernel: str, dtype: torch.dtype | None = None) -> None:
+    """Switch to an instruction set; skip the test where the CPU, the build or the kernel cannot do it."""
+    try:
+        _pacpu.select_isa(isa)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if kernel not in pacpu.kernels():
+        pytest.skip(f"{kernel}: {pacpu.unavailable()[kernel]}")
+    if kernel not in pacpu.kernels(dtype):
+        pytest.skip(f"{kernel} does not compute in {dtype}")
+
+
+VARIANTS = [("native", isa) for isa in ISAS] + [(kernel, isa) for kernel in ("llamafile", "ispc") for isa in ISAS[1:3]]
+every_variant = pytest.mark.parametrize(("kernel", "isa"), VARIANTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a call. Everything that the call should not read is NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    scale: float
+
+    def run(self, **options) -> None:
+        pacpu.paged_attention(
+            self.q,
+            self.k,
+            self.v,
+            self.kv_cache,
+            self.block_tables,
+            self.seq_lens,
+            self.out,
+            self.scale,
+            **options,
+        )
+
+    def check(self, **options) -> None:
+        """Run; the new tokens must be stored bit by bit, nothing else touched, the output be right."""
+        expected_cache = self.kv_cache.clone()
+        reference.store_new_tokens(self.k, self.v, expected_cache, self.block_tables, self.seq_lens)
+        expected = reference.paged_attention(self.q, expected_cache, self.block_tables, self.seq_lens, self.scale)
+        self.out.fill_(torch.nan)
+        self.run(**options)
+        assert torch.equal(bits(self.kv_cache), bits(expected_cache))
+        assert_close(self.out, expected)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def make_case(
+    dtype: torch.dtype,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    head_dim: int = 64,
+    block_size: int = 16,
+    seq_lens: tuple[int, ...] = (1, 37, 16, 130, 65),
+    spread: float = 1.0,
+) -> Case:
+    """Random arguments: shuffled block table, unused ids out of range, q, k, v slices of a fused QKV matrix."""
+    batch = len(seq_lens)
+    blocks_used = [-(-seq_len // block_size) for seq_len in seq_lens]
+    num_blocks = sum(blocks_used) + 3
+    max_blocks = max(blocks_used, default=0) + 2
+    ids = iter(torch.randperm(num_blocks).tolist())
+    block_tables = torch.full((batch, max_blocks), 2**31 - 1, dtype=torch.int32)
+    kv_cache = torch.full((num_blocks, num_kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype)
+    for request, seq_len in enumerate(seq_lens):
+        for index in range(blocks_used[request]):
+            block = next(ids)
+            block_tables[request, index] = block
+            cached = min(block_size, seq_len - 1 - index * block_size)
+            kv_cache[block, :, :, :cached] = torch.randn(num_kv_heads, 2, cached, head_dim).to(dtype)
+    heads = [num_heads, num_kv_heads, num_kv_heads]
+    qkv = torch.randn(batch, sum(heads), head_dim).to(dtype)
+    q, k, v = qkv.split(heads, dim=1)
+    q *= spread
+    out = torch.full((batch, num_heads + 1, head_dim), torch.nan, dtype=dtype)[:, :num_heads]
+    return Case(q, k, v, kv_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32), out, head_dim**-0.5)

@@ -1,0 +1,10 @@
+import pytest
+
+from pacpu import _pacpu
+from tests.pacpu.cases import BEST_ISA
+
+
+@pytest.fixture(autouse=True)
+def restore_isa():
+    yield
+    _pacpu.select_isa(BEST_ISA)

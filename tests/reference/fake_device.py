@@ -1,0 +1,353 @@
+"""A CUDA made of Python, on which the engine's own CUDA code runs: late, out of order, and with poison wherever nothing
+has been written yet.
+
+Inside ``with FakeCuda(seed)`` the device "meta" is a GPU. Every operation torch is asked for on it is put into the
+queue of the current stream and done later. Whenever the host does anything, some streams move on, as the seed will
+have it; all that holds is what CUDA promises: a stream works in order, waits for the events it was told to wait for,
+and a host that waits for an event finds it passed. Whoever forgets to wait reads poison: NaN, or numbers far out of
+range. Memory that is given back is poisoned as soon as the stream it belongs to gets there, or, as torch promises,
+after the streams it was recorded on.
+
+``ignored`` names a place in the code whose waits are not carried out: what a test does to see that it would notice.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
+
+PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
+REDRAW = 40  # host actions after which the streams' speeds change
+MOVES = ("to.", "_to_copy", "cpu")
+
+
+@torch.inference_mode()
+def poison(tensor: torch.Tensor) -> None:
+    if tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 30)
+
+
+class Memory:
+    """An allocation; ends with the last tensor that lies in it."""
+
+    def __init__(self, cuda: FakeCuda, inner: torch.Tensor) -> None:
+        self.readers: set[FakeStream] = set()
+        weakref.finalize(self, cuda.give_back, cuda.current, self.readers, inner)
+
+
+class DeviceTensor(torch.Tensor):
+    """Size and place of a tensor on the device; ``inner`` is what it holds by and by."""
+
+    is_cuda = True
+
+    @staticmethod
+    def __new__(cls, cuda: FakeCuda, inner: torch.Tensor, memory: Memory) -> DeviceTensor:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, device=DEVICE)
+
+    def __init__(self, cuda: FakeCuda, inner: torch.Tensor, memory: Memory) -> None:
+        self.cuda, self.inner, self.memory = cuda, inner, memory
+
+    def record_stream(self, stream: FakeStream) -> None:
+        if not self.cuda.ignores("record_stream"):
+            self.memory.readers.add(stream)
+
+    def tolist(self) -> list:
+        return self.cuda.read(self).tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Hazard(f"{func} outside the fake")
+
+
+class _Again(TorchDispatchMode):
+    """The fake within itself: a mode is off while it handles an operation."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.cuda.__torch_dispatch__(func, types, args, kwargs)
+
+
+class FakeCuda(TorchDispatchMode):
+    """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``behind``, operations the
+    device still had to do, at most; ``peak`` and ``allocated`` bytes of memory."""
+
+    def __init__(self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.ignored = ignored
+        self.sites: set[str] = set()
+        self.compute = self.current = FakeStream(self)
+        self.streams = [self.compute]
+        self.workers: list[FakeWorker] = []
+        self.capturing = False
+        self.actions = self.replays = self.synchronisations = 0
+        self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
+        self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
+        self._advancing = False
+
+    # -- what torch.cuda is inside ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> FakeCuda:
+        self._patches = pytest.MonkeyPatch()
+        for name in ("Stream", "default_stream", "stream", "Event", "CUDAGraph", "synchronize", "mem_get_info"):
+            self._patches.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+        simple = {
+            "current_device": lambda: 0,
+            "graph_pool_handle": lambda: None,
+            "empty_cache": lambda: None,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+        }
+        for name, function in simple.items():
+            self._patches.setattr(torch.cuda, name, function)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patches.undo()
+
+    def _Stream(self, device: object = None) -> FakeStream:
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def _default_stream(self, device: object = None) -> FakeStream:
+        return self.compute
+
+    @contextmanager
+    def _stream(self, stream: FakeStream) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    @contextmanager
+    def another_thread(self) -> Iterator[None]:
+        """What a thread finds that has just started: no inference mode, and the default stream."""
+        with self._stream(self.compute), torch.inference_mode(False), _Again(self):
+            yield
+
+    def _Event(self, blocking: bool = False) -> FakeEvent:
+        return FakeEvent(blocking)
+
+    def _CUDAGraph(self) -> FakeGraph:
+        return FakeGraph(self)
+
+    def _synchronize(self, device: object = None) -> None:
+        for stream in self.streams:
+            self._drain(stream)
+
+    def _mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return self.total_bytes - self.allocated, self.total_bytes
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """The host has done something: meanwhile others have, too."""
+        if self._advancing or self.capturing:
+            return
+        self._advancing = True
+        try:
+            everyone = [*self.streams, *self.workers]
+            if self.actions % REDRAW == 0:
+                for one in everyone:
+                    one.speed = self.random.choice((0.0, 0.0, 0.5, 3.0, 1000.0))
+            self.actions += 1
+            for one in self.random.sample(everyone, len(everyone)):
+                steps = one.speed
+                while steps > self.random.random() and one.step():
+                    steps -= 1.0
+        finally:
+            self._advancing = False
+
+    def force(self, event: FakeEvent) -> None:
+        while not event.passed:
+            self._pull(event.stream)
+
+    def _pull(self, stream: FakeStream) -> None:
+        """One step of a stream, after what it waits for."""
+        head = stream.queue[0]
+        if isinstance(head, FakeEvent):
+            self.force(head)
+        stream.step()
+
+    def _drain(self, stream: FakeStream) -> None:
+        while stream.queue:
+            self._pull(stream)
+
+    def ignores(self, what: str) -> bool:
+        """Notes the place in the engine that waits, and tells whether this place is the one to be left out."""
+        if what == "record_stream":  # one promise of the allocator, wherever it is used
+            self.sites.add(what)
+            return what == self.ignored
+        frame = sys._getframe(1)
+        while frame and not _waits_on_its_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return False
+        lines = frame.f_lineno - frame.f_code.co_firstlineno
+        site = f"{what} in {frame.f_code.co_qualname}, line {lines}, from {frame.f_back.f_code.co_qualname}"
+        self.sites.add(site)
+        return site == self.ignored
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """A kernel that torch does not know: ``kernel`` gets what the tensors hold when its time has come."""
+        inners = [tensor.inner for tensor in tensors]
+        self._enqueue(lambda: kernel(*inners))
+
+    def read(self, tensor: DeviceTensor) -> torch.Tensor:
+        """What the host gets that asks for values: the stream is waited for."""
+        if self.capturing:
+            raise Hazard("the host reads in the middle of a capture")
+        self.synchronisations += 1
+        self._drain(self.current)
+        return tensor.inner
+
+    def give_back(self, home: FakeStream, readers: set[FakeStream], inner: torch.Tensor) -> None:
+        self.allocated -= inner.nbytes
+        for stream in readers - {home}:
+            event = FakeEvent(blocking=True)
+            event.record(stream)
+            home.put(event)
+        home.put(lambda: poison(inner))
+
+    def _allocate(self, like: torch.Tensor) -> DeviceTensor:
+        inner = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        poison(inner)
+        self.allocated += inner.nbytes
+        self.peak = max(self.peak, self.allocated)
+        return DeviceTensor(self, inner, Memory(self, inner))
+
+    def _enqueue(self, work: Callable[[], object]) -> None:
+        inference = torch.is_inference_mode_enabled()
+
+        def later() -> None:
+            with torch.inference_mode(inference):
+                work()
+
+        self.current.put(later)
+        self.advance()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = str(func).removeprefix("aten.")
+        on_device = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
+        target = kwargs.get("device")
+        if kwargs.pop("pin_memory", None) or name.startswith(("pin_memory", "_pin_memory")):
+            host = args[0].clone() if name.startswith(("pin_memory", "_pin_memory")) else func(*args, **kwargs)
+            if not name.startswith(("pin_memory", "_pin_memory")):
+                poison(host)
+            self._pinned[host.untyped_storage().data_ptr()] = host
+            return host
+        if name.startswith("is_pinned"):
+            return args[0].untyped_storage().data_ptr() in self._pinned
+        if name.startswith(MOVES) and not isinstance(args[0], DeviceTensor):
+            to_device = target is not None and torch.device(target).type == DEVICE.type
+            return self._upload(args[0], kwargs) if to_device else func(*args, **kwargs)
+        if name.startswith(MOVES) and target is not None and torch.device(target).type == "cpu":
+            return self.read(args[0]).to(kwargs.get("dtype")).clone()
+        if name.startswith("to.") and not self._changes_dtype(args, kwargs):
+            return args[0]
+        if name == "copy_.default" and len(on_device) == 1:
+            return self._cross(*args, **kwargs)
+        if not on_device and (target is None or torch.device(target).type != DEVICE.type):
+            return func(*args, **kwargs)
+        if name == "empty_like.default" and not on_device:
+            return self._allocate(args[0])
+        if name.startswith(("_local_scalar_dense", "item", "is_nonzero", "equal")):
+            return func(*tree_map_only(DeviceTensor, self.read, args))
+        view = self._view(func, args, kwargs)
+        return self._compute(func, args, kwargs) if view is None else view
+
+    @staticmethod
+    def _changes_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
+        wanted = [x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)]
+        return bool(wanted) and wanted[0] is not args[0].dtype
+
+    def _upload(self, host: torch.Tensor, kwargs: dict[str, Any]) -> DeviceTensor:
+        out = self._allocate(host.to(kwargs["dtype"]) if kwargs.get("dtype") else host)
+        return self._cross(out, host, kwargs.get("non_blocking", False))
+
+    def _cross(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """A copy between the memories."""
+        host = source if isinstance(target, DeviceTensor) else target
+        into, out_of = (tensor.inner if isinstance(tensor, DeviceTensor) else tensor for tensor in (target, source))
+        if not non_blocking:
+            self._enqueue(lambda: into.copy_(out_of))
+            self.synchronisations += 1
+            self._drain(self.current)
+        elif host.untyped_storage().data_ptr() not in self._pinned:
+            raise Hazard("an asynchronous copy from or to memory that is not pinned")
+        elif not (target.is_contiguous() and source.is_contiguous()):
+            raise Hazard("a copy between the memories of rows that lie apart takes a buffer in between")
+        else:
+            self._enqueue(lambda: into.copy_(out_of))
+        return target
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result if it is nothing but another way to look at an argument."""
+        returns = func._schema.returns
+        if not returns or returns[0].alias_info is None or returns[0].alias_info.is_write:
+            return None
+        base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
+        result = func(*tree_map_only(DeviceTensor, lambda t: t.inner, args), **kwargs)
+        storage = base.inner.untyped_storage().data_ptr()
+        if any(leaf.untyped_storage().data_ptr() != storage for leaf in tree_leaves(result)):
+            return None  # a reshape that had to copy
+        with torch.inference_mode(base.is_inference()):  # a view is what its base is
+            return tree_map_only(torch.Tensor, lambda inner: DeviceTensor(self, inner, base.memory), result)
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        schema = func._schema
+        stray = [x for x in tree_leaves((args, kwargs)) if type(x) is torch.Tensor and x.dim()]
+        if stray and not schema.name.startswith("aten::index"):  # torch uploads indexes by itself
+            raise Hazard(f"{func} computes with device and host memory at once")
+        inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda t: t.inner, (args, kwargs))
+        shape_args, shape_kwargs = tree_map_only(torch.Tensor, _shape_of, (inner_args, inner_kwargs))
+        shapes = func(*shape_args, **({**shape_kwargs, "device": "meta"} if "device" in kwargs else shape_kwargs))
+        if "device" in kwargs:
+            inner_kwargs["device"] = "cpu"
+        if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):
+            self._enqueue(lambda: func(*inner_args, **inner_kwargs))
+            return kwargs["out"] if "out" in kwargs else args[0]
+        out = tree_map_only(torch.Tensor, self._allocate, shapes)
+        places = [leaf.inner for leaf in tree_leaves(out)]
+
+        def work() -> None:
+            for place, value in zip(places, tree_leaves(func(*inner_args, **inner_kwargs)), strict=True):
+                place.copy_(value)
+
+        if schema.name.startswith("aten::empty"):
+            return out  # memory as it is: poison
+        self._enqueue(work)
+        return out
+
+
+def _waits_on_its_own(filename: str) -> bool:
+    """Whether a file is the engine's and not the thin layer over torch.cuda, which waits for others."""
+    return filename.startswith(PACKAGE) and not filename.endswith("device.py")
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,0 +1,53 @@
+"""Backends and engines on the CUDA made of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import apex.systems
+import pacpu
+import swiftllm.torch_backend
+from swiftllm.device import CudaDevice
+from swiftllm.ops import ReferenceOps
+from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_streams import DEVICE, FakeWorker
+
+
+class FakeOps(ReferenceOps):
+    """Decode attention as a kernel of its own, which like Triton's passes over empty rows."""
+
+    takes_empty_rows = True
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
+        def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
+            rows = seq_lens.nonzero()[:, 0]
+            if len(rows):
+                attended = torch.empty(len(rows), *out.shape[1:])
+                new = q[rows], k[rows], v[rows]
+                pacpu.paged_attention(*new, kv_layer, block_tables[rows], seq_lens[rows], attended, scale)
+                out[rows] = attended
+
+        self.cuda.launch(kernel, q, k, v, kv_layer, block_tables, seq_lens, out)
+
+
+@contextmanager
+def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None) -> Iterator[FakeCuda]:
+    """Inside, backends compute on a fake GPU, and engines have their CPU attention done by its worker."""
+    with pytest.MonkeyPatch.context() as patch, FakeCuda(seed, ignored=ignored) as cuda:
+
+        def open_device(name: str) -> CudaDevice:
+            device = CudaDevice(can_capture=can_capture)
+            device.torch_device = DEVICE
+            return device
+
+        patch.setattr(swiftllm.torch_backend, "open_device", open_device)
+        patch.setattr(swiftllm.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
+        patch.setattr(apex.systems, "CpuWorker", lambda: FakeWorker(cuda))
+        yield cuda

@@ -1,0 +1,161 @@
+"""Streams, events, graphs and a worker of a CUDA made of Python, see :mod:`tests.reference.fake_device`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.reference.fake_device import FakeCuda
+
+DEVICE = torch.device("meta")
+
+
+class Hazard(AssertionError):
+    """Something that works on a real GPU only by luck."""
+
+
+class FakeEvent:
+    def __init__(self, blocking: bool = False) -> None:
+        assert blocking, "an event that spins takes a core from CPU attention"
+        self.stream: FakeStream | None = None
+        self.passed = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+        stream.put(self._pass)
+
+    def _pass(self) -> None:
+        self.passed = True
+
+    def query(self) -> bool:
+        self.stream.cuda.advance()
+        return self.passed
+
+    def synchronize(self) -> None:
+        cuda = self.stream.cuda
+        cuda.advance()
+        if not cuda.ignores("synchronize"):
+            cuda.force(self)
+
+
+class FakeStream:
+    device = DEVICE
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
+        self.speed = 0.0
+
+    def put(self, work: Callable[[], None] | FakeEvent) -> None:
+        self.queue.append(work)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if not self.cuda.ignores("wait_event"):
+            self.put(event)
+
+    def step(self) -> bool:
+        """Do the next thing; False if there is none, or it waits."""
+        if not self.queue:
+            return False
+        work = self.queue[0]
+        if isinstance(work, FakeEvent):
+            if not work.passed:
+                return False
+            self.queue.popleft()
+        else:
+            self.queue.popleft()
+            try:
+                work()
+            except (IndexError, RuntimeError, ValueError) as error:
+                raise Hazard(f"the device read what was not there: {error}") from error
+        return True
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.work: list[Callable[[], None]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "the attention worker uses its streams meanwhile"
+        assert self.cuda.current is not self.cuda.compute, "the default stream cannot be captured"
+        assert not self.cuda.current.queue
+        self.stream, self.cuda.capturing = self.cuda.current, True
+
+    def capture_end(self) -> None:
+        self.cuda.capturing = False
+        assert not any(isinstance(work, FakeEvent) for work in self.stream.queue)
+        self.work = list(self.stream.queue)
+        self.stream.queue.clear()
+
+    def replay(self) -> None:
+        self.cuda.replays += 1
+        for work in self.work:
+            self.cuda.current.put(work)
+        self.cuda.advance()
+
+
+class FakeTicket:
+    def __init__(self, worker: FakeWorker, task: Callable[[], None]) -> None:
+        self.worker, self.task, self.over, self.error = worker, task, False, None
+
+    def run(self) -> None:
+        try:
+            with self.worker.cuda.another_thread():
+                self.task()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.over, self.task = True, None
+
+    def ready(self) -> bool:
+        self.worker.cuda.advance()
+        return self.over
+
+    def wait(self) -> float:
+        if not self.over and not self.worker.cuda.ignores("ticket"):
+            self.worker.finish(self)
+        if self.error is not None:
+            raise self.error
+        return 1e-3
+
+
+class FakeWorker:
+    """Runs tasks in order whenever the fake has time for it, or when they are waited for."""
+
+    restarts = 0
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.speed = 0.0
+        self.tickets: deque[FakeTicket] = deque()
+        self.at_work = False
+        cuda.workers.append(self)
+
+    def submit(self, task: Callable[[], None]) -> FakeTicket:
+        ticket = FakeTicket(self, task)
+        self.tickets.append(ticket)
+        self.cuda.advance()
+        return ticket
+
+    def step(self) -> bool:
+        if self.at_work or not self.tickets:
+            return False
+        self.at_work = True
+        try:
+            self.tickets.popleft().run()
+        finally:
+            self.at_work = False
+        return True
+
+    def finish(self, ticket: FakeTicket) -> None:
+        while not ticket.over:
+            assert self.step(), "a task waits for itself"
+
+    def close(self) -> None:
+        while self.step():
+            pass

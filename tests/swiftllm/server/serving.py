@@ -1,0 +1,116 @@
+"""Runs an engine's service on an event loop, for tests: what each request got, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from swiftllm.engine import Engine
+from swiftllm.request import SamplingParams, TokenLogprob
+from swiftllm.server.service import EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
+from tests.reference.fake_backend import VOCABULARY, expected_output
+
+TIMEOUT_S = 60.0  # of a test that would hang
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Outcome:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: RequestFailed | None = None
+
+
+async def read(stream: TokenStream) -> Outcome:
+    outcome = Outcome()
+    try:
+        async for delta in stream:
+            assert outcome.finish_reason is None, "a delta after the last"
+            outcome.token_ids += delta.token_ids
+            outcome.logprobs += delta.logprobs
+            outcome.finish_reason = delta.finish_reason
+    except RequestFailed as error:
+        outcome.error = error
+    else:
+        assert outcome.finish_reason is not None
+    return outcome
+
+
+async def read_all(streams: Sequence[TokenStream]) -> dict[str, Outcome]:
+    outcomes = await asyncio.gather(*map(read, streams))
+    return {stream.request_id: outcome for stream, outcome in zip(streams, outcomes, strict=True)}
+
+
+def with_service(
+    engine: Engine,
+    client: Callable[[EngineService], Awaitable[None]],
+    limits: ServiceLimits | None = None,
+    *,
+    clock: Callable[[], float] | None = None,
+) -> EngineService:
+    """Run a client against the service, close it, and check that the engine is empty."""
+    service = EngineService(engine, limits or ServiceLimits(), **({"clock": clock} if clock else {}))
+    service.start()
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await client(service)
+            await service.drain()
+
+    try:
+        asyncio.run(run())
+    finally:
+        service.close()
+    check_empty(engine)
+    return service
+
+
+def serve(
+    engine: Engine, requests: Sequence[NewRequest], limits: ServiceLimits | None = None
+) -> tuple[dict[str, Outcome], EngineService]:
+    """Submit all requests at once and read them to their ends."""
+    outcomes: dict[str, Outcome] = {}
+
+    async def client(service: EngineService) -> None:
+        outcomes.update(await read_all(service.submit(requests)))
+
+    return outcomes, with_service(engine, client, limits)
+
+
+def check_empty(engine: Engine) -> None:
+    engine.kv.check()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert not engine.scheduler.requests
+    assert engine.executor.is_idle
+
+
+def make_requests(
+    num_requests: int, seed: int = 0, *, longest: int = 30, logprobs: int | None = None
+) -> list[NewRequest]:
+    rng = random.Random(seed)
+    return [
+        NewRequest(
+            f"r{i}",
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest))),
+            SamplingParams(max_tokens=rng.randint(1, longest), ignore_eos=rng.random() < 0.5, logprobs=logprobs),
+        )
+        for i in range(num_requests)
+    ]
+
+
+def expected(new: NewRequest) -> list[int]:
+    """What the fake backend answers."""
+    sampling = new.sampling
+    return expected_output(new.prompt_token_ids, sampling.max_tokens, ignore_eos=sampling.ignore_eos)

@@ -1,0 +1,45 @@
+"""The CPU's operations against those in plain torch, whichever way this CPU multiplies fastest."""
+
+import pytest
+import torch
+
+import pacpu
+from pacpu import rows
+from swiftllm.ops import CpuOps, ReferenceOps
+from swiftllm.ops.cpu import torch_threads
+from tests.reference.tolerances import TOLERANCES, assert_close
+
+every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+HAS_WIDE_VECTORS = pacpu.isa() not in ("portable", "avx2")
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "widens", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_WIDE_VECTORS, reason="AVX-512"))]
+)
+@pytest.mark.parametrize("lane_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
+    torch.manual_seed(0)
+    monkeypatch.setattr(rows, "widening_is_fastest", lambda: widens)
+    ours, reference = CpuOps(num_threads=lane_threads), ReferenceOps()
+    x, residual = (torch.randn(num_rows, 70).to(dtype) for _ in range(2))
+    weight, bias, norm = torch.randn(60, 70).to(dtype) / 8, torch.randn(60).to(dtype), torch.randn(70).to(dtype)
+    for b in (None, bias):
+        assert_close(ours.make_linear(weight, b)(x), reference.make_linear(weight, b)(x))
+    assert_close(ours.rms_norm(x, norm, 1e-5), reference.rms_norm(x, norm, 1e-5))
+    pairs = zip(*(ops.add_rms_norm(x.clone(), residual, norm, 1e-5) for ops in (ours, reference)), strict=True)
+    for mine, torchs in pairs:
+        assert_close(mine, torchs)
+    assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x))
+    q, k, v = torch.randn(num_rows, 4, 8).to(dtype), *torch.randn(2, 2, num_rows + 3, 8).to(dtype)
+    mask = torch.arange(num_rows + 3) <= torch.arange(3, num_rows + 3)[:, None]
+    for qkv in ((q, k, v, mask, 0.3), (q, k[:, :num_rows], v[:, :num_rows], None, 0.3)):
+        assert_close(ours.prefill_attention(*qkv), reference.prefill_attention(*qkv))
+
+
+def test_torch_leaves_the_cores_to_pacpu_where_that_multiplies(monkeypatch):
+    monkeypatch.setattr(rows, "widening_is_fastest", lambda: True)
+    assert [torch_threads(dtype, 2) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [1, 2, 2]
+    monkeypatch.setattr(rows, "widening_is_fastest", lambda: False)
+    assert torch_threads(torch.bfloat16, 2) == 2
