@@ -243,7 +243,8 @@ def main(options: Options) -> int:
     print(
         f"{options.requests} requests in {format_s(report.seconds)}; {report.preemptions} preemptions, "
         f"{report.swapped_blocks} blocks swapped, CPU worker restarted {report.worker_restarts} times; memory "
-        f"{report.resident_mib[-1]:.0f} MiB, {growth_mib(report):+.1f} MiB since the first quarter (allowed: {options.memory_allowance_mib:g})"
+        f"{report.resident_mib[-1]:.0f} MiB, {growth_mib(report):+.1f} MiB since the first quarter "
+        f"(allowed: {options.memory_allowance_mib:g})"
     )
     for problem in report.problems[:SHOWN_PROBLEMS]:
         print(f"PROBLEM: {problem}")
