@@ -101,6 +101,7 @@ def make_tiny_model(folder: Path) -> None:
 
 def serve(model: Path, port: int) -> None:
     """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, as a crash in native code would."""
+    from apex.config import StrategyConfig
     from apex.systems import build_system
     from swiftllm.server.run import run_server
     from swiftllm.server.service import EngineService
@@ -110,7 +111,8 @@ def serve(model: Path, port: int) -> None:
     config = EngineConfig(
         str(model), device="cpu", dtype="float32", load_format="dummy", cpu_threads=1, **POOLS, **limits
     )
-    engine = build_system("apex", config)
+    # Left to itself the scheduler may find, on a busy machine, that the CPU is not worth using.
+    engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))
     worker = engine.backend._worker  # a server itself has no use for killing it
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     run_server(EngineService(engine, ServiceLimits(max_queued_requests=MAX_QUEUED)), ServerSettings(port=port))
