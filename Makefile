@@ -22,5 +22,5 @@ fig5: setup  ## replay the traces under swiftllm, neo and apex, and draw Figure 
 
 # One torch thread: more threads on a busy machine are ten times slower, not faster.
 test: setup  ## run the tests, then the linter
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 	$(if $(VENV),@$(RUN) -m ruff check --quiet .)
