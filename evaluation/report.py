@@ -289,7 +289,7 @@ def main(options: Options) -> int:
             raise ValueError(f"no results in {options.results_dir}: type `make fig5` first, or name result folders")
         sections = [read_section(folder) for folder in folders]
     except ValueError as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
+        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         return 2
     write_atomically(options.output, render(sections))
     shown = ", ".join(f"{section.experiment}/{section.run}" for section in sections)

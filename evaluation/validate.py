@@ -231,7 +231,7 @@ def main(options: Options) -> int:
         plan = make_measured_plan("fig5", wanted)
         points = [replace(point, group=point.key) for point in measured.make_points(plan)]  # the spread is reported
     except (ValueError, FileNotFoundError) as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
+        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         return 2
     described = {**measured.configuration(plan, points), "experiment": "validate"}
     pairs = Pairs(MachineProfiles())
