@@ -10,40 +10,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #include "numbers.h"
+#include "scratch.h"
 #include "thread_team.h"
 
 namespace pacpu {
 namespace {
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Scratch memory that a calling thread keeps between calls; it grows to the largest call seen.
-class Scratch {
-public:
-    ~Scratch() { release(); }
-    float* at_least(size_t count) {
-        if (count > count_) {
-            release();
-            data_ = static_cast<float*>(::operator new(count * sizeof(float), alignment));
-            count_ = count;
-        }
-        return data_;
-    }
-
-private:
-    static constexpr std::align_val_t alignment{64};
-    void release() {
-        if (data_) ::operator delete(data_, alignment);
-        data_ = nullptr;
-        count_ = 0;
-    }
-    float* data_ = nullptr;
-    size_t count_ = 0;
-};
 
 // With fewer, parts could not be nearly equal: a part is a whole number of blocks.
 constexpr int64_t min_blocks_per_thread = 8;
