@@ -5,12 +5,13 @@ process stream at once; both processes read the same clock (Linux: CLOCK_MONOTON
 
 - flat out, the next step begins as soon as the last one has come back. What a client waits for a token, from sending
   its request to the arrival of its last token over the number of tokens, is then all the server's: HTTP, scheduling,
-  detokenizing, JSON, sockets. The limit of 2 ms is for the 99th percentile of that over the streams. The engine makes
+  detokenizing, JSON, sockets. It is an average over each stream, and no limit is set on it. The engine makes
   tokens faster than they can be sent one by one, so an event brings several; the second measure then says how far the
   clients lag behind.
 - paced, a step comes back every so many milliseconds, as on real hardware, with a token for every stream at the same
   moment. Counted is each token's time from the return of its step on the engine's thread to the last byte of its event
   at the client. The tokens of a step queue up for one event loop, so most of it is waiting for other streams' tokens.
+  The limit of 2 ms is for the 99th percentile of this over the tokens.
 
 python benchmarks/bench_server_overhead.py
 """
@@ -261,9 +262,9 @@ def main(options: Options) -> int:
         print(f"{pace:>11}{row}{record['output_tokens_per_s']:11.0f}", flush=True)
     folder.save_summary(records)
     print(f"summary and provenance: {folder.path}")
-    exceeded = [r for r in records if r["pace_ms"] == 0 and r["per_token_ms_p99"] > LIMIT_MS]
-    if exceeded:
-        print(f"flat out, the 99th percentile per token exceeds the limit of {LIMIT_MS:g} ms")
+    exceeded = [record for record in records if record["pace_ms"] and record["added_ms_p99"] > LIMIT_MS]
+    for record in exceeded:
+        print(f"a step every {record['pace_ms']:g} ms: p99 {record['added_ms_p99']:.1f} ms exceeds {LIMIT_MS:g} ms")
     return int(bool(exceeded))
 
 
