@@ -1,17 +1,17 @@
 """What the HTTP server adds to a token, at 64 streams, on an engine that takes no time.
 
 The engine is simulated: scheduler, service, detokenizer, HTTP server and sockets are the real ones. Clients in another
-process stream at once; both processes read the same clock (Linux: CLOCK_MONOTONIC). Two measures:
+process stream at once; both processes read the same clock (Linux: CLOCK_MONOTONIC). Two measures, at several paces:
 
-- flat out, the next step begins as soon as the last one has come back. What a client waits for a token, from sending
-  its request to the arrival of its last token over the number of tokens, is then all the server's: HTTP, scheduling,
-  detokenizing, JSON, sockets. It is an average over each stream, and no limit is set on it. The engine makes
-  tokens faster than they can be sent one by one, so an event brings several; the second measure then says how far the
-  clients lag behind.
-- paced, a step comes back every so many milliseconds, as on real hardware, with a token for every stream at the same
-  moment. Counted is each token's time from the return of its step on the engine's thread to the last byte of its event
-  at the client. The tokens of a step queue up for one event loop, so most of it is waiting for other streams' tokens.
-  The limit of 2 ms is for the 99th percentile of this over the tokens.
+- per-token latency as docs/metrics.md defines it: a request's latency over its tokens. Flat out, where the next step
+  begins as soon as the last one has come back, all of it is the server's: HTTP, scheduling, detokenizing, JSON,
+  sockets. It is an average over a stream.
+- each token's time from the return of its step on the engine's thread to the last byte of its event at the client. All
+  tokens of a step are ready at the same moment and queue up for one event loop, so most of it is waiting for other
+  streams' tokens. With a step every so many milliseconds, as on real hardware, the processor has had the time to become
+  cold: this is the stricter measure.
+
+The limit of 2 ms at the 99th percentile is held against both, the first one flat out and the second one paced.
 
 python benchmarks/bench_server_overhead.py
 """
@@ -76,7 +76,7 @@ class Options:
     """Clients that stream at once."""
     output_len: int = 256
     """Tokens that each of them gets."""
-    pace_ms: tuple[float, ...] = (0.0, 20.0, 50.0)
+    pace_ms: tuple[float, ...] = (0.0, 5.0, 20.0)
     """Milliseconds from one step's return to the next one's, a run for each; 0 is flat out."""
     model: Path | None = None
     """Folder whose tokenizer writes the tokens; by default SmolLM2-135M-Instruct from the cache."""
@@ -89,21 +89,26 @@ class Options:
 
 
 class TimedEngine:
-    """Wraps an engine's step: a pace, and when which tokens were ready."""
+    """Wraps an engine: a pace, kept where a device would be waited for, and when which tokens came back from a step."""
 
     def __init__(self, engine: Engine, pace_s: float) -> None:
         self.ready: dict[str, list[float]] = defaultdict(list)
-        self._step = engine.step
+        self._step, self._boundary = engine.step, engine.backend.boundary
+        self._last_layer = engine.backend.num_layers - 1
         self._pace_s = pace_s
         self._next_s = 0.0
-        engine.step = self.step
+        engine.step, engine.backend.boundary = self.step, self.boundary
+
+    def boundary(self, layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
+        tokens = self._boundary(layer, batches)
+        if self._pace_s and layer == self._last_layer:
+            time.sleep(max(0.0, self._next_s - time.perf_counter()))
+            self._next_s = time.perf_counter() + self._pace_s
+        return tokens
 
     def step(self) -> list[RequestOutput]:
         outputs = self._step()
-        if self._pace_s:
-            time.sleep(max(0.0, self._next_s - time.perf_counter()))
         now_s = time.perf_counter()
-        self._next_s = now_s + self._pace_s
         for output in outputs:
             if output.new_token_ids:
                 self.ready[output.request_id].append(now_s)
@@ -244,12 +249,12 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
 
 
 def main(options: Options) -> int:
-    """Measure at every pace, print, save. Returns 1 where the limit is exceeded."""
+    """Measure at every pace, print, save. Returns 1 if the limit is exceeded anywhere."""
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
     folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
     folder.note_invocation()
     print(f"{options.streams} streams of {options.output_len} tokens, {options.system}, zero-time engine; milliseconds")
-    print("            per token at the client    from ready to arrived")
+    print("            per-token latency         from ready to arrived")
     print("       pace         p50     p99         p50     p90     p99     max   tokens/s")
     records = []
     for pace_ms in options.pace_ms:
@@ -262,10 +267,14 @@ def main(options: Options) -> int:
         print(f"{pace:>11}{row}{record['output_tokens_per_s']:11.0f}", flush=True)
     folder.save_summary(records)
     print(f"summary and provenance: {folder.path}")
-    exceeded = [record for record in records if record["pace_ms"] and record["added_ms_p99"] > LIMIT_MS]
-    for record in exceeded:
-        print(f"a step every {record['pace_ms']:g} ms: p99 {record['added_ms_p99']:.1f} ms exceeds {LIMIT_MS:g} ms")
-    return int(bool(exceeded))
+    exceeded = False
+    for record in records:
+        pace_ms = record["pace_ms"]
+        what = f"each token, a step every {pace_ms:g} ms" if pace_ms else "per-token latency, flat out"
+        p99_ms = record["added_ms_p99" if pace_ms else "per_token_ms_p99"]
+        exceeded |= p99_ms > LIMIT_MS
+        print(f"{what}: p99 {p99_ms:.2f} ms, {'above' if p99_ms > LIMIT_MS else 'within'} the limit of {LIMIT_MS:g} ms")
+    return int(exceeded)
 
 
 if __name__ == "__main__":

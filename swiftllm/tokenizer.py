@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Tokenizer:
         self._rust = inner.backend_tokenizer
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.num_chars = lru_cache(maxsize=None)(self._num_chars)  # as many as the vocabulary has tokens
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -57,6 +59,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _num_chars(self, token_id: int) -> int:
+        """Of the text of this token alone."""
+        return len(self.decode((token_id,), skip_special_tokens=False))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokens as the vocabulary writes them; None for those it does not have."""
@@ -109,7 +115,7 @@ class TextStream:
     def _push(self, token_id: int) -> str:
         window = self._window
         window.append(token_id)
-        text = self._text()
+        text = self._tokenizer.decode(window, skip_special_tokens=False)  # tokens to skip never enter the window
         num_pending_chars = 0
         if text.endswith(REPLACEMENT_CHARACTER):
             if len(window) - self._num_given_tokens < MAX_PENDING_TOKENS:
@@ -118,15 +124,15 @@ class TextStream:
         piece = text[self._num_given_chars : len(text) - num_pending_chars]
         del window[: self._num_given_tokens]
         self._num_given_tokens = len(window)
-        self._num_given_chars = len(self._text()) - num_pending_chars
+        if self._num_given_tokens == 1:
+            num_chars = self._tokenizer.num_chars(token_id)
+        else:
+            num_chars = len(self._tokenizer.decode(window, skip_special_tokens=False))
+        self._num_given_chars = num_chars - num_pending_chars
         return piece
 
     def finish(self) -> str:
         """What is left at the end, an incomplete character as U+FFFD."""
-        piece = self._text()[self._num_given_chars :]
+        piece = self._tokenizer.decode(self._window, skip_special_tokens=False)[self._num_given_chars :]
         self._window, self._num_given_tokens, self._num_given_chars = [], 0, 0
         return piece
-
-    def _text(self) -> str:
-        # Tokens to skip never enter the window.
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -5,7 +5,6 @@ An event costs one f-string and the JSON of its text: everything else of it has 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -25,16 +24,13 @@ from swiftllm.server.generation import Choice, Generation
 from swiftllm.server.protocol import GenerationRequest
 from swiftllm.server.service import RequestFailed
 from swiftllm.server.text import Piece
+from swiftllm.server.writer import EventWriter
 from swiftllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+as_json = json.JSONEncoder(separators=(",", ":")).encode
 LEAST_LOGPROB = -9999.0  # what vLLM says where a probability is zero
-EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the events
-]
 
 
 class Answer(ABC):
@@ -51,7 +47,7 @@ class Answer(ABC):
         self.tokenizer = context.tokenizer
         self.usage_wanted = body.usage_wanted
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
-        envelope = json.dumps({"object": self.chunk_object_name, **self._envelope}, separators=(",", ":"))
+        envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
 
     @abstractmethod
@@ -71,7 +67,7 @@ class Answer(ABC):
     async def at_once(self, request: Request) -> Response:
         pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
 
-        async def take(choice: Choice, piece: Piece) -> None:
+        def take(choice: Choice, piece: Piece) -> None:
             pieces[choice.index].append(piece)
 
         await self.generation.run(take, request.receive)
@@ -93,12 +89,12 @@ class Answer(ABC):
 
     def chunk(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
-        logprobs = json.dumps(self.logprobs(choice, piece.logprobs)) if piece.logprobs else "null"
+        text, entries, finish_reason, stop_reason = piece
+        logprobs = as_json(self.logprobs(choice, entries)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
-        if piece.finish_reason is not None:
-            end = f'"finish_reason":"{piece.finish_reason}","stop_reason":{json.dumps(piece.stop_reason)}'
-        text = f"{self.text_before}{json.dumps(piece.text)}{self.text_after}"
-        return self.event(choice, f'{text},"logprobs":{logprobs},{end}')
+        if finish_reason is not None:
+            end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
+        return self.event(choice, f'{self.text_before}{as_json(text)}{self.text_after},"logprobs":{logprobs},{end}')
 
     def event(self, choice: Choice, fields: str) -> str:
         usage = ""
@@ -110,7 +106,7 @@ class Answer(ABC):
 
     def closing(self) -> str:
         """The last events of a stream."""
-        usage = f'{self._chunk_head}],"usage":{json.dumps(self._usage_of_all())}}}\n\n'
+        usage = f'{self._chunk_head}],"usage":{as_json(self._usage_of_all())}}}\n\n'
         return f"{usage if self.usage_wanted.include_usage else ''}data: [DONE]\n\n"
 
     def _usage_of_all(self) -> dict[str, int]:
@@ -141,31 +137,25 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._answer
+        answer, writer = self._answer, EventWriter(send)
         opened: set[int] = set()
-        opening = asyncio.Lock()  # choices are read side by side, and nothing goes before the headers
 
-        async def write(text: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-        async def take(choice: Choice, piece: Piece) -> None:
-            text = answer.chunk(choice, piece)
+        def take(choice: Choice, piece: Piece) -> None:
             if choice.index not in opened:
-                text = answer.opening(choice) + text
-                async with opening:
-                    if not opened:
-                        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
-                    opened.add(choice.index)
-            await write(text)
+                opened.add(choice.index)
+                writer.write(answer.opening(choice))
+            writer.write(answer.chunk(choice, piece))
 
         try:
             await answer.generation.run(take, receive)
-            await write(answer.closing(), more=False)
+            writer.write(answer.closing())
         except ClientDisconnect:
+            writer.cancel()
             return
         except Exception as error:
             if not opened:
                 raise
             if not isinstance(error, RequestFailed):
                 logger.exception("a stream failed in the server")
-            await write(f"data: {json.dumps(as_api_error(error).body())}\n\n", more=False)
+            writer.write(f"data: {as_json(as_api_error(error).body())}\n\n")
+        await writer.close()

@@ -151,6 +151,8 @@ class EngineLoop:
                 if reason is not None:
                     self._ledger.end(entry, reason)
             self._post(parcels)
+        for mailbox in parcels:
+            mailbox.keep_pace()
 
     def fail(self, entries: Iterable[Entry], reason: str, message: str) -> None:
         """End the streams of these requests with an error and have the engine drop them. From any thread."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -36,7 +37,7 @@ class Choice:
     text: OutputText
 
 
-TakePiece = Callable[[Choice, Piece], Awaitable[None]]
+TakePiece = Callable[[Choice, Piece], None]
 
 
 class Generation:
@@ -80,7 +81,7 @@ class Generation:
         ]
 
     async def run(self, take: TakePiece, receive: Receive) -> None:
-        """Read all outputs to their ends and hand each piece to ``take``.
+        """Read all outputs to their ends and hand each piece to ``take``, which must not wait for anything.
 
         However this ends, nothing of the request goes on in the engine.
 
@@ -88,28 +89,43 @@ class Generation:
             ClientDisconnect: ``receive``, the channel of a request whose body has been read, says so.
             RequestFailed: the engine failed one of the outputs.
         """
-        readers = [asyncio.create_task(self._read(choice, take)) for choice in self.choices]
-        reading = asyncio.gather(*readers)
+        self._num_open, self._over = len(self.choices), asyncio.get_running_loop().create_future()
         hang_up = asyncio.create_task(wait_for_hang_up(receive))
         try:
-            await asyncio.wait((reading, hang_up), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
+            for choice in self.choices:
+                choice.stream.listen(partial(self._read, choice, take))
+            await asyncio.wait((self._over, hang_up), return_when=asyncio.FIRST_COMPLETED)
+            if not self._over.done():
                 raise ClientDisconnect
-            reading.result()
+            self._over.result()
         finally:
+            self._over.cancel()
+            hang_up.cancel()
+            for choice in self.choices:
+                choice.stream.listen(None)
             self._service.abort([choice.stream.request_id for choice in self.choices])
-            for task in (*readers, hang_up):
-                task.cancel()
-            await asyncio.gather(reading, hang_up, *readers, return_exceptions=True)
+            await asyncio.gather(hang_up, return_exceptions=True)
 
-    async def _read(self, choice: Choice, take: TakePiece) -> None:
-        async for delta in choice.stream:
-            piece = choice.text.take(delta)
-            if piece.finish_reason is not None:  # a stop string ends it before the engine would
-                self._service.abort([choice.stream.request_id])
-            await take(choice, piece)
-            if piece.finish_reason is not None:
-                return
+    def _read(self, choice: Choice, take: TakePiece) -> None:
+        """Hand on what is new of an output. To wake a task for each token would take longer than all the rest."""
+        try:
+            while (delta := choice.stream.take()) is not None:
+                piece = choice.text.take(delta)
+                take(choice, piece)
+                if piece.finish_reason is not None:
+                    self._end(choice)
+                    return
+        except Exception as error:
+            choice.stream.listen(None)
+            if not self._over.done():
+                self._over.set_exception(error)
+
+    def _end(self, choice: Choice) -> None:
+        choice.stream.listen(None)
+        self._service.abort([choice.stream.request_id])  # a stop string ends it before the engine would
+        self._num_open -= 1
+        if not self._num_open:
+            self._over.set_result(None)
 
 
 async def wait_for_hang_up(receive: Receive) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swiftllm.request import TokenLogprob
+
+MAX_LAG_S = 0.05
 
 
 class RequestFailed(RuntimeError):
@@ -22,15 +23,16 @@ class RequestFailed(RuntimeError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What one or more engine steps gave one request."""
+class Delta(NamedTuple):
+    """What one or more engine steps gave one request.
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token where the request asked for them, else empty."""
+    ``logprobs`` has one entry for each token where the request asked for them, else none. ``finish_reason`` is stop,
+    length or abort; None while the request runs.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
-    """stop, length or abort; None while the request runs."""
 
 
 class Parcel(NamedTuple):
@@ -44,10 +46,9 @@ class Parcel(NamedTuple):
 
 
 class TokenStream:
-    """The output of one request: an async iterator of :class:`Delta` on the event loop that submitted it.
+    """The output of one request on the event loop that submitted it, by :meth:`take` or as an async iterator.
 
-    It ends after the delta with a ``finish_reason``, or raises :class:`RequestFailed`. Steps that came while nobody
-    looked are merged into one delta.
+    Steps that came while nobody looked are merged into one :class:`Delta`. The last one has a ``finish_reason``.
     """
 
     def __init__(self, request_id: str, mailbox: Mailbox) -> None:
@@ -58,33 +59,57 @@ class TokenStream:
         self._finish_reason: str | None = None
         self._error: RequestFailed | None = None
         self._is_over = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
+
+    def listen(self, on_news: Callable[[], None] | None) -> None:
+        """Have ``on_news`` called on the event loop whenever there is something to take; None: no longer.
+
+        It is called once for all that has come, so it has to take until there is nothing left.
+        """
+        self._on_news = on_news
+        if on_news is not None and (self._token_ids or self._finish_reason or self._error):
+            on_news()
+
+    def take(self) -> Delta | None:
+        """What has come since the last time; None if nothing has.
+
+        Raises:
+            RequestFailed: the engine failed the request. Raised once, after the last delta.
+        """
+        if self._token_ids or self._finish_reason is not None:
+            delta = Delta(self._token_ids, self._logprobs, self._finish_reason)
+            self._is_over = self._finish_reason is not None
+            self._token_ids, self._logprobs, self._finish_reason = [], [], None
+            return delta
+        error, self._error = self._error, None
+        if error is not None:
+            self._is_over = True
+            raise error
+        return None
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> Delta:
-        while not (self._token_ids or self._finish_reason or self._error or self._is_over):
-            self._waiter = self.mailbox.loop.create_future()
-            await self._waiter
         if self._is_over:
             raise StopAsyncIteration
-        if self._token_ids or self._finish_reason:
-            delta = Delta(tuple(self._token_ids), tuple(self._logprobs), self._finish_reason)
-            self._is_over = self._finish_reason is not None
-            self._token_ids, self._logprobs = [], []
-            return delta
-        self._is_over = True
-        raise self._error
+        while (delta := self.take()) is None:
+            news = asyncio.Event()
+            self.listen(news.set)
+            await news.wait()
+        return delta
 
-    def take(self, parcel: Parcel) -> None:
-        """On the stream's own event loop."""
+    def put(self, parcel: Parcel) -> None:
+        """On the stream's own event loop, as is :meth:`tell`."""
         self._token_ids += parcel.token_ids
         self._logprobs += parcel.logprobs
         self._finish_reason = parcel.finish_reason
         self._error = parcel.error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+    def tell(self) -> None:
+        """To be called after parcels have been put."""
+        if self._on_news is not None:
+            self._on_news()
 
 
 class Mailbox:
@@ -92,24 +117,43 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._lock = threading.Lock()
         self._parcels: list[Parcel] = []
+        self._num_posts = 0  # that the event loop has not taken
+        self._taken = threading.Condition()
 
     def post(self, parcels: Sequence[Parcel]) -> bool:
         """From any thread. False if the event loop is closed: nobody will ever read this."""
-        with self._lock:
-            wakes = not self._parcels
+        with self._taken:
             self._parcels += parcels
-        if wakes:
-            try:
-                self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                self._parcels.clear()
-                return False
+            self._num_posts += 1
+            if self._num_posts > 1:
+                return True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            self._take()
+            return False
         return True
 
+    def keep_pace(self) -> None:
+        """Wait while the event loop has not taken what was posted before the last post; not from its own thread.
+
+        An engine faster than its clients can be served would else hold the interpreter's lock against the very thread
+        that serves them, which would lag ever further behind. After ``MAX_LAG_S`` the loop has other troubles.
+        """
+        with self._taken:
+            if self._num_posts > 1:
+                self._taken.wait(MAX_LAG_S)
+
+    def _take(self) -> list[Parcel]:
+        with self._taken:
+            parcels, self._parcels, self._num_posts = self._parcels, [], 0
+            self._taken.notify_all()
+        return parcels
+
     def _deliver(self) -> None:
-        with self._lock:
-            parcels, self._parcels = self._parcels, []
+        parcels = self._take()
         for parcel in parcels:
-            parcel.stream.take(parcel)
+            parcel.stream.put(parcel)
+        for stream in dict.fromkeys([parcel.stream for parcel in parcels]):
+            stream.tell()

@@ -19,6 +19,10 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._stops)
+
     def push(self, text: str) -> str:
         """Take new text, return what is sure to stay. Once ``found`` is set, that was the last."""
         if not self._stops:
@@ -87,19 +91,22 @@ class OutputText:
 
     def take(self, delta: Delta) -> Piece:
         """Take new tokens; a piece with a ``finish_reason`` is the last one, and may come before the engine's end."""
-        tokens, reason = delta.token_ids, delta.finish_reason
+        tokens, logprobs, reason = delta
+        if reason is None and not self._stops.has_any:  # the rule
+            self.num_tokens += len(tokens)
+            return Piece(self._stream.push(tokens), logprobs)
         shown = tokens[:-1] if reason == "stop" and not self._include_stops else tokens
         stops, text = self._stops, ""
         for number, token in enumerate(shown, 1):
             text += stops.push(self._stream.push((token,)))
             if stops.found is not None:
                 self.num_tokens += number
-                return Piece(text, delta.logprobs[:number], "stop", stops.found)
+                return Piece(text, logprobs[:number], "stop", stops.found)
         self.num_tokens += len(tokens)
         if reason is None:
-            return Piece(text, delta.logprobs)
+            return Piece(text, logprobs)
         text += stops.push(self._stream.finish())
         if stops.found is not None:
-            return Piece(text, delta.logprobs, "stop", stops.found)
+            return Piece(text, logprobs, "stop", stops.found)
         stop_token = tokens[-1] if reason == "stop" and tokens[-1] in self._stop_token_ids else None
-        return Piece(text + stops.finish(), delta.logprobs, reason, stop_token)
+        return Piece(text + stops.finish(), logprobs, reason, stop_token)

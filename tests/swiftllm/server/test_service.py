@@ -221,7 +221,7 @@ def test_draining_serves_what_was_taken_and_takes_nothing_new() -> None:
         await asyncio.sleep(0)
         assert service.health.status == "stopping"
         with pytest.raises(ServiceStopping, match="shutting down"):
-            service.submit(make_requests(1))
+            service.submit(make_requests(9)[8:])  # an id that is free
         await draining
         assert {i: outcome.token_ids for i, outcome in (await reading).items()} == {
             new.request_id: expected(new) for new in requests
