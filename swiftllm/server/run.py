@@ -6,6 +6,7 @@ import asyncio
 import gc
 import resource
 import signal
+import sys
 from types import FrameType
 
 import uvicorn
@@ -15,6 +16,9 @@ from swiftllm.server.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from swiftllm.server.status import IterationRecorder
 
+# The engine's thread launches a layer's work and sleeps, over and over. By default it would wait up to 5 ms for the
+# interpreter's lock when it wakes up while the event loop serves a step's tokens, and the device with it.
+SWITCH_INTERVAL_S = 0.001
 LAST_BYTES_TIMEOUT_S = 5  # for clients to read what was sent, once all requests have ended
 
 
@@ -72,11 +76,14 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
     # What importing and loading has made stays: a full collection would look through it for a tenth of a second.
     gc.collect()
     gc.freeze()
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     service.start()
     try:
         server.run()
     finally:
         service.close()
+        sys.setswitchinterval(switch_interval_s)
         gc.unfreeze()
 
 
