@@ -5,8 +5,7 @@ one by one and only when they, their headers or their command have changed.
 
 ISPC is looked for in $ISPC, on PATH, and in <cache>/ispc/bin (<cache> is $APEX_CACHE_DIR or ~/.cache/apex). Without
 it the build goes on, and `pacpu.unavailable()` says why. PACPU_SANITIZE=1 adds the address and undefined-behaviour
-sanitizers to the kernels and their driver; then run Python with ASAN_OPTIONS=detect_leaks=0 and g++'s libasan.so and
-libstdc++.so.6 in LD_PRELOAD.
+sanitizers; then run Python with ASAN_OPTIONS=detect_leaks=0 and g++'s libasan.so and libstdc++.so.6 in LD_PRELOAD.
 """
 
 import os
@@ -27,12 +26,11 @@ SOURCE_DIR = Path("pacpu/src")
 INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
-# Without checks of each pointer, which double the time to compile; the address sanitizer makes most of them.
+# Without checks of each pointer, which double the time to compile; the address sanitizer makes most of them. Without
+# optimisation for the same reason.
 SANITIZE_FLAGS = shlex.split(
-    "-O1 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
+    "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
 )
-# These talk to Python only, and take as long to compile as all kernels.
-UNSANITIZED = ("arguments.cpp", "binding.cpp", "dlpack.cpp")
 
 # Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -113,8 +111,7 @@ class BuildPacpu(build_ext):
 
         commands = {}
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
-            extra_flags = ["-O0"] if sanitize_flags and source.name in UNSANITIZED else sanitize_flags
-            flags = [*CXX_FLAGS, *extra_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
+            flags = [*CXX_FLAGS, *sanitize_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
             if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
@@ -131,6 +128,8 @@ class BuildPacpu(build_ext):
                 # Its sums leave a vector one by one: packing four of them for a store costs more than four stores.
                 flags = [*CXX_FLAGS, "-fno-tree-slp-vectorize", *sanitize_flags, *isa_flags, "-w", "-DNDEBUG"]
                 flags.append(f"-Dllamafile_sgemm=pacpu_llamafile_sgemm_{isa}")
+                if sanitize_flags:
+                    flags.append("-O1")  # with less, functions that nobody calls ask for the rest of its library
                 output = build_dir / f"llamafile/sgemm_{isa}.o"
                 commands[output] = [*CXX, *flags, "-MMD", "-c", str(llamafile_source), "-o", str(output)]
         make_all(commands)
@@ -141,8 +140,9 @@ class BuildPacpu(build_ext):
         make(library, [*CXX, *objects, *sanitize_flags, "-shared", "-pthread", "-o", str(library)])
         destination = Path(self.get_ext_fullpath(ext.name))
         destination.parent.mkdir(parents=True, exist_ok=True)
-        destination.unlink(missing_ok=True)  # not overwritten: a running process may have it mapped
-        shutil.copy2(library, destination)
+        fresh = destination.with_suffix(".new")
+        shutil.copy2(library, fresh)
+        fresh.replace(destination)  # not overwritten: a running process may have it mapped, another may import it now
 
     def build_ispc(self, build_dir: Path) -> tuple[list[Path], str | None]:
         """Objects of the ISPC kernel, or why there are none."""

@@ -73,7 +73,7 @@ def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
 
 
 def kernels(dtype: Any = None) -> list[str]:
-    """Names of the kernels that can be used here, best first; with a dtype, of those that compute in it.
+    """Names of the kernels that can be used here, the default first; with a dtype, of those that compute in it.
 
     Raises:
         ValueError: `dtype` is not float32, float16 or bfloat16.

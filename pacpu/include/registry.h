@@ -18,7 +18,9 @@ const char* isa_problem(Isa isa);
 // Throws std::invalid_argument if `name` is unknown or this CPU lacks it. Not for use during a call.
 void select_isa(const std::string& name);
 
-// Kernels for the current instruction set, best first, unavailable ones included.
+// Kernels for the current instruction set, unavailable ones included. The native one, the fastest on every machine
+// measured, comes first. Which of the others is second depends on the machine, and since native computes in every type
+// and everywhere, their order decides nothing.
 const std::vector<Kernel>& all_kernels();
 
 const char* dtype_name(DType dtype);
@@ -26,7 +28,7 @@ const char* dtype_name(DType dtype);
 // Whether a kernel can be used here for this type.
 bool computes(const Kernel& kernel, DType dtype);
 
-// The kernel used when the caller names none: the first in the order of all_kernels() that computes in this type.
+// The kernel used when the caller names none: the first of all_kernels() that computes in this type.
 const Kernel& default_kernel(DType dtype);
 
 // Throws std::invalid_argument if there is no such kernel, it is unavailable or does not compute in this type.

@@ -1,13 +1,14 @@
-"""Every kernel once under the address and undefined-behaviour sanitizers, in an extension built for that.
+"""The extension under the address and undefined-behaviour sanitizers: every kernel once, and all that reads arguments.
 
-Left out: the code that reads Python's arguments (long to compile, no arithmetic), the ISPC kernel's own code (its
-compiler has no such checks), and checks of each pointer, of which the address sanitizer makes most.
+Left out: the ISPC kernel, whose compiler has no such checks, and checks of each pointer, of which the address sanitizer
+makes most.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,31 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
 print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
 """
 
+# The extension is imported before pytest puts the source tree in front of the path.
+RUN_TESTS_OF_ARGUMENTS = """
+import sys
+import pytest
+from pacpu import _pacpu
+
+print(_pacpu.__file__)
+files = ["tests/pacpu/test_arguments.py", "tests/pacpu/test_rows.py::test_refusals"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files]))
+"""
+
+
+@dataclass(frozen=True)
+class Sanitized:
+    extension: Path
+    env: dict[str, str]
+
+    def run(self, program: str) -> list[str]:
+        """The lines that a Python program prints; a finding of the sanitizers ends it."""
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=self.env, cwd=REPO, capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout.splitlines()
+
 
 def library(name: str) -> str | None:
     """Path of a library of the compiler, which must come before all others in a sanitized process."""
@@ -58,31 +84,45 @@ def library(name: str) -> str | None:
     return path if os.path.isabs(path) else None
 
 
-def test_no_kernel_reads_or_writes_where_it_should_not(tmp_path):
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
     if "CXX" in os.environ or shutil.which("g++") is None:
         pytest.skip("looks for the sanitizer's libraries where g++ has them")
     preload = [library(name) for name in ("libasan.so", "libstdc++.so.6")]
     if None in preload:
         pytest.skip("g++ has no libasan.so")
-    build = ["setup.py", "--quiet", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    folder = tmp_path_factory.mktemp("sanitized")
+    build = ["setup.py", "--quiet", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
     built = subprocess.run(
-        [sys.executable, *build], env=os.environ | {"PACPU_SANITIZE": "1"}, cwd=REPO, capture_output=True, text=True
+        [sys.executable, *build],
+        env=os.environ | {"PACPU_SANITIZE": "1", "ISPC": "none"},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
     for module in (REPO / "pacpu").glob("*.py"):
-        shutil.copy(module, tmp_path / "lib/pacpu")
-    (extension,) = (tmp_path / "lib/pacpu").glob("_pacpu*.so")
+        shutil.copy(module, folder / "lib/pacpu")
+    (extension,) = (folder / "lib/pacpu").glob("_pacpu*.so")
     assert b"__asan_init" in extension.read_bytes() and b"__ubsan" in extension.read_bytes()
     env = os.environ | {
-        "PYTHONPATH": f"{tmp_path / 'lib'}:{REPO}",
+        "PYTHONPATH": f"{folder / 'lib'}:{REPO}",
+        "PYTHONSAFEPATH": "1",  # or the folder it runs in would come before
         "LD_PRELOAD": ":".join(preload),
         "ASAN_OPTIONS": "detect_leaks=0",
         "OMP_NUM_THREADS": "1",
     }
     env.pop("PACPU_ISA", None)
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN_EVERY_KERNEL], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.splitlines()[-1] == f"True {extension}"
-    assert "ran portable torch.float16 native" in ran.stdout
+    return Sanitized(extension, env)
+
+
+def test_no_kernel_reads_or_writes_where_it_should_not(sanitized):
+    lines = sanitized.run(RUN_EVERY_KERNEL)
+    assert lines[-1] == f"True {sanitized.extension}"
+    assert "ran portable torch.float16 native" in lines
+
+
+def test_reading_of_arguments_is_sound(sanitized):
+    lines = sanitized.run(RUN_TESTS_OF_ARGUMENTS)
+    assert lines[0] == str(sanitized.extension)
+    assert lines[-1].endswith("[100%]")
