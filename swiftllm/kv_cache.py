@@ -88,6 +88,16 @@ class KVCacheManager:
         request.num_kv_slots += missing * self.block_size
         return True
 
+    def grow_by_one(self, requests: Sequence[Request], tier: Tier) -> bool:
+        """Give each of these requests of a tier one block more; False, and no change, if there are too few."""
+        allocator = self.allocators[tier]
+        if len(requests) > allocator.num_free:
+            return False
+        for request, block in zip(requests, allocator.allocate(len(requests)), strict=True):
+            self.block_tables[request.request_id].append(block)
+            request.num_kv_slots += self.block_size
+        return True
+
     def move(self, request: Request, target: Tier) -> Swap:
         """Move a request's blocks to the other tier, which has room; the swap's copies come before any later use.
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
-from operator import attrgetter
 from typing import NamedTuple
 
 from swiftllm.request import Request, Tier
@@ -55,7 +54,7 @@ class LaneItem(NamedTuple):
     @classmethod
     def decodes(cls, requests: Sequence[Request]) -> list[LaneItem]:
         """The next token of each request; a lane may have a thousand of them, so they are made all at once."""
-        starts = map(attrgetter("num_computed_tokens"), requests)
+        starts = [request.num_tokens - 1 for request in requests]
         fields = zip(requests, starts, repeat(1), repeat(Tier.GPU), repeat(False), strict=False)
         return list(map(tuple.__new__, repeat(cls), fields))
 

@@ -24,7 +24,7 @@ class PlanDraft:
 
     def add_prefill(self, request: Request) -> None:
         """As much of what is left to compute of a prompt as the budget allows."""
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, self.tokens_left)
+        num_tokens = min(request.num_uncomputed, self.tokens_left)
         if num_tokens > 0:
             self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
             self.tokens_left -= num_tokens

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
+NO_TOKENS: frozenset[int] = frozenset()
 
 
 class RequestRefused(ValueError):
@@ -121,14 +122,17 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request on its way through the engine. Times are seconds of the engine's clock.
 
     ``num_tokens`` is prompt and output together, kept as a number because schedulers read it a thousand times an
-    iteration. ``num_computed_tokens`` counts the tokens whose K and V are in the cache. A decode computes the last
-    token, so between iterations a decoding request has ``num_computed_tokens == num_tokens - 1``. ``num_kv_slots`` is
-    how many tokens the blocks it holds can take; the KV cache manager keeps it.
+    iteration. ``num_uncomputed`` of them lack K and V in the cache: all of them at first, and the newest one alone
+    while the request decodes, so that a decode leaves this number as it is. ``num_kv_slots`` is how many tokens the
+    blocks it holds can take; the KV cache manager keeps it.
+
+    A thousand requests are touched in every iteration, and most of that time is waiting for memory: so there are slots,
+    and what each token needs stands together.
     """
 
     request_id: str
@@ -138,29 +142,32 @@ class Request:
     arrival_s: float = 0.0
     arrival_index: int = 0
 
-    status: RequestStatus = RequestStatus.WAITING
-    finish_reason: FinishReason | None = None
-    tier: Tier | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output token, where asked for
-    num_computed_tokens: int = 0
+    token_times_s: list[float] = field(default_factory=list)
+    num_tokens: int = field(init=False)
+    _most_tokens: int = field(init=False, repr=False)
+    _stop_token_ids: frozenset[int] = field(init=False, repr=False)
     num_kv_slots: int = 0
     cohort_id: int | None = None  # set while its token is under way through the layers in a cohort
     last_served: int = 0  # the scheduler's iteration that last brought it on, where the CPU tier decodes
-    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
 
-    token_times_s: list[float] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    tier: Tier | None = None
+    num_uncomputed: int = field(init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output token, where asked for
+    num_preemptions: int = 0
     finish_s: float | None = None
     tier_history: list[tuple[float, str]] = field(default_factory=list)
-    num_tokens: int = field(init=False)
-    _stop_token_ids: frozenset[int] = field(init=False, repr=False)
-    _most_tokens: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
-        stops = frozenset() if self.sampling.ignore_eos else self.eos_token_ids.union(self.sampling.stop_token_ids)
-        self._stop_token_ids = stops
+        self.num_tokens = self.num_uncomputed = len(self.prompt_token_ids) + len(self.output_token_ids)
         self._most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
+        eos, others = self.eos_token_ids, self.sampling.stop_token_ids
+        if self.sampling.ignore_eos:
+            self._stop_token_ids = NO_TOKENS
+        else:  # most requests share one set, which then stays in the caches
+            self._stop_token_ids = eos.union(others) if others else eos
 
     @property
     def prompt_len(self) -> int:
@@ -178,8 +185,12 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """More than one token still lacks K and V: a prompt, or a preempted request's prompt and output."""
-        computed = self.num_computed_tokens
-        return self.num_tokens - computed > 1 or computed == 0
+        return self.num_uncomputed > 1 or self.num_uncomputed == self.num_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose K and V are in the cache."""
+        return self.num_tokens - self.num_uncomputed
 
     @property
     def is_finished(self) -> bool:
@@ -195,14 +206,15 @@ class Request:
 
     def append_token(self, token_id: int, now_s: float) -> None:
         """Take one new output token, which all tokens before it have led to; finishes the request where it ends."""
+        self.num_uncomputed = 1
         append_tokens([self], [token_id], now_s)
 
     def start_over(self) -> None:
         """Forget what has been computed: it holds no blocks any more. Its output stays."""
         self.status = RequestStatus.WAITING
         self.tier = self.cohort_id = None
-        self.num_computed_tokens = self.num_kv_slots = 0
-        self.num_tokens = self.prompt_len + self.output_len
+        self.num_kv_slots = 0
+        self.num_tokens = self.num_uncomputed = self.prompt_len + self.output_len
         del self.logprobs[self.output_len :]
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
@@ -213,7 +225,7 @@ class Request:
 
 
 def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s: float) -> list[Request]:
-    """Give each request its next output token, which all tokens before it have led to; returns those that it ends.
+    """Give each decoding request its next output token; returns those that it ends.
 
     A thousand requests get a token in each iteration, and what takes its time is memory: a short loop over one thing
     of each request waits for that of several requests at once.
@@ -224,8 +236,7 @@ def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s
         request.token_times_s.append(now_s)
     ended = []
     for request, token_id in zip(requests, token_ids, strict=True):
-        request.num_computed_tokens = num_tokens = request.num_tokens
-        request.num_tokens = num_tokens = num_tokens + 1
+        request.num_tokens = num_tokens = request.num_tokens + 1
         if token_id in request._stop_token_ids:
             request.finish(FinishReason.STOP, now_s)
             ended.append(request)
@@ -235,7 +246,7 @@ def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s
     return ended
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one engine step gave one request; ``text`` comes where a tokenizer is at hand."""
 

@@ -146,12 +146,14 @@ class Scheduler:
         """Take in what the plan gave; returns the requests that got a token."""
         now_s = self.now()
         for item in plan.prefills:
-            item.request.num_computed_tokens = item.context_len
-            if not item.request.is_prefilling:
-                self.prefilling.take(item.request)
-                self.decoding[item.request.tier].put(item.request)
+            request = item.request
+            request.num_uncomputed -= item.num_tokens
+            if request.num_uncomputed <= 1:  # one is left; or none, and then comes a new one
+                request.num_uncomputed = 1
+                self.prefilling.take(request)
+                self.decoding[request.tier].put(request)
         tokens = result.tokens
-        touched = [r for r in map(self.requests.get, tokens) if r is not None and r.finish_reason is None]
+        touched = list(filter(None, map(self.requests.get, tokens)))
         if len(touched) < len(tokens):  # the others were aborted while their tokens were under way
             tokens = {request.request_id: tokens[request.request_id] for request in touched}
         for request in append_tokens(touched, tokens.values(), now_s):
@@ -162,12 +164,12 @@ class Scheduler:
 
     def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
         queue = self.decoding[Tier.GPU]
-        num_decoding = len(queue)
         decodes = queue[: draft.tokens_left]
-        for request in out_of_blocks(decodes):
-            if request.tier is Tier.GPU:  # not pushed out meanwhile
-                self._make_gpu_room(request, request.num_tokens, draft)
-        if len(queue) < num_decoding:
+        growing = out_of_blocks(decodes)
+        if not self.kv.grow_by_one(growing, Tier.GPU):
+            for request in growing:
+                if request.tier is Tier.GPU:  # not pushed out meanwhile
+                    self._make_gpu_room(request, request.num_tokens, draft)
             decodes = [request for request in decodes if request.tier is Tier.GPU]
         draft.add_decodes(decodes)
 
@@ -211,7 +213,7 @@ class Scheduler:
         self._leave_running(request)
         request.tier = None
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_uncomputed = request.num_tokens
         self.waiting.put(request)
         self._note_tier(request)
 

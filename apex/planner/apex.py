@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from apex.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.planner.offload import CohortState, OffloadScheduler
-from apex.planner.pipeline import LaneLoad, Pipeline, context_tokens
+from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline, context_tokens
 from swiftllm.plan import IterationPlan, SteppingRule, Strategy
 from swiftllm.plan_draft import PlanDraft
-from swiftllm.request import Request
 
 
 class ApexScheduler(OffloadScheduler):
@@ -28,13 +27,13 @@ class ApexScheduler(OffloadScheduler):
         config = self.config
         return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
 
-    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         under_way, load = self._under_way(), LaneLoad.of_draft(draft)
         if not ready and not under_way:
             return self._gpu_only_plan(draft, load)
         members = [cohort.members for cohort in under_way]
         num_cpu = len(ready) + sum(map(len, members))
-        inequality = self._inequality(load, num_cpu, context_tokens(ready) + sum(map(context_tokens, members)))
+        inequality = self._inequality(load, num_cpu, ready.context_tokens + sum(map(context_tokens, members)))
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
         if self._may_pipeline and (inequality.holds or not self._may_overlap):
             forced = self.config.strategy == "asymmetric-pipelining"
@@ -64,7 +63,7 @@ class ApexScheduler(OffloadScheduler):
                 linear_s = model.linear_s(load.tokens)
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
 
-    def _pipeline(self, load: LaneLoad, ready: list[Request], under_way: Sequence[CohortState]) -> Pipeline:
+    def _pipeline(self, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[CohortState]) -> Pipeline:
         """Two batches of what the CPU can compute in its window; cohorts under way have the first claim on it."""
         pipeline = Pipeline(self.model, load)
         partial = [request for cohort in under_way for request in cohort.members]
@@ -83,7 +82,7 @@ class ApexScheduler(OffloadScheduler):
     def _overlap_plan(
         self,
         draft: PlanDraft,
-        ready: list[Request],
+        ready: CpuDecodes,
         under_way: Sequence[CohortState],
         load: LaneLoad,
         predicted: dict[str, float],
@@ -91,13 +90,13 @@ class ApexScheduler(OffloadScheduler):
         cohorts = [self._continue_cohort(cohort, SteppingRule.RIDE_IF_READY) for cohort in under_way]
         if ready and len(cohorts) < self.config.max_cohorts and self._enough(ready, under_way, load):
             # One cohort at a time starts, so that the next arrivals need not wait for all the others.
-            cohorts.append(self._start_cohort(ready, SteppingRule.RIDE_IF_READY))
+            cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
         if not cohorts:
             return self._gpu_only_plan(draft, load, predicted)
         predicted["iteration_s"] = self._overlap_s(load, cohorts)
         return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, predicted)
 
-    def _enough(self, ready: list[Request], under_way: Sequence[CohortState], load: LaneLoad) -> bool:
+    def _enough(self, ready: CpuDecodes, under_way: Sequence[CohortState], load: LaneLoad) -> bool:
         """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
         if self.config.strategy == "asynchronous-overlap":
             return True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from apex.planner.offload import OffloadScheduler
-from apex.planner.pipeline import LaneLoad, Pipeline
+from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
 from swiftllm.plan import IterationPlan
 from swiftllm.plan_draft import PlanDraft
-from swiftllm.request import Request, Tier
+from swiftllm.request import Tier
 
 
 class FastDecodeScheduler(OffloadScheduler):
@@ -20,7 +20,7 @@ class FastDecodeScheduler(OffloadScheduler):
             raise ValueError("fastdecode is asymmetric pipelining and nothing else; use --system neo or apex")
         return True
 
-    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         load = LaneLoad.of_draft(draft)
         if not ready:
             return self._gpu_only_plan(draft, load)

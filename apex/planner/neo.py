@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import attrgetter
 
 from apex.planner.offload import OffloadScheduler
-from apex.planner.pipeline import LaneLoad, Pipeline
+from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
 from swiftllm.plan import IterationPlan
 from swiftllm.plan_draft import PlanDraft
-from swiftllm.request import Request, Tier
+from swiftllm.request import Tier
 
 
 class NeoScheduler(OffloadScheduler):
@@ -20,7 +20,7 @@ class NeoScheduler(OffloadScheduler):
             raise ValueError("neo knows no asynchronous overlap; use --system apex for it")
         return config.strategy != "gpu-only" and not config.disable_asymmetric_pipelining
 
-    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         pipeline = Pipeline(self.model, LaneLoad.of_draft(draft))
         if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # nothing to hide behind: the two batches hide each other
@@ -40,9 +40,9 @@ class NeoScheduler(OffloadScheduler):
     def _finish_pipelined(self, draft: PlanDraft, pipeline: Pipeline) -> IterationPlan:
         return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})
 
-    def _include_oldest(self, pipeline: Pipeline, ready: list[Request]) -> None:
+    def _include_oldest(self, pipeline: Pipeline, ready: CpuDecodes) -> None:
         """Serve the request that has waited longest although the CPU shows: it would starve otherwise."""
-        longest_waiting = min(ready, key=attrgetter("last_served"))
+        longest_waiting = min(ready.requests, key=attrgetter("last_served"))
         if not any(longest_waiting in batch.requests for batch in pipeline.batches):
             pipeline.batches[1].add([longest_waiting], longest_waiting.num_tokens)
 

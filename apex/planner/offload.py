@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from apex.config import StrategyConfig
 from apex.perf_model import PerfModel
-from apex.planner.pipeline import LaneLoad, Pipeline
+from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
 from swiftllm.plan_draft import PlanDraft
@@ -20,7 +20,8 @@ from swiftllm.scheduler import Scheduler, SchedulerLimits, arrival_order, out_of
 
 @dataclass(eq=False)
 class CohortState:
-    """A cohort as the scheduler knows it between iterations; ``layer`` is the boundary it crosses next."""
+    """A cohort under way between iterations; ``layer`` is the boundary it crosses next. Batches that an iteration waits
+    for are never under way."""
 
     cohort_id: int
     members: list[Request]
@@ -72,7 +73,7 @@ class OffloadScheduler(Scheduler, ABC):
         return self._decide(draft, ready)
 
     @abstractmethod
-    def _decide(self, draft: PlanDraft, ready: list[Request]) -> IterationPlan:
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         """Turn the draft and the CPU decodes that may start a token into a plan."""
 
     def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
@@ -87,6 +88,10 @@ class OffloadScheduler(Scheduler, ABC):
                 self._finish_cohort(cohort)
         for item in plan.prefills:
             item.request.last_served = self._iteration
+        for batch in plan.cohorts:
+            if batch.rule is not SteppingRule.RIDE_IF_READY:  # waited for, so its token is done
+                for request in batch.requests:
+                    request.last_served = self._iteration
         return super().update(plan, result)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
@@ -103,24 +108,25 @@ class OffloadScheduler(Scheduler, ABC):
 
     # -- CPU decodes ------------------------------------------------------------------------------------------------
 
-    def _ready_cpu_decodes(self, draft: PlanDraft) -> list[Request]:
+    def _ready_cpu_decodes(self, draft: PlanDraft) -> CpuDecodes:
         """CPU requests at a token boundary with room for their next token, oldest first."""
         queue = self.decoding[Tier.CPU]
-        num_decoding = len(queue)
         resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
-        # A request may find no room, and evict others to find some.
-        grown = [self._grow_on_cpu(r, draft) for r in out_of_blocks(resting) if r.tier is Tier.CPU]
-        if all(grown) and len(queue) == num_decoding:
-            return resting
-        return [request for request in resting if request.num_tokens <= request.num_kv_slots]
+        growing = out_of_blocks(resting)
+        if not self.kv.grow_by_one(growing, Tier.CPU):
+            for request in growing:
+                if request.tier is Tier.CPU:  # not evicted meanwhile
+                    self._grow_on_cpu(request, draft)
+            resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
+        return CpuDecodes(resting)
 
-    def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> bool:
+    def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
+        """Give a CPU request its next block, evicting younger ones for it; without any of those it has to wait."""
         while not self.kv.grow(request, request.num_tokens):
             younger = self._younger_cpu_requests(request)
             if not younger:
-                return False
+                return
             self._recompute(younger[-1], draft)
-        return True
 
     def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
         """Give a GPU request room in the CPU tier, at the cost of younger ones there if that suffices."""
@@ -142,19 +148,19 @@ class OffloadScheduler(Scheduler, ABC):
         first_younger = bisect_right(queue, request.arrival_index, key=arrival_order)
         return [r for r in queue[first_younger:] if self._at_rest(r)]
 
-    def _starving(self, ready: Sequence[Request]) -> bool:
+    def _starving(self, ready: CpuDecodes) -> bool:
         """Whether a CPU request has been left out for too long: a rule that predicts no gain must not starve it."""
         earliest = self._iteration - self.config.max_wait_iterations
         if self._oldest_served >= earliest:  # spares a look at a thousand requests until somebody may have waited
             return False
         resting = [request for request in self.decoding[Tier.CPU] if self._at_rest(request)]
         self._oldest_served = min([request.last_served for request in resting], default=self._iteration)
-        return any(request.last_served < earliest for request in ready)
+        return self._oldest_served < earliest and any(r.last_served < earliest for r in ready.requests)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _start_cohort(self, requests: Sequence[Request], rule: SteppingRule) -> CohortPlan:
-        cohort = CohortState(next(self._cohort_ids), list(requests))
+    def _start_cohort(self, requests: list[Request], rule: SteppingRule) -> CohortPlan:
+        cohort = CohortState(next(self._cohort_ids), requests)
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
@@ -175,7 +181,7 @@ class OffloadScheduler(Scheduler, ABC):
         cohorts = [self._continue_cohort(cohort, SteppingRule.STEP_AND_WAIT) for cohort in under_way]
         rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
         cohorts += [
-            self._start_cohort(batch.requests, rule)
+            CohortPlan(next(self._cohort_ids), tuple(batch.requests), rule)
             for batch, rule in zip(pipeline.batches, rules, strict=True)
             if batch.requests
         ]

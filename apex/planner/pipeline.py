@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import attrgetter
+
+import numpy as np
 
 from apex.inequality import pipelined_layer_s
 from apex.perf_model import PerfModel
@@ -75,6 +76,30 @@ class CpuBatch:
         self.context_tokens += tokens
 
 
+MAX_GUESSES = 6  # of a search; 3 to 5 find the end where predictions are straight
+
+
+class CpuDecodes:
+    """CPU decodes, oldest first, and their lengths: reading those of a thousand requests takes longer than most of what
+    is done with them, so it is done once. ``tokens`` is int64 ``[len(requests)]``.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.tokens = np.fromiter([request.num_tokens for request in requests], np.int64, len(requests))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self.tokens.sum())
+
+    def at(self, positions: Sequence[int]) -> list[Request]:
+        requests = self.requests
+        return [requests[position] for position in positions]
+
+
 def context_tokens(requests: Sequence[Request]) -> int:
     """What a decode of all of them attends to."""
     return sum([request.num_tokens for request in requests])
@@ -125,7 +150,7 @@ class Pipeline:
             ends_s -= model.iteration_s(0)
         return model.num_layers * pipelined_layer_s(*self._times()) + ends_s
 
-    def fill(self, ready: Sequence[Request]) -> None:
+    def fill(self, ready: CpuDecodes) -> None:
         """Put each request into batch-1 or batch-0, wherever the CPU stays hidden; leave it out otherwise.
 
         A request more makes its batch's CPU time longer and, its linear time being longer too, hides more of the
@@ -135,20 +160,25 @@ class Pipeline:
         """
         queue = _Queue(ready)
         while queue:
-            taken = 0
-            for batch in reversed(self.batches):
-                run = self._hidden_run(batch, queue)
-                tokens = queue.context(run)
-                batch.add(queue.take(run), tokens)
-                taken += run
-            if not taken:
-                queue.leave_out(self._longest_fit(queue))
+            runs = [self._take_hidden_run(batch, queue) for batch in reversed(self.batches)]
+            if not any(runs):
+                queue.leave_out(self._fits_a_batch())
 
-    def _hidden_run(self, batch: CpuBatch, queue: _Queue) -> int:
-        """How many of the next requests a batch can take and stay hidden."""
-        cpu_attention_s, context, hidden_s = self.model.cpu_attention_s, queue.context, self._hidden_s(batch)
+    def _take_hidden_run(self, batch: CpuBatch, queue: _Queue) -> int:
+        """Put as many of the next requests into a batch as it can take and stay hidden; returns how many."""
+        cpu_attention_s, context = self.model.cpu_attention_s, queue.context
         size, tokens = batch.size, batch.context_tokens
-        return longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)) <= hidden_s, len(queue))
+        run = longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)), self._hidden_s(batch), len(queue))
+        if run:
+            batch.context_tokens += context(run)
+            batch.requests += queue.take(run)
+        return run
+
+    def _fits_a_batch(self) -> Callable[[int], bool]:
+        """Whether one of the batches can take a request of so many tokens and stay hidden."""
+        cpu_attention_s = self.model.cpu_attention_s
+        hidden = [(batch.size + 1, batch.context_tokens, self._hidden_s(batch)) for batch in self.batches]
+        return lambda n: any(cpu_attention_s(size, tokens + n) <= hidden_s for size, tokens, hidden_s in hidden)
 
     def _hidden_s(self, batch: CpuBatch) -> float:
         """For how long a batch's CPU attention stays hidden: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
@@ -157,29 +187,23 @@ class Pipeline:
             return self.model.linear_s(self.load.tokens + first.size)
         return self.model.linear_s(second.size) + self._lane_attention_s
 
-    def _longest_fit(self, queue: _Queue) -> int:
-        """The longest request that one of the batches can take; too short for all that wait if neither can."""
-        cpu_attention_s, shorter = self.model.cpu_attention_s, queue.shortest() - 1
-        hidden = [(batch.size + 1, batch.context_tokens + shorter, self._hidden_s(batch)) for batch in self.batches]
-        more = longest_run(
-            lambda n: any(cpu_attention_s(size, tokens + n) <= hidden_s for size, tokens, hidden_s in hidden),
-            queue.context(1) - shorter,
-        )
-        return shorter + more
-
-    def split_evenly(self, ready: Sequence[Request]) -> None:
+    def split_evenly(self, ready: CpuDecodes) -> None:
         """Take all requests, the longest first, into the batch with less to read, hidden or not."""
         first, second = self.batches
         ahead = first.context_tokens - second.context_tokens
-        for request in sorted(ready, key=attrgetter("num_tokens"), reverse=True):
-            tokens = request.num_tokens
+        longest_first = np.argsort(-ready.tokens, kind="stable")
+        to_first: list[int] = []
+        to_second: list[int] = []
+        for position, tokens in zip(longest_first.tolist(), ready.tokens[longest_first].tolist(), strict=True):
             if ahead <= 0:
-                first.requests.append(request)
+                to_first.append(position)
                 ahead += tokens
             else:
-                second.requests.append(request)
+                to_second.append(position)
                 ahead -= tokens
-        total = first.context_tokens + second.context_tokens + context_tokens(ready)
+        first.requests += ready.at(to_first)
+        second.requests += ready.at(to_second)
+        total = first.context_tokens + second.context_tokens + ready.context_tokens
         first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
         second.context_tokens = (total - ahead) // 2
 
@@ -187,47 +211,65 @@ class Pipeline:
 class _Queue:
     """CPU decodes on their way into the batches, oldest first."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._start_with(requests, [request.num_tokens for request in requests])
+    def __init__(self, decodes: CpuDecodes) -> None:
+        self._decodes = decodes
+        self._start_with(np.arange(len(decodes)))
 
-    def _start_with(self, requests: Sequence[Request], tokens: list[int]) -> None:
-        self._requests = requests
-        self._tokens = tokens
-        self._sums = [0, *accumulate(tokens)]
+    def _start_with(self, positions: np.ndarray) -> None:
+        """Let these decodes wait, and no others."""
+        self._positions = positions
+        self._tokens = self._decodes.tokens[positions]
+        self._sums = [0, *self._tokens.cumsum().tolist()]
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._requests) - self._next
+        return len(self._positions) - self._next
 
     def context(self, count: int) -> int:
         """Tokens of the next requests together."""
         return self._sums[self._next + count] - self._sums[self._next]
 
-    def shortest(self) -> int:
-        """Tokens of the shortest request that waits."""
-        return min(self._tokens[self._next :])
-
-    def take(self, count: int) -> Sequence[Request]:
+    def take(self, count: int) -> list[Request]:
         start, self._next = self._next, self._next + count
-        return self._requests[start : self._next]
+        return self._decodes.at(self._positions[start : self._next].tolist())
 
-    def leave_out(self, longest_fit: int) -> None:
-        """Go on to the next request of at most ``longest_fit`` tokens, without all that those before it rule out."""
-        requests, tokens = self._requests[self._next :], self._tokens[self._next :]
-        skipped = next((i for i, count in enumerate(tokens) if count <= longest_fit), len(tokens))
-        shortest_left_out = min(tokens[:skipped])
-        rest = [i for i in range(skipped, len(tokens)) if tokens[i] < shortest_left_out]
-        self._start_with([requests[i] for i in rest], [tokens[i] for i in rest])
+    def leave_out(self, fits: Callable[[int], bool]) -> None:
+        """Go on to the next request whose length ``fits``, without all that are as long as one that does not.
+
+        Only a request shorter than all before it can be the next that fits: no others are asked about.
+        """
+        tokens = self._tokens[self._next :]
+        shortest_so_far = np.minimum.accumulate(tokens)
+        shorter = np.flatnonzero(shortest_so_far[1:] < shortest_so_far[:-1]) + 1
+        too_long = bisect_left(shorter, True, key=lambda position: fits(tokens.item(position)))
+        if too_long == len(shorter):
+            self._next += len(tokens)
+            return
+        first = shorter[too_long]
+        rest = np.flatnonzero(tokens[first:] < shortest_so_far[first - 1]) + first
+        self._start_with(self._positions[self._next + rest])
 
 
-def longest_run(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count up to ``most`` that fits; what does not fit, does not fit with more. Few questions are asked:
-    counts double until one does not fit, and bisection finds where that began."""
-    reach = 1
-    while reach <= most and fits(reach):
-        reach *= 2
-    low, high = reach // 2, min(reach - 1, most)
-    while low < high:
-        middle = (low + high) // 2 + 1
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+def longest_run(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
+    """The largest count up to ``most`` that takes no longer than the limit; more never takes less.
+
+    Predictions cost, so few are asked for: what they give is almost a straight line, and the next guess is where one
+    through the ends of what is left crosses the limit. Bisection ends what is less straight.
+    """
+    if most < 1 or (low_s := seconds(1)) > limit_s:
+        return 0
+    if most == 1 or (high_s := seconds(most)) <= limit_s:
+        return most
+    low, high, guesses = 1, most, 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if guesses < MAX_GUESSES:
+            guesses += 1
+            crossing = low + int((limit_s - low_s) / (high_s - low_s) * (high - low))
+            middle = min(max(crossing, low + 1), high - 1)
+        middle_s = seconds(middle)
+        if middle_s <= limit_s:
+            low, low_s = middle, middle_s
+        else:
+            high, high_s = middle, middle_s
     return low

@@ -27,8 +27,8 @@ def backend() -> FakeBackend:
 
 def place(backend: FakeBackend, request_id: str, tier: Tier, block: int) -> Request:
     """A decoding request of three tokens whose first two are in the cache."""
-    request = Request(request_id, (2, 3, 4), SamplingParams(max_tokens=5), tier=tier, num_computed_tokens=2)
-    request.status = RequestStatus.RUNNING
+    request = Request(request_id, (2, 3, 4), SamplingParams(max_tokens=5), tier=tier)
+    request.status, request.num_uncomputed = RequestStatus.RUNNING, 1
     backend.block_tables = {**backend.block_tables, request_id: [block]}
     for layer in range(LAYERS):
         for position in range(2):

@@ -17,7 +17,7 @@ def make_backend(cpu_token_s: float = 1e-6, **options: object) -> SimulatedBacke
 
 def cpu_request(request_id: str, tokens: int) -> Request:
     request = Request(request_id, (1,) * tokens, SamplingParams(max_tokens=9), tier=Tier.CPU)
-    request.status, request.num_computed_tokens = RequestStatus.RUNNING, tokens - 1
+    request.status, request.num_uncomputed = RequestStatus.RUNNING, 1
     return request
 
 
