@@ -22,20 +22,22 @@ class Assumption:
     """One figure of a :class:`~evaluation.papers.PaperSetting` that can be replaced.
 
     ``name`` is that of the command line and of a row's ``sensitivity``; ``field`` the row's field with the value;
-    ``words``, ``axis`` and ``column`` name it in figures and tables, ``tag`` and ``unit`` in keys and labels of points.
+    ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
     ``concerns`` says whether a system depends on it: one that does not runs once, its field empty.
     """
 
     name: str
     field: str
     words: str
-    axis: str
+    unit: str
     column: str
     tag: str
-    unit: str
-    example: str
     concerns: Callable[[PaperSetting, str], bool]
     replaced: Callable[[PaperSetting, float], PaperSetting]
+
+    @property
+    def axis(self) -> str:
+        return f"{self.unit} (assumed)"
 
 
 @dataclass(frozen=True)
@@ -63,35 +65,27 @@ def with_gpu_blocks(setting: PaperSetting, num_blocks: float) -> PaperSetting:
     return setting.with_figures("--sensitivity gpu_blocks", num_gpu_blocks=int(num_blocks))
 
 
-ASSUMPTIONS = {
-    assumption.name: assumption
-    for assumption in (
-        Assumption(
-            name="cpu_bandwidth",
-            field="cpu_bandwidth_gb_s",
-            words="the speed of CPU attention",
-            axis="CPU attention bandwidth (GB/s, assumed)",
-            column="CPU GB/s",
-            tag="cpu",
-            unit="GB/s of CPU attention",
-            example="cpu_bandwidth=20..300",
-            concerns=lambda setting, system: setting.kernel_of(system) is not None,
-            replaced=with_cpu_bandwidth,
-        ),
-        Assumption(
-            name="gpu_blocks",
-            field="num_gpu_blocks",
-            words="the size of the GPU's KV pool",
-            axis="KV blocks in the GPU's pool (16 tokens each, assumed)",
-            column="blocks",
-            tag="blocks",
-            unit="KV blocks on the GPU",
-            example="gpu_blocks=54..400",
-            concerns=lambda setting, system: True,
-            replaced=with_gpu_blocks,
-        ),
-    )
-}
+CPU_BANDWIDTH = Assumption(
+    name="cpu_bandwidth",
+    field="cpu_bandwidth_gb_s",
+    words="the speed of CPU attention",
+    unit="GB/s of CPU attention",
+    column="CPU GB/s",
+    tag="cpu",
+    concerns=lambda setting, system: setting.kernel_of(system) is not None,
+    replaced=with_cpu_bandwidth,
+)
+GPU_BLOCKS = Assumption(
+    name="gpu_blocks",
+    field="num_gpu_blocks",
+    words="the size of the GPU's KV pool",
+    unit="KV blocks of 16 tokens on the GPU",
+    column="blocks",
+    tag="blocks",
+    concerns=lambda setting, system: True,
+    replaced=with_gpu_blocks,
+)
+ASSUMPTIONS = {assumption.name: assumption for assumption in (CPU_BANDWIDTH, GPU_BLOCKS)}
 
 
 def varied_in(records: Iterable[FlatRecord]) -> Assumption | None:
@@ -109,8 +103,7 @@ def parse_sensitivity(text: str) -> Variation:
     try:
         name, low, high = match[1], float(match[2]), float(match[3])
     except (TypeError, ValueError):
-        examples = " or ".join(assumption.example for assumption in ASSUMPTIONS.values())
-        raise ValueError(f"--sensitivity {text!r}: write it as {examples}") from None
+        raise ValueError(f"--sensitivity {text!r}: write it as NAME=LOW..HIGH, like cpu_bandwidth=20..300") from None
     if name not in ASSUMPTIONS:
         raise ValueError(f"--sensitivity {name}: what can be varied is {', '.join(ASSUMPTIONS)}")
     if not 0 < low < high:

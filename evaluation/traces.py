@@ -16,6 +16,8 @@ import numpy as np
 import yaml
 
 from evaluation.paths import EXPERIMENTS_DIR, trace_dirs
+from evaluation.trace_files import TraceRow, read_rows
+from evaluation.trace_sources import SOURCES, Source
 
 OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
 
@@ -27,15 +29,6 @@ class Origin:
     kind: OriginKind
     note: str
     file: str | None = None
-
-
-@dataclass(frozen=True)
-class TraceRow:
-    """Lengths in tokens; ``arrival_s`` is seconds from the first row, None where the source has none."""
-
-    input_tokens: int
-    output_tokens: int
-    arrival_s: float | None = None
 
 
 class Trace(Protocol):
@@ -90,13 +83,17 @@ class RecordedTrace:
 
 @dataclass(frozen=True)
 class FittedTrace:
-    """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently."""
+    """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently.
+
+    ``original`` names the published trace that has arrivals, for scripts/download_traces.py; None where none has.
+    """
 
     name: str
     title: str
     origin: Origin
     input_quantiles: tuple[tuple[float, float], ...]
     output_quantiles: tuple[tuple[float, float], ...]
+    original: str | None = None
 
     def __post_init__(self) -> None:
         for label, table in (("input", self.input_quantiles), ("output", self.output_quantiles)):
@@ -117,9 +114,9 @@ class FittedTrace:
         return [TraceRow(int(given), int(out)) for given, out in zip(*columns, strict=True)]
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        fetch = f", or fetch them: python scripts/download_traces.py {self.original}" if self.original else ""
         raise ValueError(
-            f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson) "
-            f"or put the trace file into {trace_dirs()[0]}"
+            f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson){fetch}"
         )
 
 
@@ -156,33 +153,6 @@ class UniformTrace:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
 
 
-def read_rows(path: Path) -> tuple[TraceRow, ...]:
-    """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens.
-
-    Raises:
-        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the
-        file.
-    """
-    with path.open() as lines:
-        columns = next(lines, "").strip().split(",")
-        try:
-            arrival, given, out = (columns.index(name) for name in ("arrival_s", "input_tokens", "output_tokens"))
-        except ValueError:
-            raise ValueError(f"{path}: needs columns arrival_s,input_tokens,output_tokens, has {columns}") from None
-        rows = []
-        for number, line in enumerate(lines, start=2):
-            cells = line.rstrip("\n").split(",")
-            if len(cells) < len(columns):
-                raise ValueError(f"{path}:{number}: {len(cells)} cells where the header has {len(columns)}")
-            row = TraceRow(int(cells[given]), int(cells[out]), float(cells[arrival]) if cells[arrival] else None)
-            if row.input_tokens < 1 or row.output_tokens < 1:
-                raise ValueError(f"{path}:{number}: lengths must be at least 1 token")
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{path}: no rows")
-    return tuple(rows)
-
-
 @functools.cache
 def catalogue() -> dict[str, Any]:
     """The workloads known, by name, as configs/experiments/workloads.yaml describes them."""
@@ -208,4 +178,11 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     fitted = entry["fitted"]
     tables = [tuple((level, tokens) for level, tokens in fitted[key]) for key in ("input_tokens", "output_tokens")]
-    return FittedTrace(name, entry["title"], Origin("fitted", fitted["note"]), *tables)
+    original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
+    return FittedTrace(name, entry["title"], Origin("fitted", fitted["note"]), *tables, original=original)
+
+
+def fetchable(name: str) -> list[Source]:
+    """The published traces of a workload that scripts/download_traces.py fetches."""
+    files = {source["file"] for source in catalogue()[name]["sources"]}
+    return [source for source in SOURCES if source.file in files]

@@ -83,6 +83,7 @@ def test_options_override_the_file(model):
     assert [w.output_lens for w in plan.workloads] == [(10, 20), ()]
     made = make_points(plan)
     assert len(made) == 2 * 3 and {p.task.engine.num_gpu_blocks for p in made} == {7}
+    assert {point.task.engine.lane_threads for point in made} == {1}
     assert made[0].task.engine.cpu_threads == 3 and made[0].task.lengths.spec.seed == 9
 
 

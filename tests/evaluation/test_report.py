@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.report import Options, claim_rows, latest_folders, main, origin_of, read_section, render
+from evaluation.report import Options, claim_rows, latest_folders, main, read_section, render
+from evaluation.report_tables import origin_of
 from evaluation.results import ResultFolder, flat_record
 from tests.evaluation.headless_browser import NOT_FOUND, Browser, find_browser
 

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
+import json
 
 import numpy as np
 import pytest
+import yaml
 
 from evaluation import traces
-from evaluation.paths import REPO_ROOT
+from evaluation.paths import EXPERIMENTS_DIR
+from evaluation.trace_files import TraceRow, read_rows, write_rows
+from evaluation.trace_sources import SOURCES
 from evaluation.traces import FittedTrace, Origin, load_trace
 
 PUBLISHED = {  # workload: (input mean, p50, p90, p99), (output mean, p50, p90, p99) of the source
     "azure-conv": ((1610, 919, 3817, 6655), (104.6, 34, 328, 669)),  # means by the published histograms
     "azure-conv-2023": ((1155, 1020, 2734, 4142), (211, 129, 424, 601)),
+    "azure-code": ((2048, 1469, 5188, 7436), (28, 13, 55, 252)),
     "livebench": ((453, 361, 1120, 2226), (537, 329, 1390, 2048)),
     "dolphin-r1": ((290, 200, 632, 1470), (2279, 1776, 4572, 7600)),
     "osc": ((372, 371, 514, 555), (45, 45, 56, 65)),
@@ -93,7 +96,7 @@ def test_bad_file_is_named(tmp_path, text, message):
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"bad.csv.*{message}"):
-        traces.read_rows(path)
+        read_rows(path)
 
 
 def test_unknown_names_are_refused(tmp_path):
@@ -105,11 +108,44 @@ def test_unknown_names_are_refused(tmp_path):
         FittedTrace("x", "x", Origin("fitted", ""), ((0, 5), (1, 3)), ((0, 1), (1, 2)))
 
 
-def test_downloaded_traces_are_found_by_their_file_names(monkeypatch):
-    path = REPO_ROOT / "scripts" / "download_traces.py"
-    spec = importlib.util.spec_from_file_location("download_traces", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "download_traces", module)  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    known = {source["file"] for entry in traces.catalogue().values() for source in entry["sources"]}
-    assert {f"{source.stem}.csv" for source in module.SOURCES} <= known
+def workloads_named(settings: object) -> set[str]:
+    """Every value of a key `workload`, or of a workload's `name`, at whatever depth."""
+    if isinstance(settings, list):
+        return set().union(*map(workloads_named, settings))
+    if not isinstance(settings, dict):
+        return set()
+    own = {settings[key] for key in ("workload", "name") if key in settings}
+    return own.union(*map(workloads_named, settings.values()))
+
+
+def test_every_workload_of_the_figures_can_be_drawn_and_its_original_fetched(no_files):
+    figures = [path for path in EXPERIMENTS_DIR.glob("*.yaml") if path.stem not in ("papers", "workloads")]
+    named = set().union(*(workloads_named(yaml.safe_load(path.read_text())) for path in figures))
+    assert {"azure-code", "osc"} <= named <= set(traces.catalogue())
+    for name in traces.catalogue():
+        assert load_trace(name).sample(10, seed=0) and traces.fetchable(name)
+
+
+def test_every_fetched_trace_belongs_to_a_workload():
+    assert {source for name in traces.catalogue() for source in traces.fetchable(name)} == set(SOURCES)
+
+
+@pytest.mark.parametrize("name", [name for name in traces.catalogue() if name.startswith("azure")])
+def test_missing_arrivals_name_the_command_that_fetches_them(name, no_files, tmp_path):
+    with pytest.raises(ValueError, match=r"scripts/download_traces\.py") as raised:
+        load_trace(name).window(2, seed=0)
+    (source,) = [source for source in SOURCES if str(raised.value).endswith(source.name)]
+    write_trace(tmp_path, source.file)
+    assert len(load_trace(name, tmp_path).window(2, seed=0)) == 2
+
+
+def test_no_command_is_named_where_the_original_has_no_arrivals_either(no_files):
+    with pytest.raises(ValueError, match=r"\(Poisson\)$"):
+        load_trace("osc").window(2, seed=0)
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    rows = (TraceRow(5, 6, 0.0), TraceRow(7, 8, 1.25), TraceRow(1, 1))
+    write_rows(tmp_path / "folder" / "some.csv", rows, {"name": "some"})
+    assert read_rows(tmp_path / "folder" / "some.csv") == rows
+    assert json.loads((tmp_path / "folder" / "some.json").read_text()) == {"name": "some"}

@@ -1,145 +1,166 @@
-"""Conversions of the request traces, on small samples written here in the sources' own formats."""
+"""The command, from the sources' own formats to trace files; the answers of the sources' servers are written here."""
 
-import csv
+import importlib.util
+import io
 import json
+from email.message import Message
 from pathlib import Path
+from urllib.error import URLError
+from urllib.response import addinfourl
 
-import download_traces as traces
 import pandas as pd
 import pytest
+import tyro
+from download_traces import Options, main
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
+from evaluation import trace_downloads, trace_sources
+from evaluation.trace_files import TraceRow, read_rows
+from evaluation.trace_sources import SOURCES
+
+ORIGINS = {source.name: source.origin for source in SOURCES}
+AZURE_2023 = b"""TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
 2023-11-16 18:15:48.6805900,879,55
+2023-11-16 18:16:00.0000000,0,5
 """
-AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
-2024-05-12 00:00:00+00:00,1452,3
-2024-05-12 00:00:00.041000+00:00,584,3
-2024-05-12 00:00:00.157000+00:00,862,38
-2024-05-12 00:01:00+00:00,1569,3
-2024-05-12 00:01:00.500000+00:00,617,104
-"""
-
-
-def count_words(texts: list[str]) -> list[int]:
-    return [len(text.split()) for text in texts]
+AZURE_2024 = b"TIMESTAMP,ContextTokens,GeneratedTokens\n" + b"".join(
+    b"2024-05-12 00:%02d:%02d+00:00,%d,3\n" % (*divmod(number, 60), number + 1) for number in range(1500)
+)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(traces, "CACHE_DIR", tmp_path / "cache")
-    return tmp_path / "cache"
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "traces"
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
+@pytest.fixture
+def web(monkeypatch) -> dict[str, bytes]:
+    """What the addresses answer; whatever is not in here cannot be reached."""
+    answers: dict[str, bytes] = {}
+
+    def open_url(url: str) -> addinfourl:
+        if url not in answers:
+            raise URLError(f"{url} not reachable")
+        headers = Message()
+        headers["Content-Length"] = str(len(answers[url]))
+        return addinfourl(io.BytesIO(answers[url]), headers, url)
+
+    for module in (trace_downloads, trace_sources):
+        monkeypatch.setattr(module, "open_url", open_url)
+    return answers
 
 
-def test_azure_rows_are_ordered_by_arrival_and_start_at_zero(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text(AZURE_2023)
-    rows = traces.convert_azure(path)
-    assert [row[1:] for row in rows] == [(374, 44), (879, 55), (396, 109)]
-    assert [row.arrival_s for row in rows] == pytest.approx([0.0, 2.0, 4.314579])
+@pytest.fixture
+def hub(web, monkeypatch):
+    """Puts a split of a dataset onto the Hugging Face hub. Its parts are pickled, since parquet needs pyarrow."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pyarrow" or find_spec(name))
+    monkeypatch.setattr(pd, "read_parquet", lambda path, columns: pd.read_pickle(path)[columns])
+
+    def publish(dataset: str, split: str, *parts: dict[str, list]) -> None:
+        urls = []
+        for number, part in enumerate(parts):
+            buffer = io.BytesIO()
+            pd.DataFrame(part).assign(unread="").to_pickle(buffer)
+            urls.append(f"https://hub/{dataset}/{number}")
+            web[urls[-1]] = buffer.getvalue()
+        web[f"https://huggingface.co/api/datasets/{dataset}/parquet"] = json.dumps({"default": {split: urls}}).encode()
+
+    return publish
 
 
-def test_azure_timestamps_with_and_without_fraction(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text(AZURE_2024)
-    arrivals = [row.arrival_s for row in traces.convert_azure(path)]
-    assert arrivals == pytest.approx([0.0, 0.041, 0.157, 60.0, 60.5])
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 1000])
-def test_azure_stride_counts_across_chunks(tmp_path, monkeypatch, chunk):
-    path = tmp_path / "azure.csv"
-    path.write_text(AZURE_2024)
-    read = pd.read_csv
-    monkeypatch.setattr(pd, "read_csv", lambda file, chunksize: read(file, chunksize=chunk))
-    assert [row.input_tokens for row in traces.convert_azure(path, stride=2)] == [1452, 862, 617]
-
-
-def test_dolphin_output_is_reasoning_and_answer():
-    record = {
-        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why is it so"}],
-        "reasoning": "let me think about it",
-        "answer": "because",
-        "model": "r1",
-    }
-    lines = [json.dumps(record).encode(), b"\n", json.dumps(record | {"reasoning": None}).encode()]
-    rows = traces.convert_texts(traces.dolphin_pairs(lines), count_words, max_rows=10)
-    assert rows == [(None, 6, 6), (None, 6, 1)]
-
-
-def test_text_sources_stop_at_max_rows():
-    endless = (("one two", "three") for _ in iter(int, 1))
-    assert len(traces.convert_texts(endless, count_words, max_rows=300)) == 300
-
-
-def test_livebench_joins_questions_with_one_models_answers():
-    questions = pd.DataFrame({"question_id": ["a", "b", "c"], "turns": [["x y"], ["x", "y z"], ["never asked"]]})
-    answers = pd.DataFrame(
-        {
-            "question_id": ["b", "a", "a", "gone"],
-            "model_id": ["small-8b", "small-8b", "other", "small-8b"],
-            "choices": [[{"turns": ["1", "2 3"]}], [{"turns": ["1"]}], [{"turns": ["9 9 9"]}], [{"turns": ["0"]}]],
-        }
-    )
-    pairs = traces.livebench_pairs(questions, answers, "small-8b")
-    assert traces.convert_texts(pairs, count_words, 10) == [(None, 3, 3), (None, 2, 1)]
-    with pytest.raises(RuntimeError, match="small-8b"):
-        list(traces.livebench_pairs(questions, answers, "absent"))
-
-
-def test_a_fetched_trace_is_written_with_its_provenance(tmp_path, cache, monkeypatch, capsys):
-    """The whole command, with the source's address replaced by a local file."""
-    original = tmp_path / "original.csv"
-    original.write_text(AZURE_2023 + "2023-11-16 18:16:00.0000000,0,5\n")
-    monkeypatch.setattr(traces, "AZURE_2023", original.as_uri())
-    assert traces.main(["azure2023-conv"]) == 0
-    path = cache / "traces" / "azure2023_conv.csv"
-    assert capsys.readouterr().out.strip() == str(path)
-    assert read_csv(path)[1] == {"arrival_s": "2.000000", "input_tokens": "879", "output_tokens": "55"}
-    provenance = json.loads(path.with_suffix(".json").read_text())
-    assert (provenance["rows"], provenance["rows_left_out"], provenance["licence"]) == (3, 1, "CC-BY-4.0")
-
-
-def test_text_trace_has_no_arrivals_and_names_its_tokenizer(tmp_path, cache, monkeypatch):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+@pytest.fixture
+def words(tmp_path) -> Path:
+    """A tokenizer whose tokens are words."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    source = tmp_path / "dolphin.jsonl"
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["azure2023-conv", "azure2023-code"])
+def test_a_fetched_trace_is_written_with_its_provenance(name, web, cache, capsys):
+    web[ORIGINS[name]] = AZURE_2023
+    assert main(Options(names=(name,))) == 0
+    path = cache / f"{name.replace('-', '_')}.csv"
+    assert capsys.readouterr().out.strip() == str(path)
+    assert path.read_text().splitlines()[:3] == [
+        "arrival_s,input_tokens,output_tokens",
+        "0.000000,374,44",
+        "2.000000,879,55",
+    ]
+    assert read_rows(path)[2] == TraceRow(396, 109, 4.314579)
+    provenance = json.loads(path.with_suffix(".json").read_text())
+    assert (provenance["rows"], provenance["rows_left_out"], provenance["licence"]) == (3, 1, "CC-BY-4.0")
+    assert provenance["origin"].endswith(f"AzureLLMInferenceTrace_{name[-4:]}.csv")
+
+
+def test_texts_have_no_arrivals_and_name_their_tokenizer(web, cache, words):
     record = {"messages": [{"role": "user", "content": "a b c"}], "reasoning": "d e", "answer": "f"}
-    source.write_text((json.dumps(record) + "\n") * 5)
-    monkeypatch.setattr(traces, "DOLPHIN", source.as_uri())
-    assert traces.main(["dolphin-r1", "--tokenizer", str(tmp_path), "--max-rows", "4"]) == 0
-    path = cache / "traces" / "dolphin_r1.csv"
-    assert read_csv(path) == [{"arrival_s": "", "input_tokens": "3", "output_tokens": "3"}] * 4
-    assert json.loads(path.with_suffix(".json").read_text())["tokens_counted_by"] == str(tmp_path)
+    web[ORIGINS["dolphin-r1"]] = (json.dumps(record) + "\n").encode() * 5
+    assert main(Options(names=("dolphin-r1",), tokenizer=words, max_rows=4)) == 0
+    path = cache / "dolphin_r1.csv"
+    assert read_rows(path) == (TraceRow(3, 3, None),) * 4
+    assert json.loads(path.with_suffix(".json").read_text())["tokens_counted_by"] == str(words)
 
 
-def test_a_failing_source_is_reported_and_the_next_one_still_fetched(tmp_path, cache, monkeypatch, capsys):
-    original = tmp_path / "original.csv"
-    original.write_text(AZURE_2024)
-    monkeypatch.setattr(traces, "AZURE_2023", (tmp_path / "absent.csv").as_uri())
-    monkeypatch.setattr(traces, "AZURE_2024", original.as_uri())
-    assert traces.main(["azure2023-conv", "azure2024-conv"]) == 1
+def test_livebench_is_put_together_from_its_datasets(hub, cache, words):
+    for category in trace_sources.LIVEBENCH_CATEGORIES:
+        hub(f"livebench/{category}", "test", {"question_id": [category], "turns": [["x y", category]]})
+    answers = [
+        {"question_id": [name], "model_id": [model], "choices": [[{"turns": ["1 2"]}]]}
+        for name, model in (("math", "small"), ("coding", "small"), ("reasoning", "other"))
+    ]
+    hub("livebench/model_answer", "leaderboard", *answers)
+    assert main(Options(names=("livebench",), tokenizer=words, livebench_model="small")) == 0
+    assert read_rows(cache / "livebench.csv") == (TraceRow(3, 2), TraceRow(3, 2))
+    assert json.loads((cache / "livebench.json").read_text())["livebench_model"] == "small"
+
+
+def test_osc_is_fetched_as_text_and_as_neo_replays_it(hub, web, cache, words):
+    hub("CarperAI/openai_summarize_comparisons", "test", {"prompt": ["a b c"], "chosen": ["d"]})
+    web[ORIGINS["osc-neo-llama2"]] = b'[{"prompt": 269, "max_tokens": 42}, {"prompt": 270, "max_tokens": 52}]'
+    assert main(Options(names=("osc", "osc-neo-llama2"), tokenizer=words)) == 0
+    assert read_rows(cache / "osc.csv") == (TraceRow(3, 1),)
+    assert read_rows(cache / "osc_neo_llama2.csv") == (TraceRow(269, 42), TraceRow(270, 52))
+
+
+def test_a_failing_source_is_reported_and_the_next_one_still_fetched(web, cache, capsys):
+    web[ORIGINS["azure2024-conv"]] = AZURE_2024
+    assert main(Options(names=("azure2023-conv", "azure2024-conv"))) == 1
     assert "azure2023-conv: failed" in capsys.readouterr().err
-    assert [row["input_tokens"] for row in read_csv(cache / "traces" / "azure2024_conv.csv")] == ["1452"]
-    assert not (cache / "traces" / "azure2023_conv.csv").exists()
+    assert [row.input_tokens for row in read_rows(cache / "azure2024_conv.csv")] == [1, 1001]
+    assert not (cache / "azure2023_conv.csv").exists()
 
 
-def test_missing_tokenizer_says_what_to_do(tmp_path):
-    with pytest.raises(RuntimeError, match=r"prepare_model\.py"):
-        traces.load_counter(tmp_path)(["text"])
+def test_a_trace_without_usable_rows_is_no_trace(web, cache, capsys):
+    web[ORIGINS["azure2023-conv"]] = AZURE_2023.splitlines(keepends=True)[0]
+    assert main(Options(names=("azure2023-conv",))) == 1
+    assert "no usable row in 0" in capsys.readouterr().err and not cache.exists()
+
+
+def test_missing_tokenizer_says_what_to_do_before_anything_is_fetched(web, cache, tmp_path, capsys):
+    assert main(Options(names=("dolphin-r1",), tokenizer=tmp_path)) == 1
+    assert "prepare_model.py" in capsys.readouterr().err
 
 
 def test_list_names_every_source_with_its_licence(capsys):
-    assert traces.main(["--list"]) == 0
+    assert main(Options(list_only=True)) == 0
     listed = capsys.readouterr().out
-    for source in traces.SOURCES:
+    assert main(Options()) == 0
+    assert capsys.readouterr().out == listed
+    for source in SOURCES:
         assert source.name in listed and source.origin in listed and source.licence in listed
+
+
+def test_command_line_knows_the_sources(capsys):
+    assert tyro.cli(Options, args=["osc", "azure2023-code", "--max-rows", "5"]) == Options(
+        names=("osc", "azure2023-code"), max_rows=5
+    )
+    assert tyro.cli(Options, args=["--list"]) == Options(list_only=True)
+    with pytest.raises(SystemExit):
+        tyro.cli(Options, args=["sharegpt"])
+    assert "azure2023-code" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Fetching published files, and datasets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import urllib.request
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from urllib.response import addinfourl
+
+    import pandas as pd
+
+HUGGING_FACE = "https://huggingface.co"
+
+
+def open_url(url: str) -> addinfourl | HTTPResponse:
+    return urllib.request.urlopen(urllib.request.Request(url, headers={"User-Agent": "apex-download"}), timeout=60)
+
+
+def download(url: str, path: Path) -> None:
+    """Copy ``url`` to ``path`` and show how far it is.
+
+    Raises:
+        OSError: it could not be had (urllib's errors are OSErrors), or ended too early.
+    """
+    progress = Progress(
+        *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
+    )
+    with open_url(url) as response, path.open("wb") as file, progress:
+        total = int(response.headers.get("Content-Length") or 0) or None
+        task = progress.add_task(url.rpartition("/")[2], total=total)
+        while chunk := response.read(1 << 20):
+            file.write(chunk)
+            progress.advance(task, len(chunk))
+        if total and file.tell() != total:
+            raise OSError(f"{url} ended after {file.tell()} of {total} bytes; try again")
+
+
+def read_parquet(dataset: str, split: str, columns: list[str], folder: Path) -> pd.DataFrame:
+    """One split of a Hugging Face dataset, through the list of parquet files that the hub keeps for it.
+
+    Raises:
+        RuntimeError: pandas cannot read parquet here, or there is no such split.
+        OSError: it could not be had.
+    """
+    import pandas as pd
+
+    if importlib.util.find_spec("pyarrow") is None:
+        raise RuntimeError(f"{dataset} is in parquet: pip install pyarrow, then try again")
+    with open_url(f"{HUGGING_FACE}/api/datasets/{dataset}/parquet") as response:
+        splits = next(iter(json.load(response).values()))
+    if split not in splits:
+        raise RuntimeError(f"{dataset} has no split {split!r}, only {sorted(splits)}")
+    frames = []
+    for url in splits[split]:
+        path = folder / "part.parquet"
+        download(url, path)
+        frames.append(pd.read_parquet(path, columns=columns))
+    return pd.concat(frames, ignore_index=True)
