@@ -9,6 +9,7 @@ from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+LONG_TOKENS = 1000  # take a tenth of a millisecond to decode
 MAX_PENDING_TOKENS = 8  # no character is cut into more: tokens that still give none are not text
 
 
@@ -58,6 +59,8 @@ class Tokenizer:
         return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(token_ids) > LONG_TOKENS:  # lets other threads run meanwhile, as in encode
+            return self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _num_chars(self, token_id: int) -> int:

@@ -28,6 +28,7 @@ from swiftllm.server.settings import ServerSettings
 from swiftllm.server.status import IterationRecorder, StatusPage
 
 Body = TypeVar("Body", bound=Lenient)
+READ = ["GET", "HEAD"]  # some load balancers ask for the head alone
 
 
 def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> FastAPI:
@@ -70,11 +71,11 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await chat(context, await body_of(request, ChatRequest), request)
 
-    @router.get("/v1/models")
+    @router.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model_card(context)]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> Response:
         context.check_model(name)
         return JSONResponse(model_card(context))
@@ -88,14 +89,16 @@ def api_routes(context: ServingContext) -> APIRouter:
             tokens = await context.encode(body.prompt, body.add_special_tokens)
         else:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
-        strings = context.needed_tokenizer().token_strings(tokens) if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = await context.beside(context.needed_tokenizer().token_strings, tokens)
         count = {"count": len(tokens), "max_model_len": context.max_model_len}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await body_of(request, DetokenizeRequest)
-        text = context.needed_tokenizer().decode(body.tokens, skip_special_tokens=False)
+        text = await context.beside(context.needed_tokenizer().decode, body.tokens, False)
         return JSONResponse({"prompt": text})
 
     return router
@@ -105,17 +108,17 @@ def open_routes(context: ServingContext) -> APIRouter:
     """What answers without an API key: nothing of it costs anything or tells a secret."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=READ)
     async def health() -> Response:
         state = context.service.health
         line = state.status if not state.reason else f"{state.status}: {state.reason}"
         return PlainTextResponse(line, 200 if state.status == "ok" else 503)
 
-    @router.api_route("/ping", methods=["GET", "POST"])
+    @router.api_route("/ping", methods=[*READ, "POST"])
     async def ping() -> Response:
         return await health()
 
-    @router.get("/version")
+    @router.api_route("/version", methods=READ)
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 

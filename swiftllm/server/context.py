@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swiftllm.server.errors import ApiError
 from swiftllm.server.protocol import ChatMessage
@@ -16,6 +16,9 @@ from swiftllm.server.settings import ServerSettings
 from swiftllm.tokenizer import Tokenizer
 
 LONG_TEXT_CHARS = 2000  # takes about a millisecond to tokenize, as long as the event loop may be held up
+MAX_NAME_CHARS = 100  # of what a client says, in a message
+
+Result = TypeVar("Result")
 
 
 class ServingContext:
@@ -42,7 +45,7 @@ class ServingContext:
             ApiError: another model is asked for.
         """
         if name is not None and name != self.model_name:
-            message = f"the model {name!r} does not exist; this server serves {self.model_name!r}"
+            message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     @property
@@ -61,6 +64,10 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self._tokenizer
 
+    async def beside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """What a function returns that would hold up the event loop, called beside it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Tokens of a text; a long one is tokenized beside the event loop.
 
@@ -70,8 +77,7 @@ class ServingContext:
         tokenizer = self.needed_tokenizer()
         if len(text) <= LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
+        return await self.beside(tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
         """Tokens of a conversation in the model's own form.
@@ -81,7 +87,11 @@ class ServingContext:
         """
         plain: list[dict[str, Any]] = [message.for_template() for message in messages]
         try:
-            text = self.needed_tokenizer().render_chat(plain, add_generation_prompt)
+            render = self.needed_tokenizer().render_chat
+            if sum(len(message["content"]) for message in plain) <= LONG_TEXT_CHARS:
+                text = render(plain, add_generation_prompt)
+            else:
+                text = await self.beside(render, plain, add_generation_prompt)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
         return await self.encode(text, add_special_tokens=False)

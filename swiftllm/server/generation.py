@@ -122,7 +122,7 @@ class Generation:
 
     def _end(self, choice: Choice) -> None:
         choice.stream.listen(None)
-        self._service.abort([choice.stream.request_id])  # a stop string ends it before the engine would
+        self._service.end(choice.stream.request_id, "stop")  # a stop string ends it before the engine would
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)

@@ -153,8 +153,10 @@ class Metrics(Collector):
         with self._lock:
             self._prompt.observe(request.prompt_len)
             self._output.observe(request.output_len)
-            if request.finish_s is not None:
-                self._latency.observe(request.finish_s - request.arrival_s)
+            # A stop string, or an error of the service's, ends a request before the engine does.
+            end_s = request.finish_s if request.finish_s is not None else times_s[-1] if times_s else None
+            if end_s is not None:
+                self._latency.observe(end_s - request.arrival_s)
             if admissions_s := [time_s for time_s, tier in request.tier_history if tier != WAITING]:
                 self._queued.observe(admissions_s[0] - request.arrival_s)
             if len(times_s) > 1:

@@ -244,7 +244,7 @@ class ChatMessage(Lenient):
                     message = f"content of type {part.type!r} is not implemented: this model reads text only"
                     raise ApiError(400, message, "messages", "unsupported_parameter")
             content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
 class ChatRequest(GenerationRequest):

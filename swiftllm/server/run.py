@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
 import resource
 import signal
 import sys
@@ -19,6 +21,7 @@ from swiftllm.server.status import IterationRecorder
 # The engine's thread launches a layer's work and sleeps, over and over. By default it would wait up to 5 ms for the
 # interpreter's lock when it wakes up while the event loop serves a step's tokens, and the device with it.
 SWITCH_INTERVAL_S = 0.001
+EXIT_INTERRUPTED = 130  # as shells have it
 LAST_BYTES_TIMEOUT_S = 5  # for clients to read what was sent, once all requests have ended
 
 
@@ -36,7 +39,8 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler; the base class would stop listening, and die of the same signal in the end."""
         if self._draining is not None and sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
+            logging.getLogger("uvicorn.error").warning("Interrupted again: quitting at once")
+            os._exit(EXIT_INTERRUPTED)  # whatever hangs, and without the errors of all that is cut off
         asyncio.get_running_loop().call_soon_threadsafe(self.begin_to_drain)
 
     def begin_to_drain(self) -> None:

@@ -136,6 +136,13 @@ class EngineService:
         """Have these requests ended, wherever they stand; those already over are ignored. From any thread."""
         self._ledger.abort(request_ids)
 
+    def end(self, request_id: str, reason: str) -> None:
+        """What was wanted of a request is there, for ``reason``; ignored if the engine has ended it. Any thread."""
+        with self._ledger.lock:
+            entry = self._ledger.entries.get(request_id)
+            if entry is not None and self._ledger.end(entry, reason):
+                self._ledger.abort([request_id])
+
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` of every step and every end of a request."""
         self._loop.observers.append(observer)

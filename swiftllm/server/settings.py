@@ -21,8 +21,8 @@ class ServerSettings:
     """What clients call the model; by default the name of its folder."""
     api_key: str | None = None
     """Clients must send it as `Authorization: Bearer KEY`; by default anybody may come in."""
-    max_body_bytes: int = 16 * 2**20
-    """Size of a request's body at most."""
+    max_body_bytes: int = 4 * 2**20
+    """Size of a request's body at most; reading a large one holds up all streams."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

@@ -61,7 +61,7 @@ class StatusPage:
         self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
         self.router = APIRouter(lifespan=self._lifespan)
         for path, endpoint in (("/", self._html), ("/status.json", self._json)):
-            self.router.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)
+            self.router.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
 
     @asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:

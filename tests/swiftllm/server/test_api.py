@@ -3,11 +3,14 @@
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 
 from swiftllm import SamplingParams
 from swiftllm.server.context import LONG_TEXT_CHARS
+from swiftllm.tokenizer import LONG_TOKENS
+from tests.swiftllm.server.http_server import TIMEOUT_S
 
 PROMPT = "Once upon a time the queen said: 'an inn?'"
 GREEDY = {"model": "tiny-chat", "temperature": 0.0}
@@ -110,6 +113,20 @@ def test_a_stop_string_ends_the_text(server, llm, stream, include):
     assert chunks[-1].choices[0].model_extra["stop_reason"] == stop
 
 
+def test_a_request_that_ended_by_a_stop_string_counts_as_stopped(server, llm):
+    def ended(reason: str) -> float:
+        name = f'finished_reason="{reason}"'
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:request_success_total") and name in x)
+
+    stop, _ = stop_string(offline_text(llm))
+    before = ended("stop"), ended("abort")
+    server.client().completions.create(prompt=PROMPT, max_tokens=40, stop=stop, **GREEDY)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (ended("stop"), ended("abort")) != (before[0] + 1, before[1]):  # the engine takes its next step first
+        assert time.monotonic() < deadline_s
+
+
 def test_tokens_after_a_stop_string_are_not_counted(server, llm):
     stop, _ = stop_string(offline_text(llm))
     usage = server.client().completions.create(prompt=PROMPT, max_tokens=40, stop=stop, **GREEDY).usage
@@ -180,6 +197,13 @@ def test_content_may_come_in_parts(server):
     assert answers[0].choices[0].message == answers[1].choices[0].message
 
 
+def test_null_is_a_content_without_text(server):
+    create = server.client().chat.completions.create
+    messages = ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""})
+    answers = [create(messages=[*MESSAGES, message], max_tokens=8, **GREEDY) for message in messages]
+    assert answers[0].choices[0].message == answers[1].choices[0].message
+
+
 def test_a_chat_streams_its_role_first(server, llm):
     stream = server.client().chat.completions.create(
         messages=MESSAGES, n=2, max_completion_tokens=9, stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -232,6 +256,8 @@ def test_tokenize_and_detokenize(server, llm):
     assert answer == {"count": 4, "max_model_len": 512, "tokens": tokens, "token_strs": strings}
     assert server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"] == tokenizer.apply_chat_template(MESSAGES)
     assert server.post("/detokenize", {"tokens": [1, *tokens]}).json() == {"prompt": "<s>the inn"}
+    many = tokens * LONG_TOKENS
+    assert server.post("/detokenize", {"tokens": many}).json() == {"prompt": "the inn" * LONG_TOKENS}
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(server, monkeypatch):
@@ -252,6 +278,9 @@ def test_long_texts_are_tokenized_beside_the_event_loop(server, monkeypatch):
 
 def test_small_pages(server):
     assert server.http.get("/health").text == "ok"
+    for path in ("/health", "/ping", "/version", "/v1/models", "/"):
+        answer = server.http.head(path)
+        assert answer.status_code == 200 and not answer.content
     assert server.http.get("/ping").status_code == server.http.post("/ping").status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
     assert "vllm:num_requests_running" in server.http.get("/metrics").text

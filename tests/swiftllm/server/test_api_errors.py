@@ -120,6 +120,7 @@ def test_unknown_paths_methods_and_models(server):
     for answer in (server.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), server.http.get("/v1/models/gpt")):
         error = error_of(answer, 404)
         assert error["code"] == "model_not_found" and error["param"] == "model" and "'tiny-chat'" in error["message"]
+    assert len(server.post(COMPLETIONS, {"prompt": "a", "model": "x" * 10_000}).content) < 1000
 
 
 def test_the_openai_client_raises_its_own_errors(server):

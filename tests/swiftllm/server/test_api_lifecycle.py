@@ -261,7 +261,8 @@ def test_a_second_sigint_quits_at_once():
             process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-        process.wait(TIMEOUT_S)
+        assert process.wait(TIMEOUT_S) == 130
+        assert "Traceback" not in process.stderr.read()
 
 
 # -- the tokens themselves --------------------------------------------------------------------------------------------
