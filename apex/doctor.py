@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from apex.machine import cpu_name, usable_cores
+from apex.machine import cpu_name
+from swiftllm.cores import usable_cores
 from swiftllm.paths import cache_dir
 
 Status = Literal["ok", "note", "missing"]  # note: works without; missing: the engine cannot run

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
+
+from swiftllm.cores import usable_cores
 
 
 def cpu_name() -> str:
@@ -17,7 +18,3 @@ def cpu_name() -> str:
                 name = line.split(":", 1)[1].strip()
                 break
     return f"{name} x{usable_cores()}"
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

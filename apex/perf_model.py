@@ -116,10 +116,7 @@ class ProfileTable:
     iteration: Curve = FREE
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
-        partial.rename(path)
+        write_json(path, {"version": TABLE_VERSION, **asdict(self)})
 
     @staticmethod
     def load(path: Path, identity: Mapping[str, str]) -> ProfileTable:
@@ -140,6 +137,14 @@ class ProfileTable:
             details = "; ".join(f"{k}: table {found.get(k)!r}, here {identity.get(k)!r}" for k in sorted(differing))
             raise ProfileMismatch(f"{path} was measured on something else ({details}): run `apex profile` here")
         return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file whole or not at all; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1))
+    partial.rename(path)
 
 
 def _from_json(value: dict | float) -> Curve | Surface | float:

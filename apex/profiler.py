@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from apex.perf_model import FREE, Curve, ProfileTable, Surface
 from apex.workbench import Sampler, Workbench
-from swiftllm.backend import Backend
 from swiftllm.request import Tier
 
 ROUNDS = 7
@@ -43,28 +42,22 @@ class Grid:
 
 
 class Profiler:
-    """``backend.block_tables`` is the profiler's while it runs: profile while no request is there."""
+    """Profile while no request is there: the backend's block tables and the pools' contents are overwritten."""
 
     def __init__(
         self,
-        backend: Backend,
+        bench: Workbench,
         *,
-        num_blocks: Mapping[Tier, int],
-        block_size: int,
         max_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
         progress: Callable[[float, str], None] = lambda done, what: None,
-        synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """``synchronize`` waits for the device; a device that has done its work on return needs none."""
-        self.backend = backend
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        """``max_tokens`` cross the lane in an iteration at most."""
+        self.num_blocks = bench.num_blocks
+        self.block_size = bench.block_size
         self.max_tokens = max_tokens
-        self.max_model_len = max_model_len
+        self.max_model_len = bench.max_model_len
         self._progress = progress
-        self._bench = Workbench(backend, num_blocks, block_size, max_model_len, vocab_size, synchronize)
+        self._bench = bench
 
     def measure(self, identity: Mapping[str, str]) -> ProfileTable:
         """Run all operations; takes some seconds. The pools' contents are overwritten."""
@@ -73,8 +66,7 @@ class Profiler:
 
     def seconds(self, *grids: Grid) -> list[Seconds]:
         """For each grid the mean seconds of each operation at each size, all measured in the same rounds."""
-        saved, self.backend.block_tables = self.backend.block_tables, self._bench.tables
-        try:
+        with self._bench.in_use():
             operations = [self._operations(grid) for grid in grids]
             samplers = [
                 (i, name, size, sample)
@@ -87,9 +79,6 @@ class Profiler:
                 self._progress(done / (ROUNDS + 1), f"round {done + 1} of {ROUNDS + 1}")
                 for seconds, (_, _, _, sample) in zip(taken, samplers, strict=True):
                     seconds.append(sample())
-        finally:
-            self.backend.block_tables = saved
-            self._bench.tables.clear()
         self._progress(1.0, "done")
         result: list[Seconds] = [{name: {} for name in by_name} for by_name in operations]
         for seconds, (i, name, size, _) in zip(taken, samplers, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,17 @@ from pathlib import Path
 import torch
 
 from apex.config import StrategyConfig
+from apex.core_division import DecodeRates, fastest, full_load, measure_divisions
 from apex.cpu_worker import CpuWorker
 from apex.executor import OverlapExecutor
 from apex.machine import cpu_name
-from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable, attention_rate
+from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable, attention_rate, write_json
 from apex.planner import SCHEDULERS
 from apex.profiler import Profiler
 from apex.progress import progress_bar
+from apex.workbench import Workbench
 from swiftllm.config import EngineConfig
+from swiftllm.cores import CoreDivision, core_divisions
 from swiftllm.engine import Engine
 from swiftllm.paths import cache_dir
 from swiftllm.request import Tier
@@ -29,6 +32,8 @@ from swiftllm.torch_backend import InlineWorker, TorchBackend
 from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 logger = logging.getLogger(__name__)
+
+THREADS = ("lane_threads", "cpu_threads")
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ def build_system(
     if name in GPU_ONLY_SCHEDULERS:
         return build_gpu_only(name, config)
     strategy = strategy or StrategyConfig()
-    worker = InlineWorker() if config.synchronous else CpuWorker()
-    backend = TorchBackend(config, worker)
+    backend = open_backend(config)
     limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
     table = load_or_measure(config, backend, profile)
     model = PerfModel(table, backend.num_layers)
@@ -86,6 +90,35 @@ def build_system(
         "cpu_attention_gbps": cpu_attention_gbps(table, backend),
     }
     return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
+
+
+def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchBackend:
+    """A backend with the CPU worker that serves, and the cores divided between that and the lane: as ``config`` has it,
+    else as decodes fastest, which is measured now unless that is cached."""
+    # With the worker's own thread: CPU attention is measured while the lane computes, as it will run.
+    backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
+    divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
+    if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:
+        backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
+    return backend
+
+
+def division_rates(
+    config: EngineConfig, backend: TorchBackend, divisions: Sequence[CoreDivision], measure_again: bool
+) -> list[DecodeRates]:
+    """How fast this machine and model decode under each division: from the cache, else measured and cached."""
+    identity = {name: value for name, value in profile_identity(config, backend).items() if name not in THREADS}
+    identity["max_num_seqs"] = str(config.max_num_seqs)
+    identity["divisions"] = ", ".join(f"{d.lane_threads} and {d.cpu_threads}" for d in divisions)
+    path = profile_path(identity).with_suffix(".cores.json")
+    if path.exists() and not measure_again:
+        return [DecodeRates(**rates) for rates in json.loads(path.read_text())["rates"]]
+    bench, limits = make_workbench(config, backend), scheduler_limits(config, backend)
+    load = full_load(bench.num_blocks, bench.block_size, limits)
+    with progress_bar("dividing the cores") as progress:
+        rates = measure_divisions(backend.use_cores, bench, divisions, load, progress)
+    write_json(path, {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]})
+    return rates
 
 
 def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | None:
@@ -102,8 +135,8 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
         "cpu": cpu_name(),
-        "lane_threads": str(backend.lane_threads),
-        "cpu_threads": str(backend.cpu_threads),
+        "lane_threads": str(backend.cores.lane_threads),
+        "cpu_threads": str(backend.cores.cpu_threads),
         "cpu_kernel": backend.cpu_kernel,
         "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],
         "dtype": str(backend.dtype).removeprefix("torch."),
@@ -147,14 +180,16 @@ def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable
 def make_profiler(
     config: EngineConfig, backend: TorchBackend, progress: Callable[[float, str], None] = lambda done, what: None
 ) -> Profiler:
-    return Profiler(
+    return Profiler(make_workbench(config, backend), max_tokens=config.max_num_batched_tokens, progress=progress)
+
+
+def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
+    return Workbench(
         backend,
         num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
         block_size=backend.block_size,
-        max_tokens=config.max_num_batched_tokens,
         max_model_len=scheduler_limits(config, backend).max_model_len,
         vocab_size=backend.model_config.vocab_size,
-        progress=progress,
         synchronize=torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None,
     )
 

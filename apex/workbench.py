@@ -11,12 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from apex.executor import OverlapExecutor
 from swiftllm.backend import Backend, Batch
 from swiftllm.engine import Engine
 from swiftllm.kv_cache import KVCacheManager
-from swiftllm.plan import LaneItem, Swap
+from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
 from swiftllm.request import Request, SamplingParams, Tier, TokenLogprob
 from swiftllm.scheduler import Scheduler, SchedulerLimits
 
@@ -29,7 +30,7 @@ HAND_OVERS = 3
 
 
 class Workbench:
-    """``tables`` must be the backend's block tables while samplers run; the pools' contents are overwritten."""
+    """Samplers run within :meth:`in_use`, while no request is there; the pools' contents are overwritten."""
 
     def __init__(
         self,
@@ -49,6 +50,16 @@ class Workbench:
         self._synchronize = synchronize
         self._random = random.Random(0)
         self._tokens = self._random.choices(range(vocab_size), k=max_model_len + 1)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The backend's block tables are the made-up ones meanwhile, and forgotten afterwards."""
+        saved, self.backend.block_tables = self.backend.block_tables, self.tables
+        try:
+            yield
+        finally:
+            self.backend.block_tables = saved
+            self.tables.clear()
 
     # -- the lane ---------------------------------------------------------------------------------------------------
 
@@ -155,6 +166,19 @@ class Workbench:
             return self._time_s(engine.step) + self._time_s(lambda: self.backend.open_lane(items))
 
         return sample
+
+    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> Sampler:
+        """A whole iteration: requests of the GPU tier in the lane, those of the CPU tier in the two batches of
+        asymmetric pipelining, all with so many tokens of context."""
+        tiers = [Tier.GPU] * on_gpu + [Tier.CPU] * on_cpu
+        requests = [self._request(context, tier) for tier in tiers]
+        for request in requests:
+            request.num_uncomputed = 1
+        lane, riding, stepping = requests[:on_gpu], requests[on_gpu::2], requests[on_gpu + 1 :: 2]
+        rules = ((riding, SteppingRule.RIDE_AND_WAIT), (stepping, SteppingRule.STEP_AND_WAIT))
+        cohorts = [CohortPlan(i, tuple(batch), rule) for i, (batch, rule) in enumerate(rules) if batch]
+        executor, plan = OverlapExecutor(self.backend), IterationPlan(decodes=tuple(lane), cohorts=tuple(cohorts))
+        return lambda: self._time_s(lambda: executor.run(plan))
 
     # -- requests and batches ---------------------------------------------------------------------------------------
 

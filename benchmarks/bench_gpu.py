@@ -1,4 +1,4 @@
-"""How near the GPU path comes to the limits of the machine it runs on. Needs torch, Triton and pacpu alone.
+"""How near the GPU path comes to the limits of the machine it runs on. Needs torch, numpy, Triton and pacpu alone.
 
 python benchmarks/bench_gpu.py [--help]
 
@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,21 @@ from swiftllm.config import EngineConfig
 from swiftllm.ops import select_ops
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request, SamplingParams, Tier
+from swiftllm.sampling import Sampler
 from swiftllm.torch_backend import TorchBackend
 
 ROUNDS = 9
 ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context
 ITERATION_BATCHES = (1, 8, 32, 64)
 ITERATION_CONTEXT = 32  # short: the weights are what an iteration reads
+SAMPLED_ROWS = 64
+HOWS = {
+    "greedy": ({},),
+    "temperature": ({"temperature": 1.0},),
+    "top_p=0.95": ({"temperature": 1.0, "top_p": 0.95},),
+    "top_k=50": ({"temperature": 1.0, "top_k": 50},),
+}
+HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 GIB = 1 << 30
 
 
@@ -146,6 +156,20 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
     return rows
 
 
+def sampling(timer: Timer, backend: TorchBackend, columns: int) -> list[dict]:
+    """Tokens from logits as peaked as a model's: half of the probability lies on one token in a thousand."""
+    sampler = Sampler(device=backend.hardware)
+    logits = (3.0 * torch.randn(SAMPLED_ROWS, columns)).to(backend.dtype).to(backend.device)
+    rows = []
+    for name, hows in HOWS.items():
+        requests = [
+            Request(str(row), (1,), SamplingParams(seed=row, **hows[row % len(hows)])) for row in range(SAMPLED_ROWS)
+        ]
+        seconds = timer.median(lambda requests=requests: sampler.sample(logits, requests))
+        rows.append({"how": name, "rows": SAMPLED_ROWS, "vocab_size": columns, "ms": seconds * 1e3})
+    return rows
+
+
 def host_seconds(timer: Timer, iterate: Callable[[], None]) -> float:
     """CPU time of the launching thread in an iteration: waiting for the GPU is none of it."""
     timer.synchronize()
@@ -214,30 +238,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     case = CASES["rehearsal" if options.rehearse else "llama-3.1-8b"]
     with model_folder(case) as model:
-        figures = measure(model, case.device, case.dtype, options.rehearse)
-    if options.output:
-        options.output.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+        for figures in measure(model, case.device, case.dtype, options.rehearse):
+            if options.output:
+                options.output.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if figures["failed"] else 0
 
 
-def measure(model: Path, device_name: str, dtype_name: str, small: bool) -> dict[str, Any]:
+def measure(model: Path, device_name: str, dtype_name: str, small: bool) -> Iterator[dict[str, Any]]:
+    """The figures there are after each part; one that fails is named in ``failed``, and the others go on."""
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
     timer = Timer(device)
     backend = TorchBackend(
-        EngineConfig(str(model), device_name, dtype_name, "dummy", num_gpu_blocks=512, num_cpu_blocks=4)
+        EngineConfig(str(model), device_name, dtype_name, "dummy", num_gpu_blocks=512, num_cpu_blocks=4, lane_threads=1)
     )
-    figures: dict[str, Any] = {"device": backend.device_name, "model": model.name, "dtype": dtype_name}
-    figures["memory_gb_s"] = memory = memory_bandwidth(timer, GIB // 16 if small else GIB)
-    show("memory", memory)
-    figures["iterations"] = iterations(timer, backend, max(memory["read"], memory["copy"]), small)
-    show("decode iterations", figures["iterations"])
-    figures["decode_attention"] = decode_attention(timer, backend.model_config, dtype, memory["copy"], small)
-    show("paged decode attention", figures["decode_attention"])
-    host_bytes = GIB // 8 if small else 2 * GIB
-    figures["cpu_attention"] = cpu_attention(backend.model_config, dtype, usable_cores(), host_bytes)
-    show("CPU attention", figures["cpu_attention"])
+    config, graphs = backend.model_config, backend.graphs
+    figures = {"device": backend.device_name, "model": model.name, "dtype": dtype_name, "failed": []}
+    if graphs is not None:
+        figures["captured"] = {"graphs": len(graphs), "seconds": graphs.seconds, "bytes": graphs.num_bytes}
+    memory: dict[str, float] = memory_bandwidth(timer, GIB // 16 if small else GIB)
+    parts: dict[str, Callable[[], Any]] = {
+        "memory": lambda: memory,
+        "iterations": lambda: iterations(timer, backend, max(memory["read"], memory["copy"]), small),
+        "sampling": lambda: sampling(timer, backend, config.vocab_size),
+        "decode_attention": lambda: decode_attention(timer, config, dtype, memory["copy"], small),
+        "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
+    }
+    for name, part in parts.items():
+        try:
+            figures[name] = part()
+        except Exception:
+            figures["failed"].append(name)
+            traceback.print_exc()
+        else:
+            show(name.replace("_", " "), figures[name])
+        yield figures
     backend.close()
-    return figures
 
 
 def show(title: str, figures: dict | list[dict]) -> None:

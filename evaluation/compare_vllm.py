@@ -119,8 +119,7 @@ def make_systems(options: Options, model: Path) -> list[System]:
 
     def ours(system: str, cores: Sequence[int]) -> System:
         arguments = (sys.executable, "-m", "apex", "serve", str(model), "--system", system, *common)
-        # All requests fit the GPU tier, so that the cores are worth most to the linear layers.
-        sizes = ("--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks, "--lane-threads", str(len(cores)))
+        sizes = ("--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks)
         environment = {"PYTHONPATH": str(REPO_ROOT)}
         return System(system, ServerCommand(system, (*arguments, *sizes), environment, tuple(cores)))
 

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from evaluation.progress import RunProgress
-from evaluation.provenance import usable_cores
 from evaluation.records import RequestRecord, RequestSummary
 from evaluation.results import FlatRecord, ResultFolder, flat_record, median_record
+from swiftllm.cores import usable_cores
 
 BUSY_LOAD_PER_CORE = 0.75
 

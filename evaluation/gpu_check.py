@@ -2,9 +2,9 @@
 
 python evaluation/gpu_check.py --system apex --case llama-2-7b --folder FOLDER
 
-Needs torch, Triton, pacpu and matplotlib alone, since a machine with a GPU may have no network. Weights are random:
-times and counts are what is of interest. The profile table measured on the spot also drives the simulator through the
-same run, and what it says stands beside what was measured.
+Needs torch, numpy, Triton and pacpu alone, since a machine with a GPU may have no network; matplotlib draws a timeline
+where it is there. Weights are random: times and counts are what is of interest. The profile table measured on the spot
+also drives the simulator through the same run, and what it says stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,10 +91,21 @@ def model_folder(case: Case) -> Iterator[Path]:
 def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]:
     """Measure one system, simulate the same, record a timeline where the CPU takes part.
 
-    A run that ``limit_s`` cuts short is told as it stands, without a simulated twin.
+    A run that ``limit_s`` cuts short is told as it stands, without a simulated twin. What fails after the measurement
+    is told in ``failed``.
     """
     from apex.systems import build_system, load_or_measure
     from swiftllm.config import EngineConfig
+
+    failed: list[str] = []
+
+    def attempt(what: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception:
+            traceback.print_exc()
+            failed.append(what)
+            return None
 
     with model_folder(case) as model:
         config = EngineConfig(
@@ -105,14 +117,19 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]
             num_cpu_blocks=case.num_cpu_blocks,
             max_num_batched_tokens=case.max_model_len,
             max_model_len=case.max_model_len,
+            lane_threads=1,
         )
         with closing(build_system(system, config)) as engine:
             table = load_or_measure(config, engine.backend)
             replay(engine, case, "warm-up", WARM_UP_REQUESTS, limit_s)
             measured = replay(engine, case, "measured", case.num_requests, limit_s)
-            timeline = trace(engine, case, folder, limit_s) if system != "swiftllm" else None
             description, num_layers = engine.describe(), engine.backend.num_layers
-    simulated = simulate(system, case, table, num_layers, config) if measured["completed"] else None
+            timeline = None
+            if system != "swiftllm":
+                timeline = attempt("timeline", lambda: trace(engine, case, folder, limit_s))
+    simulated = None
+    if measured["completed"]:
+        simulated = attempt("simulation", lambda: simulate(system, case, table, num_layers, config))
     return {
         "system": system,
         "case": asdict(case),
@@ -124,6 +141,7 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]
         "simulated": simulated,
         "simulated_error": simulated and simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0,
         "timeline": timeline,
+        "failed": failed,
         "profile": asdict(table),
     }
 
@@ -190,7 +208,11 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
         print(f"  no timeline: {error}")
         return None
     target = folder / f"{name}.png"
-    write_timeline(timeline, target)
+    try:
+        write_timeline(timeline, target)
+    except ImportError as error:
+        print(f"  no timeline: {error}")
+        return None
     target.with_suffix(".json").unlink()  # megabytes; `apex bench --trace-timeline` writes it where it is wanted
     return target.name
 
@@ -234,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
         print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
     (options.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    return 1 if record.get("failed") else 0
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
         )
         raise ValueError(f"no model in {model}: {remedy}")
     engine = {
+        "lane_threads": 1,  # without a GPU the lane stands for one: left to themselves systems would differ in its size
         **settings["engine"],
         **given(
             num_gpu_blocks=options.num_gpu_blocks,

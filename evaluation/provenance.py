@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.paths import REPO_ROOT
+from swiftllm.cores import usable_cores
 
 PACKAGES = (
     "torch",
@@ -42,11 +43,6 @@ def machine_identity() -> dict[str, Any]:
         "memory_gib": round(memory_bytes() / 2**30),
         "gpus": gpu_names(),
     }
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

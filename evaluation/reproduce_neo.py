@@ -27,11 +27,11 @@ from evaluation.neo import make_neo_points, with_rates_at_latency
 from evaluation.options import Folder, Given, Names, Range, experiment_settings
 from evaluation.paths import RESULTS_DIR
 from evaluation.points import run_point
-from evaluation.provenance import usable_cores
 from evaluation.reproduction import read_folder
 from evaluation.results import FlatRecord, to_json, write_atomically
 from evaluation.sensitivity import parse_sensitivity, varied_in
 from evaluation.sweeps import describe
+from swiftllm.cores import usable_cores
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
 ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")

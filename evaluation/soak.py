@@ -109,7 +109,7 @@ def serve(model: Path, port: int) -> None:
     logging.basicConfig(level=logging.WARNING)
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
     config = EngineConfig(
-        str(model), device="cpu", dtype="float32", load_format="dummy", cpu_threads=1, **POOLS, **limits
+        str(model), device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
     )
     # Left to itself the scheduler may find, on a busy machine, that the CPU is not worth using.
     engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))

@@ -130,7 +130,9 @@ def make_points(options: Options) -> list[Point]:
     origin = Origin("synthetic", "requests of one size, all at once")
     row = TraceRow(options.input_len, options.output_len, 0.0)
     lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
-    engine = EngineConfig(str(model), device=options.device, dtype=options.dtype, cpu_threads=options.cpu_threads)
+    # The lane stands for a GPU: on a CPU it is as large in every row.
+    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads}
+    engine = EngineConfig(str(model), device=options.device, dtype=options.dtype, **threads)
     blocks = -(-(options.input_len + options.output_len) // engine.block_size)
     engine = replace(
         engine, num_gpu_blocks=options.gpu_requests * blocks, num_cpu_blocks=(options.num_requests + 1) * blocks

@@ -46,10 +46,11 @@ class EngineConfig:
     """Requests that hold KV cache at once at most, in both tiers together."""
     max_model_len: int | None = None
     """Prompt plus output tokens of one request at most; by default what the model was made for."""
-    lane_threads: int = 1
-    """Threads of the linear layers where those run on a CPU. More than one pays where the requests fit the GPU tier."""
+    lane_threads: int | None = None
+    """Threads of the lane (linear layers, GPU-tier attention) where a CPU computes it; by default one for every core in
+    GPU-only systems, in the others as many as decode fastest on this machine, measured on the first start."""
     cpu_threads: int | None = None
-    """Threads of the CPU attention worker; by default every core but the lane's."""
+    """Threads of the CPU attention worker; by default every core but the lane's, or all where the lane has them all."""
     cpu_kernel: str | None = None
     """pacpu kernel (native, ispc, ...); by default the best for this machine and dtype."""
     seed: int = 0
@@ -64,14 +65,14 @@ class EngineConfig:
         for name in WHOLE_NUMBERS:
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "lane_threads"):
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_gpu_blocks", "num_cpu_blocks"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
-        for name in ("max_model_len", "cpu_threads"):
+        for name in ("max_model_len", "lane_threads", "cpu_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

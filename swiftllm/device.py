@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from swiftllm.memory import DEVICE_HEADROOM, GIB, InsufficientMemory, available_host_bytes
+from swiftllm.memory import DEVICE_HEADROOM, GIB, GRAPHS_SHARE, InsufficientMemory, available_host_bytes
 
 
 class Event(Protocol):
@@ -64,6 +64,8 @@ class Device(Protocol):
     to_device: Stream
     swap: Stream
     can_capture: bool
+    graph_bytes: int
+    """Of the device's memory that captured graphs may take."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory for ``Stream.copy``, uninitialised; may be dropped while a copy is under way."""
@@ -76,7 +78,11 @@ class Device(Protocol):
         show. On a host, which reads at once, ``tensor`` itself."""
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Capture what ``work`` does on the compute stream without doing it. It has run before with these shapes."""
+        """Capture what ``work`` does on the compute stream without doing it. It has run before with these shapes.
+
+        Raises:
+            RuntimeError: it cannot be captured. No graph of this device may be replayed any more.
+        """
 
     def free_bytes(self) -> int:
         """Memory that can be had."""
@@ -128,6 +134,7 @@ class HostDevice:
     torch_device = torch.device("cpu")
     compute = to_host = to_device = swap = _Done()
     can_capture = False
+    graph_bytes = 0
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -211,6 +218,7 @@ class CudaDevice:
         self.to_host, self.to_device, self.swap = (CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3))
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
+        self.graph_bytes = int(GRAPHS_SHARE * torch.cuda.mem_get_info(self.torch_device)[1])
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -223,14 +231,17 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], object]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would collect garbage and empty the allocator's cache each time; there are hundreds of
-        # graphs. "thread_local": the attention worker goes on using its streams meanwhile.
+        # torch.cuda.graph would collect garbage and empty the allocator's cache each time; there are thousands of
+        # graphs. "thread_local": whatever other threads of the process do with CUDA does not end the capture.
         with torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
     def free_bytes(self) -> int:

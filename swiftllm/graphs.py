@@ -5,6 +5,9 @@ some numbers of rows, buckets, and a batch takes the smallest that holds it; the
 before, which is row by row worth nothing and harms nobody, since no operation mixes rows and empty contexts store
 nothing. All buckets share one set of buffers, a frame.
 
+All graphs are captured before anything is served: what goes wrong with them goes wrong at once, no request waits for a
+capture, no copy of the attention worker is under way beside one, and the memory they take is known.
+
 A lane lives in the frame while it crosses layers, so that nothing is copied between its graphs. Cohorts come and go:
 their rows are copied behind the lane's when they board, and back out after. Cohorts that cross without a lane have a
 frame of their own, so that the lane stays where it is.
@@ -12,16 +15,23 @@ frame of their own, so that the lane stays where it is.
 
 from __future__ import annotations
 
+import gc
+import itertools
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from swiftllm.device import Device, Graph
+from swiftllm.draws import most_likely
 from swiftllm.model.llama import LlamaModel
 from swiftllm.torch_batch import Lane, Rows
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # beyond, launching is a small part of the work
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # beyond, launching is a small part of the work
 BLOCK_BUCKETS = (16, 64, 256, 1024)  # widths of block tables; programs beyond a context end at once, but are launched
 
 
@@ -82,40 +92,119 @@ class Frame:
             self.attention_out[rows].copy_(batch.attention_out)
 
 
+class GraphKey(NamedTuple):
+    """``blocks``: width of the block tables for decode attention; 0: the boundary after ``layer``."""
+
+    frame: Frame
+    layer: int
+    rows: int
+    blocks: int
+
+
 class LayerGraphs:
-    """Graphs are captured when a bucket is first used, after its work has been launched piece by piece."""
+    """Graphs of the boundaries and of decode attention.
+
+    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of the device's memory that it left taken.
+    """
 
     def __init__(
-        self,
-        device: Device,
-        model: LlamaModel,
-        gpu_layers: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        *,
-        max_rows: int,
-        max_blocks: int,
+        self, device: Device, model: LlamaModel, dtype: torch.dtype, *, max_rows: int, max_blocks: int
     ) -> None:
-        """``gpu_layers``: KV cache of the GPU tier, layer by layer. A lane has at most ``max_rows`` decodes, a block
-        table at most ``max_blocks`` blocks."""
+        """Takes the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at most
+        ``max_blocks`` blocks."""
         self._device = device
         self._model = model
-        self._gpu_layers = gpu_layers
+        self._last = model.config.num_layers - 1
         self._scale = model.config.head_dim**-0.5
         self._row_buckets = _up_to(ROW_BUCKETS, max_rows)
         self._block_buckets = _up_to(BLOCK_BUCKETS, max_blocks) if model.ops.takes_empty_rows else ()
-        widths = max(self._block_buckets, default=0)
-        self._lanes, self._cohorts = (Frame(self._row_buckets[-1], model, dtype, widths) for _ in range(2))
-        self._graphs: dict[tuple[Callable[..., None], Frame, int, int, int], Graph] = {}
+        widths, rows = max(self._block_buckets, default=0), self._row_buckets[-1]
+        self._lanes, self._cohorts = (Frame(rows, model, dtype, widths) for _ in range(2))
+        # One for both frames: what the last boundary leaves is sampled before the next one begins.
+        torch_device = model.rotary_table.device
+        self._logits = torch.zeros(rows, model.config.vocab_size, dtype=dtype, device=torch_device)
+        self._likeliest = torch.zeros(rows, dtype=torch.int64, device=torch_device)
+        self._gpu_layers: Sequence[torch.Tensor] = ()
+        self._graphs: dict[GraphKey, Graph] = {}
+        self.seconds, self.num_bytes = 0.0, 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @torch.inference_mode()
+    def capture(self, gpu_layers: Sequence[torch.Tensor]) -> None:
+        """Capture everything; ``gpu_layers`` is the KV cache of the GPU tier, layer by layer.
+
+        What does not fit into ``device.graph_bytes``, and everything where capturing fails, is launched piece by piece
+        later on; a warning says so.
+        """
+        self._gpu_layers = gpu_layers
+        start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
+        try:
+            with _no_garbage_collection():
+                # The largest first: the smaller ones then find what memory they need in that of the larger.
+                for rows in reversed(self._row_buckets):
+                    self.num_bytes = free_bytes - self._device.free_bytes()
+                    if self.num_bytes > self._device.graph_bytes:
+                        left_out = f"for {rows} rows and less: {len(self)} graphs take {self.num_bytes >> 20} MiB"
+                        warnings.warn(f"kernels are launched one by one {left_out}", stacklevel=2)
+                        break
+                    self._capture_rows(rows)
+        except RuntimeError as error:
+            # All or nothing: a graph that goes may take the cuBLAS workspace of the others with it.
+            self._graphs.clear()
+            warnings.warn(f"kernels are launched one by one, since they cannot be captured: {error}", stacklevel=2)
+        self.num_bytes = free_bytes - self._device.free_bytes()
+        self.seconds = time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Give all graphs back, while no other backend's are captured on the same stream."""
+        self._graphs.clear()
 
     def boundary(self, layer: int, batches: Sequence[Rows]) -> bool:
         """Cross a boundary between two layers; False: there is no bucket for so many rows, and nothing was done."""
+        boarded = self._board(batches)
+        if boarded is None:
+            return False
+        frame, bucket, riders = boarded
+        self._run(GraphKey(frame, layer, bucket, 0))
+        for batch, rows in riders:
+            batch.residual, batch.qkv = frame.residual[rows].clone(), frame.qkv[rows].clone()
+        return True
+
+    def last_boundary(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Logits ``[rows, vocab_size]`` and the most likely token of each row, int64 ``[rows]``, where every row gets a
+        token; good until the next last boundary. None: it is not so, or they are too many; nothing was done."""
+        if any(batch.sampling_rows is not None for batch in batches):
+            return None
+        boarded = self._board(batches)
+        if boarded is None:
+            return None
+        frame, bucket, _ = boarded
+        self._run(GraphKey(frame, self._last, bucket, 0))
+        rows = sum(batch.num_rows for batch in batches)
+        return self._logits[:rows], self._likeliest[:rows]
+
+    def attention(self, layer: int, lane: Lane) -> bool:
+        """Decode attention of a lane of nothing but decodes; False: there is no graph for it, and nothing was done."""
+        if lane.prefills or not self._lanes.holds(lane):
+            return False
+        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
+        if width is None:
+            return False
+        self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
+        return True
+
+    def _board(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
+        """The frame in which the batches now stand, one behind the other, the bucket of rows that holds them, and the
+        rows of those that are not at home there. None: there is no such bucket."""
         lane = next((batch for batch in batches if isinstance(batch, Lane)), None)
         frame = self._cohorts if lane is None else self._lanes
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
         if bucket is None:
             if lane is not None and frame.holds(lane):
                 frame.clear()
-            return False
+            return None
         riders, first = [], 0
         if lane is not None:
             frame.seat(lane)
@@ -126,45 +215,57 @@ class LayerGraphs:
                 frame.board(batch, rows)
                 riders.append((batch, rows))
                 first = rows.stop
-        self._run(self._cross, frame, layer, bucket, 0)
-        for batch, rows in riders:
-            batch.residual, batch.qkv = frame.residual[rows].clone(), frame.qkv[rows].clone()
-        return True
+        return frame, bucket, riders
 
-    def attention(self, layer: int, lane: Lane) -> bool:
-        """Decode attention of a lane of nothing but decodes; False: there is no graph for it, and nothing was done."""
-        if lane.prefills or not self._lanes.holds(lane):
-            return False
-        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
-        if width is None:
-            return False
-        self._run(self._attend, self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width)
-        return True
+    def _capture_rows(self, rows: int) -> None:
+        boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
+        attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
+        for key in itertools.starmap(GraphKey, itertools.chain(boundaries, attentions)):
+            if key.layer <= 0 or key.layer == self._last:
+                # What is launched for the first time is compiled and loaded, which a capture does not allow. Frames
+                # hold contexts of no tokens, so this does nothing.
+                self._launch(key)
+            self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
 
-    def _run(self, work: Callable[..., None], frame: Frame, layer: int, rows: int, width: int) -> None:
-        key = work, frame, layer, rows, width
+    def _run(self, key: GraphKey) -> None:
         graph = self._graphs.get(key)
-        if graph is not None:
+        if graph is None:
+            self._launch(key)
+        else:
             graph.replay()
-            return
-        # What is launched for the first time is compiled and loaded, which a capture does not allow.
-        work(frame, layer, rows, width)
-        self._graphs[key] = self._device.capture(lambda: work(frame, layer, rows, width))
 
-    def _cross(self, frame: Frame, layer: int, rows: int, width: int) -> None:
+    def _launch(self, key: GraphKey) -> None:
+        """The work of a graph, piece by piece."""
+        frame, layer, rows, blocks = key
+        if blocks:
+            new = self._model.split_qkv(frame.qkv[:rows])
+            tables, lens = frame.block_tables[:rows, :blocks], frame.seq_lens[:rows]
+            out = frame.attention_out[:rows]
+            self._model.ops.decode_attention(*new, self._gpu_layers[layer], tables, lens, out, self._scale)
+            return
         if layer < 0:
             hidden = self._model.embed(frame.token_ids[:rows])
         else:
             hidden = self._model.post_attention(layer, frame.attention_out[:rows], frame.residual[:rows])
-        frame.residual[:rows].copy_(hidden)
-        frame.qkv[:rows].copy_(self._model.pre_attention(layer + 1, hidden, frame.rotary_rows[:rows]))
+        if layer == self._last:
+            self._logits[:rows].copy_(self._model.logits(hidden))
+            self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
+        else:
+            frame.residual[:rows].copy_(hidden)
+            frame.qkv[:rows].copy_(self._model.pre_attention(layer + 1, hidden, frame.rotary_rows[:rows]))
 
-    def _attend(self, frame: Frame, layer: int, rows: int, width: int) -> None:
-        new = self._model.split_qkv(frame.qkv[:rows])
-        tables, lens = frame.block_tables[:rows, :width], frame.seq_lens[:rows]
-        self._model.ops.decode_attention(
-            *new, self._gpu_layers[layer], tables, lens, frame.attention_out[:rows], self._scale
-        )
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs that are garbage must not be destroyed in the middle of a capture: that would end it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _up_to(buckets: Sequence[int], most: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier when the linear layers run o
 EMBEDDED_CPU_TIER_BYTES = 4 * GIB
 HOST_HEADROOM_BYTES = GIB // 2  # left to activations and to everything else on the machine
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
+GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
 
 
 class InsufficientMemory(RuntimeError):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from swiftllm.device import Device, HostDevice
+from swiftllm.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
 from swiftllm.request import Request, SamplingParams, TokenLogprob
 
-CHUNK = 512  # columns, for most_likely
+# Logits that are worked on at once, which take some 24 bytes each: on a CPU a few MiB that stay in its caches and that
+# malloc keeps, on a GPU enough to keep it busy.
+CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
+LEAST_TOP_K = 64  # smaller ones are drawn together with this one
+MAX_TEMPERATURE = 1e30  # flat long before; float32 has room above it
 
 
 class Sampler:
@@ -18,21 +24,29 @@ class Sampler:
     So nothing is kept between iterations, and a token that has to be drawn again comes out the same.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        """``seed`` stands in for that of requests that bring none of their own, together with the request's id."""
+    def __init__(self, seed: int = 0, device: Device | None = None) -> None:
+        """``seed`` stands in for that of requests that bring none of their own, together with the request's id.
+        ``device``: where the logits are, by default the host."""
         self._seed = seed
+        self._device = device or HostDevice()
+        self._logits_at_once = CPU_LOGITS if self._device.torch_device.type == "cpu" else GPU_LOGITS
         self._logprobs: dict[str, TokenLogprob] = {}
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-        """One token per row: ``logits [rows, vocab_size]`` of any float dtype, row i belongs to ``requests[i]``."""
-        tokens: list[int] = most_likely(logits).tolist()
-        for row, request in enumerate(requests):
-            if not request.sampling.is_greedy:
-                tokens[row] = _draw_token(logits[row].float(), request.sampling, self._draw(request))
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[Request], likeliest: torch.Tensor | None = None
+    ) -> list[int]:
+        """One token per row: ``logits [rows, vocab_size]`` of any float dtype, row i belongs to ``requests[i]``.
+
+        ``likeliest``: int64 ``[rows]``, :func:`~swiftllm.draws.most_likely` of them where that is known.
+        """
+        if likeliest is None:
+            likeliest = most_likely(logits)
+        drawn = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
+        tokens = self._draw(logits, requests, drawn, likeliest) if drawn else self._fetch(likeliest)[0]
         scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
-        if scored:
-            self._score(logits[scored], [requests[row] for row in scored], [tokens[row] for row in scored])
+        for rows in self._blocks(scored, logits.shape[1]):
+            self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])
         return tokens
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
@@ -40,59 +54,93 @@ class Sampler:
         taken, self._logprobs = self._logprobs, {}
         return taken
 
-    def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+    def _draw(
+        self, logits: torch.Tensor, requests: Sequence[Request], drawn: list[int], likeliest: torch.Tensor
+    ) -> list[int]:
+        """Tokens of all rows; those of ``drawn`` take as many attempts as they need, together."""
+        tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
+        while drawn:
+            by_count: dict[int | None, list[int]] = {}
+            for row in drawn:
+                by_count.setdefault(_count(requests[row].sampling, logits.shape[1]), []).append(row)
+            for count, rows in by_count.items():
+                for block in self._blocks(rows, logits.shape[1]):
+                    index, where = self._upload(block), [requests[row] for row in block]
+                    rejected = self._upload([~found[row] for row in block])[:, None] if attempt else None
+                    likely = likeliest.index_select(0, index)[:, None]
+                    new = self._attempt(self._select(logits, block), likely, where, count, attempt, rejected)
+                    tokens.index_copy_(0, index, new[:, 0])
+            (found,) = self._fetch(tokens)
+            drawn = [row for row in drawn if found[row] < 0]
+            attempt += 1
+        return found
+
+    def _attempt(
+        self,
+        logits: torch.Tensor,
+        likeliest: torch.Tensor,
+        requests: Sequence[Request],
+        count: int | None,
+        attempt: int,
+        rejected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Tokens ``[rows, 1]`` of requests with the same ``count``, those below zero without success."""
+        settings = [
+            (self._uniform(request, attempt), min(how.temperature, MAX_TEMPERATURE), how.top_p, how.top_k)
+            for request, how in ((request, request.sampling) for request in requests)
+        ]
+        columns = self._device.compute.send(torch.tensor(settings, dtype=torch.float64).T.contiguous())
+        uniform, temperature, top_p, top_k = columns[:, :, None]
+        highest = logits.gather(1, likeliest).float()
+        common = logits, highest, temperature.float()
+        if count is None:
+            token = draw_from_all(*common, uniform)
+        elif count == 0:
+            token = draw_from_nucleus(*common, top_p, uniform, rejected)
+        else:
+            token = draw_from_top_k(*common, top_k, top_p, uniform, count)
+        # After an overflow or NaN upstream there is no distribution to draw from.
+        return torch.where(highest.isfinite(), token, likeliest)
+
+    def _uniform(self, request: Request, attempt: int) -> float:
+        """A number in [0, 1) for an attempt at the next token of a request."""
+        seed = request.sampling.seed
+        stream = f"{self._seed}:{request.request_id}" if seed is None else seed
+        digest = hashlib.blake2b(f"{stream}/{request.output_len}/{attempt}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+    def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
         logprobs = logits.float().log_softmax(-1)
-        chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        chosen = logprobs.gather(1, self._upload(tokens)[:, None])[:, 0]
         most = min(max(request.sampling.logprobs for request in requests), logprobs.shape[1])
         likely = logprobs.topk(most)
-        rows = zip(requests, tokens, chosen, likely.indices.tolist(), likely.values.tolist(), strict=True)
+        rows = zip(requests, tokens, *self._fetch(chosen, likely.indices, likely.values), strict=True)
         for request, token, logprob, top_tokens, top_logprobs in rows:
             count = request.sampling.logprobs
             top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
             self._logprobs[request.request_id] = TokenLogprob(token, logprob, top)
 
-    def _draw(self, request: Request) -> float:
-        """A number in (0, 1] for the next token of a request: zero would select a token of probability zero."""
-        seed = request.sampling.seed
-        stream = f"{self._seed}:{request.request_id}" if seed is None else seed
-        digest = hashlib.blake2b(f"{stream}/{request.output_len}".encode(), digest_size=8).digest()
-        return ((int.from_bytes(digest, "little") >> 11) + 1) / 2**53
+    def _blocks(self, rows: list[int], columns: int) -> Iterator[list[int]]:
+        count = max(1, self._logits_at_once // columns)
+        return (rows[start : start + count] for start in range(0, len(rows), count))
+
+    def _select(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return logits if len(rows) == len(logits) else logits.index_select(0, self._upload(rows))
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        return self._device.compute.send(torch.tensor(numbers, dtype=torch.int64))
+
+    def _fetch(self, *tensors: torch.Tensor) -> list[list]:
+        """What the tensors hold; the host sleeps until it is there."""
+        compute = self._device.compute
+        on_host = [compute.fetch(tensor) for tensor in tensors]
+        compute.mark().synchronize()
+        return [tensor.tolist() for tensor in on_host]
 
 
-def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the highest columns of each row, a NaN counting as highest: int64 ``[rows]``.
-
-    A CPU finds a maximum many times faster than its index, so the index is looked for where the maximum is.
-    """
-    rows, columns = logits.shape
-    if logits.device.type != "cpu" or columns % CHUNK or not rows:
-        return logits.max(-1).indices
-    chunks = logits.view(rows, -1, CHUNK)
-    highest = chunks.amax(-1).max(-1).indices
-    return highest * CHUNK + chunks[torch.arange(rows), highest].max(-1).indices
-
-
-def _draw_token(logits: torch.Tensor, sampling: SamplingParams, draw: float) -> int:
-    """Invert the cumulative distribution of one row ``[vocab_size]`` at ``draw``, after top-k and top-p."""
-    highest = logits.max()
-    if not highest.isfinite():  # an overflow or NaN upstream: there is no distribution to draw from
-        return int(logits.argmax())
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    scaled = (logits - highest) / sampling.temperature
-    token_ids = None
-    if 0 < sampling.top_k < len(scaled):
-        scaled, token_ids = scaled.topk(sampling.top_k)
-    # Sums over a vocabulary in float32 would lose the tail.
-    probabilities = scaled.double().softmax(-1)
-    if sampling.top_p < 1.0:
-        # Tokens below this bound come to less than 1 - top_p together: the nucleus is complete without them, and
-        # only the few others need sorting.
-        likely = (probabilities >= (1.0 - sampling.top_p) / len(probabilities)).nonzero()[:, 0]
-        probabilities, order = probabilities[likely].sort(descending=True)
-        likely = likely[order]
-        token_ids = likely if token_ids is None else token_ids[likely]
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities * (before < sampling.top_p)
-    cumulative = probabilities.cumsum(-1)
-    index = torch.searchsorted(cumulative, draw * cumulative[-1])
-    return int(index if token_ids is None else token_ids[index])
+def _count(sampling: SamplingParams, vocab_size: int) -> int | None:
+    """How many of the likeliest tokens a draw looks at; 0: its nucleus, None: all. Few different numbers, so that many
+    rows share one."""
+    if 0 < sampling.top_k < vocab_size:
+        return min(max(LEAST_TOP_K, 1 << (sampling.top_k - 1).bit_length()), vocab_size)
+    return 0 if sampling.top_p < 1.0 else None

@@ -87,8 +87,9 @@ def assemble(
         "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
-        "lane_threads": backend.lane_threads,
-        "cpu_threads": backend.cpu_threads,
+        "lane_threads": backend.cores.lane_threads,
+        "cpu_threads": backend.cores.cpu_threads,
+        "lane": backend.cores.describe_lane(),
         **(details or {}),
     }
     return Engine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import pacpu
 from swiftllm.attention_worker import AttentionWorker, InlineWorker
 from swiftllm.backend import Ticket
 from swiftllm.config import EngineConfig
+from swiftllm.cores import CoreDivision, core_divisions
 from swiftllm.cpu_attention import CpuAttention
 from swiftllm.device import Device, open_device
 from swiftllm.graphs import LayerGraphs
@@ -23,7 +23,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import dummy_weights, load_weights
 from swiftllm.ops import select_ops
-from swiftllm.ops.cpu import torch_threads
+from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.pacing import Pacer
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request, Tier, TokenLogprob
@@ -43,11 +43,12 @@ class TorchBackend:
 
     Attributes:
         hardware: where the linear layers run.
+        graphs: what of their work is captured; None on a host.
         device, device_name: its torch device, and what it calls itself.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
-        lane_threads: host threads of the linear layers; one where a GPU computes them.
-        cpu_kernel, cpu_threads: who computes attention over the CPU tier.
+        cores: how many threads compute the lane, where a CPU does, and attention over the CPU tier.
+        cpu_kernel: what computes attention over the CPU tier.
     """
 
     def __init__(
@@ -64,14 +65,11 @@ class TorchBackend:
         self.device = self.hardware.torch_device
         self.dtype = _resolve_dtype(config, self.device)
         self.device_name = _device_name(self.device)
-        if self.device.type == "cpu":
-            torch.set_num_threads(torch_threads(self.dtype, config.lane_threads))
-        self.lane_threads = config.lane_threads if self.device.type == "cpu" else 1
-        self.cpu_threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - self.lane_threads)
         self.cpu_kernel = _resolve_kernel(config, self.dtype)
         self.model_config = ModelConfig.from_folder(config.model)
         self.block_size = config.block_size
-        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel, self.lane_threads)
+        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
+        self.use_cores(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
         if config.load_format == "dummy":
             weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
@@ -79,14 +77,15 @@ class TorchBackend:
             weights = load_weights(config.model, self.model_config, self.device, self.dtype)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
-        self._sampler = Sampler(config.seed)
+        self._sampler = Sampler(config.seed, self.hardware)
         self._worker = worker or InlineWorker()
         self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
+        self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self.kv_plan = plan_blocks(
             config,
             self.kv_bytes_per_block,
             available_host_bytes(),
-            self.hardware.left_free(lambda: widest_iteration(self._model, config, self.dtype)),
+            self.hardware.left_free(lambda: widest_iteration(self._model, self._sampler, config, self.dtype)),
         )
         self.kv_pools = KVPools(self.model_config, self.kv_plan, self.device, self.dtype)
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
@@ -94,21 +93,28 @@ class TorchBackend:
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._worker)
         self._pacer = Pacer(self.hardware.compute)
-        self._graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
         )
+        if self.graphs is not None:
+            self.graphs.capture(self.kv_pools.layers[Tier.GPU])
 
     def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
         longest = config.max_model_len or self.model_config.max_position_embeddings
         return LayerGraphs(
             self.hardware,
             self._model,
-            self.kv_pools.layers[Tier.GPU],
             self.dtype,
             max_rows=config.max_num_seqs,
             max_blocks=-(-longest // self.block_size),
         )
+
+    def use_cores(self, division: CoreDivision) -> None:
+        """Compute with these numbers of threads from now on."""
+        self.cores = division
+        if isinstance(self._ops, CpuOps):
+            torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
+            self._ops.num_threads = division.lane_threads
 
     @property
     def num_layers(self) -> int:
@@ -154,7 +160,7 @@ class TorchBackend:
         tokens: Mapping[str, int] = {}
         if layer == self.num_layers - 1:
             tokens = self._finish(batches)
-        elif self._graphs is None or not self._graphs.boundary(layer, batches):
+        elif self.graphs is None or not self.graphs.boundary(layer, batches):
             self._cross(layer, batches)
         self._pacer.launched()
         return tokens
@@ -183,7 +189,7 @@ class TorchBackend:
     def gpu_attention(self, layer: int, lane: Lane) -> None:
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
-        if lane.decodes is not None and (self._graphs is None or not self._graphs.attention(layer, lane)):
+        if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
             rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
             new = self._model.split_qkv(lane.qkv[rows])
             tables, lens = lane.decodes.block_tables, lane.decodes.seq_lens
@@ -223,7 +229,7 @@ class TorchBackend:
         hardware.to_host.wait(hardware.compute.mark())
         q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
         kv_layer = self.kv_pools.layers[Tier.CPU][layer]
-        how = {"num_threads": self.cpu_threads, "kernel": self.cpu_kernel}
+        how = {"num_threads": self.cores.cpu_threads, "kernel": self.cpu_kernel}
 
         def attend() -> None:
             tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.host_out
@@ -245,6 +251,8 @@ class TorchBackend:
 
     def close(self) -> None:
         self._worker.close()
+        if self.graphs is not None:
+            self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
         """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V."""
@@ -255,11 +263,15 @@ class TorchBackend:
         def select(batch: Rows, tensor: torch.Tensor) -> torch.Tensor:
             return tensor if batch.sampling_rows is None else tensor.index_select(0, batch.sampling_rows)
 
-        attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
-        residual = _concatenate([select(batch, batch.residual) for batch in batches])
-        logits = self._model.logits(self._model.post_attention(self.num_layers - 1, attention_out, residual))
+        crossed = None if self.graphs is None else self.graphs.last_boundary(batches)
+        if crossed is None:
+            attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
+            residual = _concatenate([select(batch, batch.residual) for batch in batches])
+            hidden = self._model.post_attention(self.num_layers - 1, attention_out, residual)
+            crossed = self._model.logits(hidden), None
+        logits, likeliest = crossed
         requests = [request for batch in batches for request in batch.sampling_requests]
-        tokens = self._sampler.sample(logits, requests)
+        tokens = self._sampler.sample(logits, requests, likeliest)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
 

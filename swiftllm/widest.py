@@ -6,12 +6,14 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.request import MAX_LOGPROBS, Request, SamplingParams
+from swiftllm.sampling import Sampler
 
 
 @torch.inference_mode()
-def widest_iteration(model: LlamaModel, config: EngineConfig, dtype: torch.dtype) -> None:
+def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
     """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of as many requests as
-    can be there, and their logits. No KV cache is read or written."""
+    can be there, and their logits and samples. No KV cache is read or written."""
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)
@@ -41,4 +43,7 @@ def widest_iteration(model: LlamaModel, config: EngineConfig, dtype: torch.dtype
         ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
         del tables, out
 
-    model.logits(hidden[: config.max_num_seqs]).float()
+    logits = model.logits(hidden[: config.max_num_seqs])
+    how = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=MAX_LOGPROBS)
+    sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
+    sampler.take_logprobs()

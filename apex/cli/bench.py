@@ -7,10 +7,12 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import tyro
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
@@ -25,6 +27,7 @@ from apex.cli.flags import (
     running,
 )
 from apex.cli.output import mix, number, ratio, stdout_console, table
+from apex.cli.validate import optional_module
 from apex.progress import progress_bar
 from swiftllm.request import Request, SamplingParams
 
@@ -39,6 +42,16 @@ WARM_UP_INPUT_LEN = 32
 
 
 @dataclass(frozen=True)
+class BenchRun:
+    """One system's run: its figures, its requests, when it began on the engine's clock, and what the engine says."""
+
+    figures: dict[str, Any]
+    requests: list[Request]
+    start_s: float
+    description: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Bench(ConfigFile):
     """Measure throughput offline: requests of one size, all there from the start.
 
@@ -48,7 +61,8 @@ class Bench(ConfigFile):
       apex bench MODEL_DIR --num-requests 64 --input-len 128 --output-len 128 --output bench.json
 
     Each request is decoded greedily to its last token. Cap the GPU tier (--num-gpu-blocks) to see what offloading is
-    for: a small model is not short of memory otherwise.
+    for: a small model is not short of memory otherwise. Without a GPU the lane stands for one: where several systems
+    are compared it has one thread in all of them, unless --lane-threads says otherwise.
     """
 
     model: ModelDir
@@ -65,6 +79,8 @@ class Bench(ConfigFile):
     """Take the prompts from this text; by default they are random tokens."""
     output: OutputFile = None
     """Write the figures to this JSON file too."""
+    results_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Keep figures, raw records and provenance too, in bench/<run>/ of this folder, as all measurements are kept."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     engine: EngineFlags = field(default_factory=EngineFlags)
@@ -76,21 +92,33 @@ class Bench(ConfigFile):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         self.timeline.check(self.system)
-        records: list[dict[str, Any]] = []
+        results = self.results_dir and optional_module("evaluation.bench_results", "apex bench --results-dir")
+        runs: list[BenchRun] = []
         with input_errors():
             config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)
+        if len(self.system) > 1 and config.lane_threads is None:
+            config = replace(config, lane_threads=1)
         for system in self.system:
             with running(system, config, strategy, self.profile) as engine:
-                if not records:
+                if not runs:
                     self._print_setting(engine)
-                records.append(self._measure(engine))
+                runs.append(self._measure(engine))
+        records = [run.figures for run in runs]
         stdout_console().print(figures_table(records))
         if self.output is not None:
             with input_errors():
                 self.output.write_text(json.dumps(records, indent=1) + "\n")
+        if results:
+            engine_options = {name: value for name, value in asdict(config).items() if name != "model"}
+            sizes = {name: getattr(self, name) for name in ("num_requests", "input_len", "output_len")}
+            prompts = self.prompt_file and str(self.prompt_file)
+            setting = {"engine": engine_options, "strategy": asdict(strategy), **sizes, "prompt_file": prompts}
+            with input_errors():
+                folder = results.keep(self.model, setting, runs, self.output_len, self.results_dir)
+            print(f"summary, raw records and provenance: {folder}")
         return 0
 
-    def _measure(self, engine: Engine) -> dict[str, Any]:
+    def _measure(self, engine: Engine) -> BenchRun:
         with input_errors():
             prompts = self._prompts(engine)
             for index in range(WARM_UP_REQUESTS):
@@ -119,7 +147,7 @@ class Bench(ConfigFile):
                 engine.step()
                 done = num_done()
                 report(done / total, f"{done}/{total} tokens, {done / (engine.now() - start_s):.0f}/s")
-        return {
+        told = {
             "system": description["system"],
             "backend": f"torch-{engine.backend.device.type}",
             "gpu": None if on_cpu else description["device"],
@@ -130,6 +158,7 @@ class Bench(ConfigFile):
             "num_cpu_blocks": description["num_cpu_blocks"],
             **figures(requests, engine.now() - start_s, engine.stats(), before),
         }
+        return BenchRun(told, requests, start_s, description)
 
     def _prompts(self, engine: Engine) -> list[list[int]]:
         """Prompts that begin differently: random tokens, or the text of a file read round and round."""

@@ -144,7 +144,8 @@ def running(
         engine = build_system(system, config, strategy, profile=profile)
     with closing(engine):
         description = engine.describe()
-        print(*description["kv_cache"], cpu_attention_line(description), sep="\n", file=sys.stderr)
+        lane = f"Lane: {description['lane']}"
+        print(*description["kv_cache"], lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
         yield engine
 
 

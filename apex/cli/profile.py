@@ -38,13 +38,10 @@ class Profile(ConfigFile):
 
     def run(self) -> int:
         with input_errors():
-            from apex.cpu_worker import CpuWorker
-            from apex.systems import measure_profile, profile_path
-            from swiftllm.torch_backend import InlineWorker, TorchBackend
+            from apex.systems import measure_profile, open_backend, profile_path
 
             config = self.engine.config(self.model)
-            # With the worker that serves: CPU attention is measured while the lane computes, as it will run.
-            backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
+            backend = open_backend(config, measure_again=True)
         try:
             profile = measure_profile(config, backend)
             path = self.output or profile_path(profile.identity)
@@ -53,7 +50,8 @@ class Profile(ConfigFile):
             console = stdout_console()
             bytes_per_token = backend.kv_bytes_per_block / backend.block_size / backend.num_layers
             console.print(key_figures(profile, backend.num_layers, bytes_per_token))
-            console.print(f"\nwritten to {path}", soft_wrap=True)
+            console.print(f"\nLane: {backend.cores.describe_lane()}", soft_wrap=True, highlight=False)
+            console.print(f"written to {path}", soft_wrap=True)
         finally:
             backend.close()
         return 0

@@ -1,10 +1,12 @@
-"""`apex validate`: the simulator against this machine. Another package's command, found by name as plugins are."""
+"""`apex validate`: the simulator against this machine. Another package's command, found by name as plugins are, and so
+is what else of that package commands here can do with."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 from apex.cli.errors import InputError
@@ -28,11 +30,19 @@ def run_optional(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         InputError: the package is not installed; the message says where it comes from.
     """
-    module = OPTIONAL_VERBS[verb].module
+    return optional_module(OPTIONAL_VERBS[verb].module, f"apex {verb}").command(arguments)
+
+
+def optional_module(module: str, wanted_by: str) -> ModuleType:
+    """A module of a package above this one.
+
+    Raises:
+        InputError: the package is not installed; the message says where it comes from.
+    """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"`apex {verb}` comes with the package `{package}`, which is not installed: run it from the repository, "
+            f"`{wanted_by}` comes with the package `{package}`, which is not installed: run it from the repository, "
             "or install that with `make setup`"
         )
-    return importlib.import_module(module).command(arguments)
+    return importlib.import_module(module)

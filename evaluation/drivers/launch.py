@@ -1,7 +1,7 @@
 """Starts OpenAI-compatible servers for a measurement, and stops them surely.
 
-A server runs in a process group of its own, bound to the cores it is given (Linux). What the group uses of processor
-and memory is read from /proc, so that a measurement can tell what its server took and what the idle ones beside it did.
+A server runs in a session of its own, bound to the cores it is given (Linux). What the session uses of processor and
+memory is read from /proc, so that a measurement can tell what its server took and what the idle ones beside it did.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 from evaluation.drivers.server import Server, ServerNotReady, connect
 
 STOP_GRACE_S = 30.0
+LOOK_AGAIN_S = 0.01
+ZOMBIE = "Z"  # ended; whoever started it has not asked how
 SHOWN_LOG_LINES = 15
 # Variables of the surrounding environment that may change what a server does or how fast.
 TELLING_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "VLLM_", "TORCH", "APEX_", "HF_", "LD_PRELOAD", "MALLOC_", "CUDA_")
@@ -55,12 +58,12 @@ class LaunchedServer:
 
     def processor_s(self) -> float:
         """Seconds of processor time that all processes of the server have used, ended ones they waited for included."""
-        ticks = sum(sum(map(int, stat[11:15])) for stat in group_stats(self.process.pid))
+        ticks = sum(sum(map(int, stat[11:15])) for stat in session_stats(self.process.pid).values())
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
         """Physical memory of all its processes; what they share counts for each."""
-        return sum(int(stat[21]) for stat in group_stats(self.process.pid)) * os.sysconf("SC_PAGE_SIZE")
+        return sum(int(stat[21]) for stat in session_stats(self.process.pid).values()) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
@@ -74,38 +77,39 @@ def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) 
     port = free_port()
     arguments = (*command.arguments, "--host", "127.0.0.1", "--port", str(port))
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, bound_to(command.cores):
-        process = subprocess.Popen(
-            arguments,
-            env={**os.environ, **command.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    environment = {**os.environ, **command.environment}
+    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with contextlib.ExitStack() as stack:
+        with log.open("wb") as output, bound_to(command.cores):
+            process = subprocess.Popen(arguments, env=environment, stdout=output, **streams, start_new_session=True)
+            stack.callback(stop, process)
 
-    def ended() -> str | None:
-        return None if process.poll() is None else f"it ended with status {process.returncode}"
+        def ended() -> str | None:
+            return None if process.poll() is None else f"it ended with status {process.returncode}"
 
-    try:
         try:
             server = connect(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
         except ServerNotReady as error:
             raise ServerNotReady(f"{error}\n{last_lines(log)}\nthe whole log is {log}") from None
         yield LaunchedServer(server, process, log)
-    finally:
-        stop(process)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the whole group that it leads."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # what is left: it, or children that it did not wait for
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a process and the whole session that it leads. Who is interrupted meanwhile waits no longer, and leaves
+    nothing behind either."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_GRACE_S)
+    finally:
+        # What is left: it, or children that it did not wait for, some in groups of their own.
+        while left := [pid for pid, stat in session_stats(process.pid).items() if stat[0] != ZOMBIE]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(LOOK_AGAIN_S)
+        process.wait()
 
 
 def stop_on_sigterm() -> None:
@@ -142,12 +146,12 @@ def last_lines(log: Path) -> str:
     return "\n".join(lines[-SHOWN_LOG_LINES:]) or "it printed nothing"
 
 
-def group_stats(group: int) -> list[list[str]]:
-    """/proc/PID/stat of every process of a group, from its third field (the state) on."""
-    stats = []
+def session_stats(session: int) -> dict[int, list[str]]:
+    """/proc/PID/stat of every process of a session, by PID, from its third field (the state) on."""
+    stats = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                stats.append(fields)
+            if int(fields[3]) == session:
+                stats[int(path.parent.name)] = fields
     return stats

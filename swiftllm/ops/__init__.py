@@ -100,15 +100,14 @@ class Ops(Protocol):
         """
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, lane_threads: int = 1) -> Ops:
-    """The fastest operations for a device. On a CPU ``cpu_kernel`` names the kernel of pacpu for decodes, and pacpu
-    computes on ``lane_threads``.
+def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
+    """The fastest operations for a device. On a CPU ``cpu_kernel`` names the kernel of pacpu for decodes.
 
     Raises:
         ValueError: the GPU has no arithmetic in ``dtype``.
     """
     if device.type == "cpu":
-        return CpuOps(cpu_kernel, lane_threads)
+        return CpuOps(cpu_kernel)
     gpu = torch.cuda.get_device_properties(device)
     capability = 10 * gpu.major + gpu.minor
     if dtype is torch.bfloat16 and capability < BFLOAT16_CAPABILITY:

@@ -22,10 +22,10 @@ class CpuOps(ReferenceOps):
     """See :class:`swiftllm.ops.Ops` for the contracts."""
 
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
-        """``cpu_kernel``: a kernel of pacpu, default the best for the dtype. ``num_threads``: of all pacpu does here;
-        torch has its own number."""
+        """``cpu_kernel``: a kernel of pacpu, default the best for the dtype. ``num_threads``: of all pacpu does here,
+        and may be changed at any time; torch has its own number."""
         self._cpu_kernel = cpu_kernel
-        self._num_threads = num_threads
+        self.num_threads = num_threads
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         if _is_widened(weight.dtype):
@@ -45,29 +45,29 @@ class CpuOps(ReferenceOps):
 
         def linear(x: torch.Tensor) -> torch.Tensor:
             out = x.new_empty((x.shape[0], out_features))
-            rows.linear(x, packed, bias, out, num_threads=self._num_threads)
+            rows.linear(x, packed, bias, out, num_threads=self.num_threads)
             return out
 
         return linear
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
-        rows.rms_norm(x, weight, eps, out, num_threads=self._num_threads)
+        rows.rms_norm(x, weight, eps, out, num_threads=self.num_threads)
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(x)
-        rows.rms_norm(x, weight, eps, out, residual=residual, num_threads=self._num_threads)
+        rows.rms_norm(x, weight, eps, out, residual=residual, num_threads=self.num_threads)
         return out, x
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
-        rows.rotary(x, rotary_rows, num_threads=self._num_threads)
+        rows.rotary(x, rotary_rows, num_threads=self.num_threads)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-        rows.silu_and_mul(gate_up, out, num_threads=self._num_threads)
+        rows.silu_and_mul(gate_up, out, num_threads=self.num_threads)
         return out
 
     def store_kv(
@@ -78,7 +78,7 @@ class CpuOps(ReferenceOps):
         blocks: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
-        rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self._num_threads)
+        rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
 
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
@@ -99,7 +99,7 @@ class CpuOps(ReferenceOps):
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        how = {"num_threads": self._num_threads, "kernel": self._cpu_kernel}
+        how = {"num_threads": self.num_threads, "kernel": self._cpu_kernel}
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import io
 import json
 import shutil
@@ -69,7 +70,7 @@ def help_of(capsys, *command: str) -> str:
 def fails(capsys, *arguments: str) -> str:
     """The one line a command ends with."""
     assert main(arguments) == 2
-    told = ("profiling", "GPU tier", "CPU tier", "CPU attention")
+    told = ("profiling", "GPU tier", "CPU tier", "Lane", "CPU attention")
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(told)]
     assert len(lines) == 1 and lines[0].startswith("apex: ")
     return lines[0]
@@ -177,7 +178,7 @@ def test_interrupt_ends_quietly(capsys, model, monkeypatch):
     monkeypatch.setattr(Engine, "step", interrupted)
     assert main(["generate", model, "hi", "--system", "swiftllm", *SMALL]) == 130
     *start, end = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in start] == ["GPU tier", "CPU tier", "CPU attention"]
+    assert [line.partition(":")[0] for line in start] == ["GPU tier", "CPU tier", "Lane", "CPU attention"]
     assert end == "apex: interrupted"
 
 
@@ -212,12 +213,21 @@ def test_chat_puts_the_prompt_into_the_template(capsys, model):
     assert capsys.readouterr().out == expected_texts(model, ["<user>hello<assistant>"], max_tokens=6)[0] + "\n"
 
 
-def test_bench_measures_each_system(capsys, model, tmp_path):
-    path = tmp_path / "bench.json"
+def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("swiftllm.cores.usable_cores", lambda: 2)
+    path, results = tmp_path / "bench.json", tmp_path / "results"
     sizes = ["--num-requests", "5", "--input-len", "40", "--output-len", "6"]
-    assert main(["bench", model, "--system", "swiftllm", "apex", *sizes, *SMALL, "--output", str(path)]) == 0
-    out = capsys.readouterr().out
+    files = ["--output", str(path), "--results-dir", str(results)]
+    assert main(["bench", model, "--system", "swiftllm", "apex", *sizes, *SMALL, *files]) == 0
+    out, err = capsys.readouterr()
     assert "5 requests of 40 in / 6 out" in out and "8 GPU blocks (2 requests)" in out
+    assert err.count("Lane: 1 thread (") == 2  # as large in both systems
+    (folder,) = results.glob("bench/latest")
+    kept = json.loads((folder / "summary.json").read_text())
+    assert [record["ttft_s_p99"] > 0 and record["strategy_mix"] != "" for record in kept] == [True, True]
+    assert json.loads((folder / "provenance.json").read_text())["configuration"]["engine"]["num_gpu_blocks"] == 8
+    lines = gzip.decompress((folder / "records" / "apex.jsonl.gz").read_bytes()).splitlines()
+    assert [len(json.loads(line)["token_times_s"]) for line in lines] == [6] * 5 and str(folder.resolve()) in out
     records = json.loads(path.read_text())
     assert [record["system"] for record in records] == ["swiftllm", "apex"]
     for record in records:

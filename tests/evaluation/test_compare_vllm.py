@@ -60,6 +60,8 @@ def test_systems_are_compared_on_the_same_cores(tmp_path, model, vllm, two_cores
         assert "bfloat16" in system.command.arguments and str(model) in system.command.arguments
         if system.name.startswith("vllm"):
             assert "--no-enable-prefix-caching" in system.command.arguments
+        else:  # what somebody gets who says nothing of threads
+            assert not any("threads" in argument for argument in system.command.arguments)
 
 
 def test_without_vllm_only_ours_are_there(tmp_path, model, two_cores):

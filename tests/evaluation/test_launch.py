@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ import time
 import pytest
 
 from evaluation.drivers.http import replay
-from evaluation.drivers.launch import ServerCommand, group_stats, launched, stop
+from evaluation.drivers.launch import ServerCommand, launched, session_stats, stop
 from evaluation.drivers.server import ServerNotReady
 from evaluation.paths import REPO_ROOT
 from evaluation.traces import Origin, TraceRow
@@ -42,7 +44,7 @@ def test_a_server_runs_where_it_is_bound_and_is_gone_afterwards(tmp_path):
         records = replay(running.server, make_workload(lengths, PromptTokens(100))).records
         assert all(record.completed for record in records)
         assert running.processor_s() >= used_s > 0.0 and running.resident_bytes() > 2**20
-    assert not is_running(pid) and group_stats(pid) == []
+    assert not is_running(pid) and session_stats(pid) == {}
 
 
 def test_what_decides_is_described(monkeypatch):
@@ -86,7 +88,36 @@ def test_children_that_outlive_their_parent_are_ended_with_it():
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout.readline() == b"ready\n"
-    assert len(group_stats(process.pid)) == 2
+    assert len(session_stats(process.pid)) == 2
     stop(process)
     assert process.stdout.read() == b""  # ends when the last of them has
     process.stdout.close()
+
+
+def test_interrupting_twice_leaves_nothing_behind(tmp_path):
+    """A server that takes its time to end, with a child in a group of its own that does not end by itself."""
+    child = "import os, signal; os.setpgid(0, 0); print(os.getpid(), flush=True); signal.pause()"
+    server = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, lambda *_: print('asked to end', flush=True));"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    )
+    measuring = (
+        "import sys; from pathlib import Path; from evaluation.drivers.launch import ServerCommand, launched\n"
+        f"with launched(ServerCommand('slow', (sys.executable, '-c', {server!r})), Path(sys.argv[1])): pass"
+    )
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    command = [sys.executable, "-c", measuring, str(log)]
+    process = subprocess.Popen(command, cwd=REPO_ROOT, stderr=subprocess.PIPE)
+    with log.open("rb") as printed:
+        pid = int(printed.readline())
+        process.send_signal(signal.SIGINT)
+        assert printed.readline() == b"asked to end\n"
+        process.send_signal(signal.SIGINT)
+        assert b"KeyboardInterrupt" in process.communicate(timeout=20)[1]
+        os.set_blocking(printed.fileno(), False)
+        try:
+            assert printed.read() == b""  # nobody is left who could print; with somebody it is None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
@@ -24,6 +21,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "rows": operations.check_rows,
         "blocks": operations.check_blocks,
         "decode-attention": operations.check_decode_attention,
+        "sampling": operations.check_sampling,
         "tokens-float32": tokens.check_tokens_float32,
         "tokens-float16": tokens.check_tokens_float16,
         "random-load": partial(random_load.check_random_load, seconds=seconds),

@@ -7,11 +7,11 @@ import time
 from contextlib import closing
 
 import torch
-from transformers import LlamaForCausalLM
 
 from swiftllm.engine import Engine
 from swiftllm.request import Request, SamplingParams, Tier
-from tests.gpu.tokens import build, distance_below_best, make_prompts, tiny_model
+from tests.gpu.judge import Judge, tiny_model
+from tests.gpu.tokens import build, make_prompts
 
 VARIANTS = ("swiftllm", "neo", "apex, overlap", "fastdecode")
 MOST_UNFINISHED = 40
@@ -22,13 +22,13 @@ STEPS_BETWEEN_LOOKS = 50
 def check_random_load(device: torch.device, seconds: float = 20.0) -> None:
     """Each variant gets its share of ``seconds``; tokens of aborted requests are checked as far as they came."""
     with tiny_model() as model:
-        judge = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+        judge = Judge(model)
         for variant in VARIANTS:
             with closing(build(model, variant, device, "float32")) as engine:
                 drive(engine, variant, judge, seconds / len(VARIANTS))
 
 
-def drive(engine: Engine, variant: str, judge: LlamaForCausalLM, seconds: float) -> None:
+def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
     seed = random.randrange(1 << 30)
     draw, prompts = random.Random(seed), make_prompts(count=200, seed=seed)
     end_s, unchecked, unfinished, num_requests, num_steps = time.monotonic() + seconds, [], {}, 0, 0
@@ -62,9 +62,9 @@ def poison_free_blocks(engine: Engine) -> None:
         pool[:, free.to(pool.device)] = torch.nan
 
 
-def check_some(judge: LlamaForCausalLM, finished: list[Request], draw: random.Random, where: str) -> None:
+def check_some(judge: Judge, finished: list[Request], draw: random.Random, where: str) -> None:
     """The judge is slow: it looks at a few, and at all there are when they are few."""
     for request in draw.sample(finished, min(8, len(finished))):
         if request.output_token_ids:
-            below = distance_below_best(judge, request.prompt_token_ids, request.output_token_ids)
+            below = judge.distance_below_best(request.prompt_token_ids, request.output_token_ids)
             assert below == 0.0, f"{where}: request {request.request_id}: {below} below the best: {request}"

@@ -1,24 +1,22 @@
-"""Greedy tokens of every strategy on the GPU, against transformers on the CPU."""
+"""Greedy tokens of every strategy on the GPU, against a plain forward pass on the CPU."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
-from transformers import LlamaForCausalLM
 
 from apex.config import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.engine import Engine
 from swiftllm.request import SamplingParams
+from tests.gpu.judge import SEED, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
-from tests.reference.tiny_model import make_tiny_llama
 
 # System, strategy, synchronous CPU attention.
 VARIANTS = {
@@ -38,12 +36,6 @@ POOLS = {"block_size": 16, "num_gpu_blocks": 20, "num_cpu_blocks": 300}
 NEAR_TIE = 0.02
 
 
-@contextmanager
-def tiny_model() -> Iterator[Path]:
-    with TemporaryDirectory() as folder:
-        yield make_tiny_llama(Path(folder) / "model")
-
-
 def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(3, 128) for _ in range(draw.randint(1, 90))] for _ in range(count)]
@@ -52,7 +44,8 @@ def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
 def build(model: Path, variant: str, device: torch.device, dtype: str) -> Engine:
     """An engine whose rules see a made-up profile, so that they don't hang on the machine, and pools full of NaN."""
     system, strategy, synchronous = VARIANTS[variant]
-    config = EngineConfig(str(model), device.type, dtype, max_num_batched_tokens=48, synchronous=synchronous, **POOLS)
+    options = {"max_num_batched_tokens": 48, "lane_threads": 1, "synchronous": synchronous, **POOLS}
+    config = EngineConfig(str(model), device.type, dtype, "dummy", seed=SEED, **options)
     with mock.patch("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6)):
         engine = build_system(system, config, StrategyConfig(strategy=strategy))
     for pool in engine.backend.kv_pools.tensors.values():
@@ -69,16 +62,8 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]
     return [request.output_token_ids for request in requests]
 
 
-@torch.inference_mode()
-def distance_below_best(judge: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """How far the worst token of ``output`` lies below the judge's own choice at its place."""
-    logits = judge(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-    return float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
-
-
 def check_tokens_float32(device: torch.device) -> None:
-    """The same tokens under every strategy, each of them transformers' own choice."""
+    """The same tokens under every strategy, each of them the judge's own choice."""
     check_tokens(device, "float32", near_tie=0.0)
 
 
@@ -89,12 +74,12 @@ def check_tokens_float16(device: torch.device) -> None:
 
 def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:
     with tiny_model() as model:
-        judge, prompts = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), make_prompts()
+        judge, prompts = Judge(model), make_prompts()
         for variant in VARIANTS:
             with closing(build(model, variant, device, dtype)) as engine:
                 outputs = generate(engine, prompts)
                 if engine.stats().cpu_busy_s == 0 and variant not in ("vllm", "swiftllm"):
                     raise AssertionError(f"{variant}: no attention ran on the CPU, so nothing was checked")
             for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-                below = distance_below_best(judge, prompt, output)
+                below = judge.distance_below_best(prompt, output)
                 assert below <= near_tie, f"{variant}, {dtype}, prompt {index}: {below:.4f} below the best: {output}"

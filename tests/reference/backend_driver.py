@@ -48,9 +48,12 @@ class BackendDriver:
             if riders:
                 ticket.wait()
         tokens = dict(backend.boundary(last, [lane, cohort]))
+        logprobs = backend.take_logprobs()
         for request in [item.request for item in items] + list(riders):
             if request.request_id in tokens:
                 request.append_token(tokens[request.request_id], 0.0)
+            if request.request_id in logprobs:
+                request.logprobs.append(logprobs[request.request_id])
         return tokens
 
     def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> dict[str, int]:

@@ -98,7 +98,7 @@ class FakeCuda(TorchDispatchMode):
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []
         self.capturing = False
-        self.actions = self.replays = self.synchronisations = 0
+        self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
@@ -216,10 +216,16 @@ class FakeCuda(TorchDispatchMode):
         inners = [tensor.inner for tensor in tensors]
         self._enqueue(lambda: kernel(*inners))
 
+    def refuse_while_capturing(self, what: str) -> None:
+        if self.capturing:
+            raise Hazard(f"the host {what} in the middle of a capture")
+
+    def lose_graph(self) -> None:
+        self.lost_graphs += 1
+
     def read(self, tensor: DeviceTensor) -> torch.Tensor:
         """What the host gets that asks for values: the stream is waited for."""
-        if self.capturing:
-            raise Hazard("the host reads in the middle of a capture")
+        self.refuse_while_capturing("reads")
         self.synchronisations += 1
         self._drain(self.current)
         return tensor.inner
@@ -255,6 +261,7 @@ class FakeCuda(TorchDispatchMode):
         on_device = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
         target = kwargs.get("device")
         if kwargs.pop("pin_memory", None) or name.startswith(("pin_memory", "_pin_memory")):
+            self.refuse_while_capturing("allocates pinned memory, which asks for events,")
             host = args[0].clone() if name.startswith(("pin_memory", "_pin_memory")) else func(*args, **kwargs)
             if not name.startswith(("pin_memory", "_pin_memory")):
                 poison(host)

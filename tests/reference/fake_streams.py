@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,11 +34,13 @@ class FakeEvent:
         self.passed = True
 
     def query(self) -> bool:
+        self.stream.cuda.refuse_while_capturing("asks for an event")
         self.stream.cuda.advance()
         return self.passed
 
     def synchronize(self) -> None:
         cuda = self.stream.cuda
+        cuda.refuse_while_capturing("waits for an event")
         cuda.advance()
         if not cuda.ignores("synchronize"):
             cuda.force(self)
@@ -76,13 +80,17 @@ class FakeStream:
 
 
 class FakeGraph:
+    """As in torch, a graph that is destroyed takes the cuBLAS workspace of others captured on its stream along."""
+
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.work: list[Callable[[], None]] = []
+        weakref.finalize(self, cuda.lose_graph)
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local", "the attention worker uses its streams meanwhile"
+        assert capture_error_mode == "thread_local", "other threads may use their streams meanwhile"
         assert self.cuda.current is not self.cuda.compute, "the default stream cannot be captured"
+        assert not gc.isenabled(), "a collection in the middle of a capture may destroy a graph, and ends it"
         assert not self.cuda.current.queue
         self.stream, self.cuda.capturing = self.cuda.current, True
 
@@ -91,8 +99,11 @@ class FakeGraph:
         assert not any(isinstance(work, FakeEvent) for work in self.stream.queue)
         self.work = list(self.stream.queue)
         self.stream.queue.clear()
+        self.lost_before = self.cuda.lost_graphs
+        self.cuda.captures += 1
 
     def replay(self) -> None:
+        assert self.cuda.lost_graphs == self.lost_before, "the graph's workspace is gone"
         self.cuda.replays += 1
         for work in self.work:
             self.cuda.current.put(work)

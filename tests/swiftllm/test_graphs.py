@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.graphs import BLOCK_BUCKETS, ROW_BUCKETS, LayerGraphs
+from swiftllm.device import CudaDevice
+from swiftllm.graphs import BLOCK_BUCKETS, ROW_BUCKETS, GraphKey, LayerGraphs
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request, SamplingParams, Tier
 from swiftllm.torch_backend import TorchBackend
@@ -44,33 +46,41 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def used_buckets(backend: TorchBackend) -> set[tuple[int, int]]:
-    """Rows and blocks (0: boundaries) of the graphs there are."""
-    return {(rows, width) for _, _, _, rows, width in backend._graphs._graphs}
+class Noting(dict):
+    """Graphs by key, that notes what is asked for."""
+
+    def __init__(self, graphs: LayerGraphs) -> None:
+        super().__init__(graphs._graphs)
+        graphs._graphs, self.asked = self, Counter()
+
+    def get(self, key: GraphKey):
+        self.asked[key.rows, key.blocks] += 1
+        return super().get(key)
 
 
 def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir):
+    """Two boundaries between the layers and the last one, two attentions: nothing else crosses the model."""
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
+        noting = Noting(driver.backend.graphs)
         requests = admit(driver, (5, 20, 300))
         driver.prefill(requests, 64)
+        assert not cuda.replays  # prompts found no bucket
         driver.decode(requests)
-        assert used_buckets(driver.backend) == {(4, 0), (4, 64)}  # 300 tokens are 19 blocks; prefills found no bucket
+        assert noting.asked == {(4, 0): 3, (4, 64): 2}  # 300 tokens are 19 blocks
         driver.decode(requests[:2])
         driver.decode(requests[:1])
-        assert used_buckets(driver.backend) == {(4, 0), (4, 64), (2, 0), (2, 16), (1, 0), (1, 16)}
-        captured = len(driver.backend._graphs._graphs)
-        replays = cuda.replays
-        driver.decode(requests)
-        assert len(driver.backend._graphs._graphs) == captured
-        assert cuda.replays - replays == 4  # two boundaries, two attentions: nothing else crosses the layers
+        assert noting.asked == {(4, 0): 3, (4, 64): 2, (2, 0): 3, (2, 16): 2, (1, 0): 3, (1, 16): 2}
+        assert cuda.replays == sum(noting.asked.values())
 
 
 def test_buckets_end_where_the_configuration_does(model_dir):
     with fake_gpu(0) as cuda:
-        graphs = make_driver(model_dir, cuda, max_num_seqs=5).backend._graphs
-    assert graphs._row_buckets == ROW_BUCKETS[:4] and graphs._block_buckets == BLOCK_BUCKETS[:2]
-    assert graphs._lanes.token_ids.shape == (8,)
+        graphs = make_driver(model_dir, cuda, max_num_seqs=5).backend.graphs
+        assert graphs._row_buckets == ROW_BUCKETS[:4] and graphs._block_buckets == BLOCK_BUCKETS[:2]
+        assert graphs._lanes.token_ids.shape == (8,) and graphs._logits.shape == (8, 128)
+        # Three boundaries of lanes and three of cohorts, two layers' attention in two widths, for each number of rows.
+        assert len(graphs) == 4 * (3 + 3 + 2 * 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,30 +132,92 @@ def test_without_operations_that_pass_over_empty_rows_attention_is_not_captured(
     monkeypatch.setattr("tests.reference.fake_gpu.FakeOps.takes_empty_rows", False)
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
+        noting = Noting(driver.backend.graphs)
         requests = admit(driver, (5, 20))
         driver.prefill(requests)
         driver.decode(requests)
-        driver.decode(requests)
-        assert used_buckets(driver.backend) == {(2, 0)}
+        assert noting.asked == {(2, 0): 3} and cuda.replays == 3
 
 
-def test_what_a_graph_computes_before_it_is_captured_counts(model_dir):
-    """The first use of a bucket is launched piece by piece; capturing it afterwards changes nothing."""
-    tokens = []
-    for can_capture in (True, False):
-        with fake_gpu(1, can_capture=can_capture) as cuda:
+def decoded(driver: BackendDriver) -> list[list[int]]:
+    requests = admit(driver, (5, 20, 9))
+    driver.prefill(requests)
+    for count in (3, 3, 2, 1):
+        driver.decode(requests[:count])
+    return outputs(requests)
+
+
+@pytest.mark.parametrize("captures", [0, 17])
+def test_where_capturing_fails_everything_is_launched_piece_by_piece(model_dir, monkeypatch, captures):
+    """The graphs there are go too: a lost one may have taken what they need."""
+    capture, left = CudaDevice.capture, [None] * captures
+
+    def refuse(self, work):
+        if not left:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        left.pop()
+        return capture(self, work)
+
+    monkeypatch.setattr(CudaDevice, "capture", refuse)
+    with fake_gpu(0) as cuda:
+        with pytest.warns(UserWarning, match="one by one, since they cannot be captured: operation not permitted"):
             driver = make_driver(model_dir, cuda)
-            requests = admit(driver, (5, 20))
-            driver.prefill(requests)
-            driver.decode(requests)
-            assert cuda.replays == 0
-            tokens.append(outputs(requests))
-    assert tokens[0] == tokens[1]
+        tokens = decoded(driver)
+        assert not cuda.replays and not len(driver.backend.graphs)
+    assert tokens == decoded(make_driver(model_dir))
+
+
+def test_graphs_take_no_more_memory_than_they_may(model_dir, monkeypatch):
+    with fake_gpu(0) as cuda:
+        per_graph = cuda.total_bytes // 600
+        monkeypatch.setattr(
+            CudaDevice, "free_bytes", lambda device: cuda.total_bytes - cuda.captures * per_graph - (1 << 28)
+        )
+        with pytest.warns(UserWarning, match="one by one for 2 rows and less: 20 graphs take 34 MiB"):
+            driver = make_driver(model_dir, cuda)
+        noting = Noting(driver.backend.graphs)
+        assert {key.rows for key in noting} == {4, 8}
+        tokens = decoded(driver)
+        assert noting.asked == {(4, 0): 6, (4, 16): 4, (2, 0): 3, (2, 16): 2, (1, 0): 3, (1, 16): 2}
+        assert cuda.replays == 10
+    assert tokens == decoded(make_driver(model_dir))
+
+
+def test_the_host_never_waits_in_a_copy(model_dir):
+    """Tokens, log-probabilities and all that a draw needs cross in pinned memory; who waits, waits for an event."""
+    hows = (
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9},
+    )
+    for can_capture in (True, False):
+        with fake_gpu(0, can_capture=can_capture) as cuda:
+            driver = make_driver(model_dir, cuda)
+            before = cuda.synchronisations
+            for logprobs in (None, 3):
+                for tier in Tier:
+                    settings = [SamplingParams(max_tokens=9, logprobs=logprobs, **how) for how in hows]
+                    requests = [
+                        driver.admit(f"{tier} {i} {logprobs}", (3, 4), tier, how) for i, how in enumerate(settings)
+                    ]
+                    driver.prefill(requests)
+                    driver.decode(requests)
+                    driver.decode(requests)
+            assert cuda.synchronisations == before
+
+
+def test_closing_gives_the_graphs_back(model_dir):
+    with fake_gpu(0) as cuda:
+        backend = make_driver(model_dir, cuda).backend
+        captured = len(backend.graphs)
+        backend.close()
+        assert captured and cuda.lost_graphs == captured
 
 
 def test_a_frame_starts_with_rows_that_are_no_requests(model_dir):
     with fake_gpu(0) as cuda:
-        graphs: LayerGraphs = make_driver(model_dir, cuda).backend._graphs
+        graphs = make_driver(model_dir, cuda).backend.graphs
         cuda._synchronize()
         for frame in (graphs._lanes, graphs._cohorts):
             assert not torch.tensor(frame.seq_lens.tolist()).any() and not torch.tensor(frame.token_ids.tolist()).any()

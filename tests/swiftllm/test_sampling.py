@@ -3,8 +3,9 @@ from collections import Counter
 import pytest
 import torch
 
+from swiftllm.draws import most_likely
 from swiftllm.request import Request, SamplingParams
-from swiftllm.sampling import Sampler, most_likely
+from swiftllm.sampling import Sampler
 
 VOCAB = 50
 

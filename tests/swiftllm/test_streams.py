@@ -27,7 +27,8 @@ from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker, Hazard
 
 SEEDS = range(6)
-SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+MAX_TOKENS = 4
+HOW = ({}, {"temperature": 1.0, "top_p": 0.7, "logprobs": 2}, {"temperature": 0.8}, {"temperature": 1.5, "top_k": 9})
 LENGTHS = (9, 30, 18, 21)
 Drive = Callable[[BackendDriver], list[Request]]
 
@@ -37,6 +38,11 @@ def model_dir(tiny_model_dir) -> Path:
     return tiny_model_dir(num_hidden_layers=2)
 
 
+def sampling(index: int) -> SamplingParams:
+    """Requests choose their tokens in different ways."""
+    return SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=index, **HOW[index % len(HOW)])
+
+
 def prompts(lengths=LENGTHS) -> list[list[int]]:
     rng = random.Random(0)
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths]
@@ -44,14 +50,14 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
 
 def decode_and_swap(driver: BackendDriver) -> list[Request]:
     """Prompts in chunks into both tiers, then decodes with riders while requests change tiers."""
-    requests = [driver.admit(f"r{i}", p, list(Tier)[i % 2], SAMPLING) for i, p in enumerate(prompts())]
+    requests = [driver.admit(f"r{i}", p, list(Tier)[i % 2], sampling(i)) for i, p in enumerate(prompts())]
     for request in requests[2:]:  # nothing is sampled, so nobody waits, before these change tiers
         driver.run([LaneItem(request, 0, 11, request.tier, True)])
         driver.move([request])
         driver.run([LaneItem(request, 11, request.prompt_len - 11, request.tier, True)])
     driver.prefill(requests[:2], 11)
     rng = random.Random(1)
-    while requests[0].output_len < SAMPLING.max_tokens:
+    while requests[0].output_len < MAX_TOKENS:
         driver.move([r for r in requests if rng.random() < 0.5])
         driver.decode(requests)
     return requests
@@ -59,7 +65,7 @@ def decode_and_swap(driver: BackendDriver) -> list[Request]:
 
 def one_by_one(driver: BackendDriver) -> list[Request]:
     """Chunks of one token into the CPU tier: rows that lie together by themselves."""
-    requests = [driver.admit(f"r{i}", p, Tier.CPU, SAMPLING) for i, p in enumerate(prompts((4, 3)))]
+    requests = [driver.admit(f"r{i}", p, Tier.CPU, sampling(i)) for i, p in enumerate(prompts((4, 3)))]
     driver.prefill(requests, 1)
     driver.decode(requests)
     return requests
@@ -68,8 +74,8 @@ def one_by_one(driver: BackendDriver) -> list[Request]:
 def drop_and_abandon(driver: BackendDriver) -> list[Request]:
     """A cohort loses a request on its way, another one is given up with its attention just done."""
     backend = driver.backend
-    requests = [driver.admit(f"r{i}", p, Tier.CPU, SAMPLING) for i, p in enumerate(prompts())]
-    on_gpu = driver.admit("gpu", prompts()[0], Tier.GPU, SAMPLING)
+    requests = [driver.admit(f"r{i}", p, Tier.CPU, sampling(i)) for i, p in enumerate(prompts())]
+    on_gpu = driver.admit("gpu", prompts()[0], Tier.GPU, sampling(0))
     driver.prefill([*requests, on_gpu])
     given_up, cohort = backend.open_cohort(requests[2:3]), backend.open_cohort(requests[:2])
     backend.boundary(-1, [given_up])
@@ -91,13 +97,15 @@ DRIVES: dict[str, Drive] = {"swaps": decode_and_swap, "drops": drop_and_abandon,
 def make_driver(model_dir: Path, worker=None) -> BackendDriver:
     config = EngineConfig(
         str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_batched_tokens=64,
-        max_num_seqs=8, max_model_len=64,
+        max_num_seqs=4, max_model_len=64,
     )  # fmt: skip
     return BackendDriver(TorchBackend(config, worker))
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
-    return [request.output_token_ids for request in requests]
+    """The tokens of each request, and those it was told to be likely."""
+    told = [[token for logprob in request.logprobs for token, _ in logprob.top] for request in requests]
+    return [request.output_token_ids + likely for request, likely in zip(requests, told, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def tokens_on_fake(model_dir: Path, name: str, cuda: FakeCuda, worker=None) -> l
 def test_tokens_do_not_depend_on_when_things_happen(model_dir, expected, name, seed):
     with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
         assert tokens_on_fake(model_dir, name, cuda) == expected[name]
-    assert bool(cuda.replays) == (seed % 2 == 0 and name != "drops")
+    assert bool(cuda.replays) == (seed % 2 == 0)
 
 
 def test_the_synchronous_twin_computes_on_a_gpu(model_dir, expected):
@@ -155,7 +163,7 @@ def test_what_leaves_a_graphs_memory_is_copied_first(model_dir, expected, monkey
         with fake_gpu(seed) as cuda:
             return tokens_on_fake(model_dir, "one by one", cuda) != expected["one by one"]
 
-    assert any(goes_wrong(seed) for seed in SEEDS)
+    assert any(goes_wrong(seed) for seed in range(20, 60))  # one order of events in six shows it, 22 among them
 
 
 # -- pacing -----------------------------------------------------------------------------------------------------------
@@ -213,8 +221,7 @@ def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = froze
     """Output tokens of the requests that are not aborted on their way."""
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(torch.nan)
-    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
-    requests = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(some_prompts)]
+    requests = [engine.add_request(str(i), prompt, sampling(i)) for i, prompt in enumerate(some_prompts)]
     leaving = sorted(aborted)
     for step in range(2000):
         if not engine.has_unfinished():

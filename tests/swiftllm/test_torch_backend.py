@@ -310,7 +310,7 @@ def test_sizes_are_reported_and_zero_gpu_blocks_are_legal(make_driver):
     pool = backend.kv_pools.tensors[Tier.CPU]
     assert pool.nbytes == 6 * backend.kv_bytes_per_block
     assert (backend.cpu_kernel, backend.dtype) == (pacpu.default_kernel("float32"), torch.float32)
-    assert backend.cpu_threads >= 1 and backend.device_name
+    assert backend.cores.cpu_threads >= 1 and backend.device_name
 
 
 def test_default_sizes_follow_the_memory(make_driver, monkeypatch):

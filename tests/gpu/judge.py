@@ -1,0 +1,70 @@
+"""A tiny model that needs no files, and what it thinks of a text: a plain forward pass on the CPU in float32.
+
+Elsewhere the tests hold this pass against transformers; a machine with a GPU may have none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.weights import dummy_weights
+from swiftllm.ops import ReferenceOps
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,  # large enough for greedy tokens to differ from step to step
+}
+SEED = 0
+
+
+@contextmanager
+def tiny_model() -> Iterator[Path]:
+    """A folder for ``load_format="dummy"`` and ``seed=SEED``."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        yield Path(folder)
+
+
+class Judge:
+    def __init__(self, model: Path) -> None:
+        self._config = ModelConfig.from_folder(model)
+        weights = dummy_weights(self._config, "cpu", torch.float32, SEED)
+        self._model = LlamaModel(self._config, weights, ReferenceOps())
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Of the token after each of ``tokens``: float32 ``[len(tokens), vocab_size]``."""
+        model, scale = self._model, self._config.head_dim**-0.5
+        hidden, rotary = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
+        for layer in range(self._config.num_layers):
+            q, k, v = model.split_qkv(model.pre_attention(layer, hidden, rotary))
+            out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+            hidden = model.post_attention(layer, out, hidden)
+        return model.logits(hidden)
+
+    def distance_below_best(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """How far the worst token of ``output`` lies below the model's own choice at its place, in standard deviations
+        of the logits there."""
+        logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        return float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
