@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCE_DIR = Path("pacpu/src")
 INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
+IN_PLACE_TEMP = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
 # Without checks of each pointer, which double the time to compile; the address sanitizer makes most of them. Without
@@ -100,7 +102,8 @@ class BuildPacpu(build_ext):
     """Compiles each file of pacpu for its own instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
-        build_dir = Path(self.build_temp) / "pacpu"
+        # For an editable install this would be a folder that is deleted afterwards, and everything compiled again.
+        build_dir = Path(IN_PLACE_TEMP if self.editable_mode else self.build_temp) / "pacpu"
         sanitize_flags = SANITIZE_FLAGS if os.environ.get("PACPU_SANITIZE") == "1" else []
         ispc_objects, ispc_problem = self.build_ispc(build_dir / "ispc")
         if ispc_problem:

@@ -6,6 +6,7 @@
 #   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
 #   llamafile      the source of Mozilla's sgemm, optional (scripts/fetch_llamafile.py)
 #   native         the CPU attention kernels: python setup.py build_ext --inplace
+#   command        `apex` in the virtual environment: pip install --editable
 #   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
 #
 # VENV=folder chooses the environment (default .venv). VENV= (empty) uses PYTHON or python3 as it is, installs no
@@ -124,6 +125,12 @@ build_native() {
     say "native: up to date"
 }
 
+command_key() { { cat setup.py && ls "$venv/bin/apex" 2>/dev/null || true; } | digest; }
+install_command() {
+    pip_install --quiet --no-deps --no-build-isolation --editable . \
+        || say "the command \`apex\` could not be installed; python -m apex is the same"
+}
+
 prepare_model() {
     if "$python" scripts/prepare_model.py; then return; fi
     [ -z "$venv" ] || fail "the model could not be prepared" "read the message above, then try again"
@@ -143,5 +150,6 @@ fi
 stage ispc ispc_key install_ispc
 stage llamafile llamafile_key fetch_llamafile
 build_native
+[ -z "$venv" ] || stage command command_key install_command
 prepare_model
 say "ready after $((SECONDS - start)) s"
