@@ -123,10 +123,12 @@ class ProfileTable:
         """Read a table.
 
         Raises:
-            ProfileMismatch: it was measured on something else; the message names what differs.
+            ProfileMismatch: it cannot be read, or was measured on something else; the message names what differs.
         """
         try:
             raw = json.loads(path.read_text())
+        except OSError as error:
+            raise ProfileMismatch(f"no profile table in {path} ({error.strerror}): run `apex profile` first") from None
         except json.JSONDecodeError as error:
             raise ProfileMismatch(f"{path} is no profile table ({error}): run `apex profile` again") from None
         if raw.pop("version", None) != TABLE_VERSION:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,16 +81,17 @@ def build_system(
         return build_gpu_only(name, config)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config)
-    limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
-    table = load_or_measure(config, backend, profile)
-    model = PerfModel(table, backend.num_layers)
-    scheduler = SCHEDULERS[name](limits, kv, backend.now, model, strategy)
-    details = {
-        "strategy": asdict(strategy),
-        "profile": dict(table.identity),
-        "cpu_attention_gbps": cpu_attention_gbps(table, backend),
-    }
-    return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
+    with closed_on_failure(backend):
+        limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
+        table = load_or_measure(config, backend, profile)
+        model = PerfModel(table, backend.num_layers)
+        scheduler = SCHEDULERS[name](limits, kv, backend.now, model, strategy)
+        details = {
+            "strategy": asdict(strategy),
+            "profile": dict(table.identity),
+            "cpu_attention_gbps": cpu_attention_gbps(table, backend),
+        }
+        return assemble(name, config, backend, scheduler, OverlapExecutor(backend), details)
 
 
 def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchBackend:
@@ -97,10 +99,21 @@ def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchB
     else as decodes fastest, which is measured now unless that is cached."""
     # With the worker's own thread: CPU attention is measured while the lane computes, as it will run.
     backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
-    divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
-    if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:
-        backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
+    with closed_on_failure(backend):
+        divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
+        if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:
+            backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
     return backend
+
+
+@contextmanager
+def closed_on_failure(backend: TorchBackend) -> Iterator[None]:
+    """Let no worker outlive a start that fails or is interrupted: at exit Python aborts threads in native code."""
+    try:
+        yield
+    except BaseException:
+        backend.close()
+        raise
 
 
 def division_rates(

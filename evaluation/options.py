@@ -124,7 +124,16 @@ class HttpOptions:
 
 @dataclass(frozen=True)
 class FigureOptions(HttpOptions, MeasuredOptions, CommonOptions):
-    """All options of a figure that can be simulated and measured."""
+    """All options of a figure that can be simulated and measured.
+
+    Raises:
+        ValueError: a count is below 1.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "repeats", "gpu_requests", "jobs"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
 
 
 def experiment_settings(figure: str, config: Path | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.config_file import ConfigFile, parse
+from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation import measured
 from evaluation.experiment import Point, PointResult, run_experiment
@@ -60,7 +61,7 @@ class Options(ConfigFile):
 
     model: Path | None = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
-    systems: tuple[str, ...] = ("swiftllm", "neo", "apex")
+    systems: tuple[SystemName, ...] = ("swiftllm", "neo", "apex")
     """Systems to validate."""
     workloads: tuple[str, ...] = ("osc", "azure-conv")
     """Workloads of configs/experiments/fig5.yaml."""
@@ -219,15 +220,15 @@ def print_operations(errors: Sequence[OperationError], console: Console) -> None
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every run is finished, whatever the errors are; 2 for options that do not fit."""
     console = stdout_console()
-    wanted = FigureOptions(
-        model=options.model,
-        systems=options.systems,
-        workloads=options.workloads,
-        num_requests=options.num_requests,
-        output_lens=(options.output_len,),
-        repeats=options.repeats,
-    )
     try:
+        wanted = FigureOptions(
+            model=options.model,
+            systems=options.systems,
+            workloads=options.workloads,
+            num_requests=options.num_requests,
+            output_lens=(options.output_len,),
+            repeats=options.repeats,
+        )
         plan = make_measured_plan("fig5", wanted)
         points = [replace(point, group=point.key) for point in measured.make_points(plan)]  # the spread is reported
     except (ValueError, FileNotFoundError) as error:

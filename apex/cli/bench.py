@@ -24,6 +24,8 @@ from apex.cli.flags import (
     StrategyFlags,
     SystemName,
     TimelineFlags,
+    check_output_file,
+    check_output_folder,
     running,
 )
 from apex.cli.output import mix, number, ratio, stdout_console, table
@@ -92,6 +94,8 @@ class Bench(ConfigFile):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         self.timeline.check(self.system)
+        check_output_file("--output", self.output)
+        check_output_folder("--results-dir", self.results_dir)
         results = self.results_dir and optional_module("evaluation.bench_results", "apex bench --results-dir")
         runs: list[BenchRun] = []
         with input_errors():

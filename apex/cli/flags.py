@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -27,6 +28,28 @@ SystemName = Literal[(*GPU_ONLY_SCHEDULERS, *SCHEDULERS)]
 ModelDir = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL_DIR")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+def check_output_file(flag: str, path: Path | None) -> None:
+    """Before anything runs, see that the file of an output flag can be written; its folder is made.
+
+    Raises:
+        InputError: it cannot; the message names the flag.
+    """
+    if path is not None and path.is_dir():
+        raise InputError(f"{flag} {path} is a folder: name a file")
+    check_output_folder(flag, path and path.parent)
+
+
+def check_output_folder(flag: str, folder: Path | None) -> None:
+    """As :func:`check_output_file`, for a folder to write files to."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"{flag}: the folder {folder} cannot be made or written to ({error.strerror})") from None
 
 
 class Unchecked:
@@ -90,7 +113,8 @@ class TimelineFlags:
     def check(self, systems: Sequence[str]) -> None:
         """
         Raises:
-            InputError: a flag makes no sense, or the timelines of several systems are to go to one file.
+            InputError: a flag makes no sense, the timelines of several systems are to go to one file, or none can be
+                written there.
         """
         if self.trace_timeline is None:
             if self != TimelineFlags():
@@ -104,6 +128,8 @@ class TimelineFlags:
             raise InputError(
                 f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
             )
+        check = check_output_file if names_file(self.trace_timeline) else check_output_folder
+        check("--trace-timeline", self.trace_timeline)
 
     @contextmanager
     def traced(

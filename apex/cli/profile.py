@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import input_errors
-from apex.cli.flags import EngineFlags, ModelDir, ProfileFile
+from apex.cli.flags import EngineFlags, ModelDir, ProfileFile, check_output_file
 from apex.cli.output import number, ratio, stdout_console, table
 from apex.perf_model import PerfModel, ProfileTable, attention_rate
 
@@ -37,6 +37,7 @@ class Profile(ConfigFile):
     engine: EngineFlags = field(default_factory=EngineFlags)
 
     def run(self) -> int:
+        check_output_file("--output", self.output)
         with input_errors():
             from apex.systems import measure_profile, open_backend, profile_path
 

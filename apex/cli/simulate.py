@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from apex.cli.bench import figures, figures_table
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
-from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags
+from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags, check_output_file
 from apex.cli.output import stdout_console
 from apex.config import StrategyConfig
 from apex.progress import progress_bar
@@ -130,6 +130,7 @@ class Simulate(ConfigFile):
         if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
             raise InputError(f"request_rate={self.request_rate} must be a positive number")
         self.timeline.check(self.system)
+        check_output_file("--output", self.output)
 
     def _engine(self, system: str, machine: Machine, blocks: tuple[int, int], strategy: StrategyConfig) -> Engine:
         return build_simulated(

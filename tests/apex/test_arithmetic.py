@@ -96,6 +96,8 @@ def test_table_round_trip_and_refusal(tmp_path: Path) -> None:
     assert ProfileTable.load(tmp_path / "t.json", {"cpu": "a", "dtype": "float32"}) == table
     with pytest.raises(ProfileMismatch, match="cpu: table 'a', here 'b'"):
         ProfileTable.load(tmp_path / "t.json", {"cpu": "b", "dtype": "float32"})
+    with pytest.raises(ProfileMismatch, match=r"no profile table in .*none.json .*run `apex profile` first"):
+        ProfileTable.load(tmp_path / "none.json", {})
 
 
 def test_chunks_of_a_lane_share_what_it_pays_once() -> None:

@@ -123,7 +123,11 @@ def test_unknown_flag_names_the_nearest(capsys, wide_help):
         (["generate", "MODEL", "hi", "--system", "swiftllm", "--num-gpu-blocks", "99999999999"], "memory"),
         (["generate", "MODEL", "hi", "--system", "swiftllm", "--max-cohorts", "3"], "the strategy flags"),
         (["generate", "MODEL", "hi", "--max-tokens", "9999", "--system", "swiftllm"], "max_model_len=512"),
+        (["generate", "MODEL", "hi", "--profile", "/nowhere.json", *SMALL], "run `apex profile` first"),
         (["bench", "MODEL", "--num-requests", "0"], "num_requests=0 must be at least 1"),
+        (["bench", "MODEL", "--output", "/dev/null/x.json"], "--output: the folder /dev/null cannot"),
+        (["bench", "MODEL", "--results-dir", "/dev/null"], "--results-dir: the folder /dev/null cannot"),
+        (["profile", "MODEL", "--output", "/dev/null/x.json"], "--output: the folder /dev/null cannot"),
         (["bench", "MODEL", "--system", "swiftllm", "--prompt-file", "/nowhere.txt", *SMALL], "/nowhere.txt"),
         (["bench", "MODEL", "--system", "swiftllm", "--input-len", "600", *SMALL], "max_model_len=512"),
         (

@@ -113,6 +113,9 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
         (["--trace-timeline", "one.json"], ["3 systems need a folder"]),
         (["--timeline-iterations", "4"], ["mean nothing without --trace-timeline"]),
         (["--trace-timeline", "here", "--timeline-iterations", "0"], ["must be at least 1"]),
+        (["--output", "/dev/null/x.json"], ["--output: the folder /dev/null cannot be"]),
+        (["--output", "/"], ["--output / is a folder"]),
+        (["--trace-timeline", "/dev/null/x"], ["--trace-timeline: the folder /dev/null/x cannot be"]),
     ],
 )
 def test_bad_input_ends_as_one_line(capsys, flags, parts):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from evaluation import experiment, points, reproduce_fig5, reproduce_fig6, reproduce_fig7
+from evaluation import experiment, points, reproduce_fig5, reproduce_fig6, reproduce_fig7, validate
 from evaluation.options import FigureOptions, experiment_settings
 from evaluation.paths import REPO_ROOT
 from evaluation.reproduction import make_points, measured_options
@@ -145,6 +145,26 @@ def test_an_option_that_does_not_fit_is_one_line(tmp_path, capsys, changes, word
     assert reproduce_fig7.main(options(tmp_path, **changes)) == 2
     printed = capsys.readouterr().out
     assert printed.startswith("error: ") and words in printed
+
+
+@pytest.mark.parametrize("name", ["num_requests", "repeats", "gpu_requests", "jobs"])
+def test_no_count_below_one_passes_for_the_default(name):
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        FigureOptions(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [(["--systems", "orca"], 2, "swiftllm"), (["--repeats", "0"], 2, "repeats=0 must be at least 1")],
+)
+def test_validation_refuses_before_it_runs(capsys, monkeypatch, flags, status, words):
+    monkeypatch.setattr(validate, "run_experiment", lambda *_: pytest.fail("it runs"))
+    try:
+        ended = validate.command(flags)
+    except SystemExit as end:
+        ended = end.code
+    told = capsys.readouterr()
+    assert ended == status and words in told.out + told.err
 
 
 def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):
