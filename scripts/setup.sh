@@ -125,9 +125,10 @@ build_native() {
     say "native: up to date"
 }
 
-command_key() { { cat setup.py && ls "$venv/bin/apex" 2>/dev/null || true; } | digest; }
+command_key() { { cat setup.py scripts/setup.sh && ls "$venv/bin/apex" 2>/dev/null || true; } | digest; }
+# In compat mode this is a path, not an import hook: what is imported is what lies there, and nothing else.
 install_command() {
-    pip_install --quiet --no-deps --no-build-isolation --editable . \
+    pip_install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable . \
         || say "the command \`apex\` could not be installed; python -m apex is the same"
 }
 
