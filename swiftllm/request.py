@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-MIN_TEMPERATURE = 1e-5
-MAX_LOGPROBS = 20
+from swiftllm.sampling_params import SamplingParams
+from swiftllm.token_counts import TokenCounts
+
 NO_TOKENS: frozenset[int] = frozenset()
 
 
@@ -42,77 +42,8 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens and when to stop.
-
-    Raises:
-        ValueError: a field lies outside its range; the message names the field and the value.
-    """
-
-    max_tokens: int = 16
-    """Output tokens at most."""
-    temperature: float = 0.0
-    """0 is greedy decoding."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p."""
-    seed: int | None = None
-    """Makes sampling reproducible, whatever else is in the batch."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output, beside the model's own end-of-sequence tokens."""
-    ignore_eos: bool = False
-    """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
-    logprobs: int | None = None
-    """Log-probabilities to give with each token: of that token and of so many of the most likely. None gives none.
-    They are the model's own, before temperature, top_k and top_p."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
-        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "top_k")}
-        for name in ("seed", "logprobs"):
-            value = getattr(self, name)
-            whole[name] = None if value is None else whole_number(name, value)
-        whole["stop_token_ids"] = tuple(whole_number("stop_token_ids", token) for token in self.stop_token_ids)
-        for name, value in whole.items():
-            object.__setattr__(self, name, value)
-        for name in ("temperature", "top_p"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
-        checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit number"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
-        )
-        for name, holds, rule in checks:
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
-
-    @property
-    def is_greedy(self) -> bool:
-        """A temperature this small leaves no chance to any but the likeliest token, and float32 cannot divide by it."""
-        return self.temperature < MIN_TEMPERATURE
-
-
-def whole_number(name: str, value: object) -> int:
-    """``value`` as an int, if it is one of any kind (numpy's too).
-
-    Raises:
-        ValueError: it is not; the message names it.
-    """
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r} must be a whole number") from None
-
-
-@dataclass(frozen=True)
 class TokenLogprob:
-    """What the model thought of a token that was chosen: natural logarithms of probabilities.
+    """What the model thought of a token of prompt or output: natural logarithms of probabilities.
 
     ``top`` has the most likely tokens, most likely first, with theirs.
     """
@@ -156,9 +87,13 @@ class Request:
     tier: Tier | None = None
     num_uncomputed: int = field(init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output token, where asked for
+    # One for each token of the prompt after its first, where asked for. The backend adds them when it has computed the
+    # token before; they stay true, and are not computed again, whatever becomes of the step.
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_preemptions: int = 0
     finish_s: float | None = None
     tier_history: list[tuple[float, str]] = field(default_factory=list)
+    _token_counts: TokenCounts | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_uncomputed = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -203,6 +138,15 @@ class Request:
             return self.output_token_ids[start - prompt_len : stop - prompt_len]
         head = list(self.prompt_token_ids[start:stop])
         return head + self.output_token_ids[: stop - prompt_len] if stop > prompt_len else head
+
+    def count_tokens(self) -> TokenCounts:
+        """Its distinct tokens and how often it has put them out, as its penalties need them: tokens of the prompt are
+        among them where repetition is penalised."""
+        if self._token_counts is None:
+            prompt = self.prompt_token_ids if self.sampling.repetition_penalty != 1.0 else ()
+            self._token_counts = TokenCounts(prompt)
+        self._token_counts.catch_up(self.output_token_ids)
+        return self._token_counts
 
     def append_token(self, token_id: int, now_s: float) -> None:
         """Take one new output token, which all tokens before it have led to; finishes the request where it ends."""
@@ -259,6 +203,8 @@ class RequestOutput:
     """The whole output, once it is finished: copying it at every step would cost more than the scheduling."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the new tokens, where the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens after its first, once the request is finished, where it asked for them."""
     text: str = ""
 
     @property

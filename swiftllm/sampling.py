@@ -7,21 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from swiftllm.adjustments import adjust, drop_improbable
 from swiftllm.device import Device, HostDevice
 from swiftllm.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
-from swiftllm.request import Request, SamplingParams, TokenLogprob
+from swiftllm.logprobs import fetch, score
+from swiftllm.request import Request, TokenLogprob
+from swiftllm.sampling_params import SamplingParams
 
 # Logits that are worked on at once, which take some 24 bytes each: on a CPU a few MiB that stay in its caches and that
 # malloc keeps, on a GPU enough to keep it busy.
 CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
 LEAST_TOP_K = 64  # smaller ones are drawn together with this one
+GREEDY = 1  # a count of likeliest tokens that no draw looks at
 MAX_TEMPERATURE = 1e30  # flat long before; float32 has room above it
 
 
 class Sampler:
     """Draws depend on a request's own seed and the token's position, never on what else is in the batch.
 
-    So nothing is kept between iterations, and a token that has to be drawn again comes out the same.
+    So nothing is kept between iterations but what the requests themselves keep, and a token that has to be drawn again
+    comes out the same.
     """
 
     def __init__(self, seed: int = 0, device: Device | None = None) -> None:
@@ -42,8 +47,10 @@ class Sampler:
         """
         if likeliest is None:
             likeliest = most_likely(logits)
-        drawn = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
-        tokens = self._draw(logits, requests, drawn, likeliest) if drawn else self._fetch(likeliest)[0]
+        chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
+        tokens = (
+            self._choose(logits, requests, chosen, likeliest) if chosen else fetch(self._device.compute, likeliest)[0]
+        )
         scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         for rows in self._blocks(scored, logits.shape[1]):
             self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])
@@ -54,26 +61,36 @@ class Sampler:
         taken, self._logprobs = self._logprobs, {}
         return taken
 
-    def _draw(
-        self, logits: torch.Tensor, requests: Sequence[Request], drawn: list[int], likeliest: torch.Tensor
+    def _choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], chosen: list[int], likeliest: torch.Tensor
     ) -> list[int]:
-        """Tokens of all rows; those of ``drawn`` take as many attempts as they need, together."""
+        """Tokens of all rows; those of ``chosen`` take as many attempts as they need, together."""
         tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
-        while drawn:
-            by_count: dict[int | None, list[int]] = {}
-            for row in drawn:
-                by_count.setdefault(_count(requests[row].sampling, logits.shape[1]), []).append(row)
-            for count, rows in by_count.items():
+        while chosen:
+            by_way: dict[tuple[int | None, bool], list[int]] = {}
+            for row in chosen:
+                by_way.setdefault(_way(requests[row].sampling, logits.shape[1]), []).append(row)
+            for (count, is_adjusted), rows in by_way.items():
                 for block in self._blocks(rows, logits.shape[1]):
                     index, where = self._upload(block), [requests[row] for row in block]
                     rejected = self._upload([~found[row] for row in block])[:, None] if attempt else None
-                    likely = likeliest.index_select(0, index)[:, None]
-                    new = self._attempt(self._select(logits, block), likely, where, count, attempt, rejected)
+                    if is_adjusted:
+                        own, likely = self._adjust(logits.index_select(0, index).float(), where)
+                    else:
+                        own, likely = self._select(logits, block), likeliest.index_select(0, index)[:, None]
+                    new = self._attempt(own, likely, where, count, attempt, rejected)
                     tokens.index_copy_(0, index, new[:, 0])
-            (found,) = self._fetch(tokens)
-            drawn = [row for row in drawn if found[row] < 0]
+            (found,) = fetch(self._device.compute, tokens)
+            chosen = [row for row in chosen if found[row] < 0]
             attempt += 1
         return found
+
+    def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits``, float32 and nobody else's, as the requests want them, and the likeliest tokens ``[rows, 1]``."""
+        adjust(logits, requests, self._device.compute)
+        likeliest = most_likely(logits)[:, None]
+        drop_improbable(logits, likeliest, requests, self._device.compute)
+        return logits, likeliest
 
     def _attempt(
         self,
@@ -85,6 +102,8 @@ class Sampler:
         rejected: torch.Tensor | None,
     ) -> torch.Tensor:
         """Tokens ``[rows, 1]`` of requests with the same ``count``, those below zero without success."""
+        if count == GREEDY:
+            return likeliest
         settings = [
             (self._uniform(request, attempt), min(how.temperature, MAX_TEMPERATURE), how.top_p, how.top_k)
             for request, how in ((request, request.sampling) for request in requests)
@@ -110,12 +129,9 @@ class Sampler:
         return (int.from_bytes(digest, "little") >> 11) / 2**53
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
-        logprobs = logits.float().log_softmax(-1)
-        chosen = logprobs.gather(1, self._upload(tokens)[:, None])[:, 0]
-        most = min(max(request.sampling.logprobs for request in requests), logprobs.shape[1])
-        likely = logprobs.topk(most)
-        rows = zip(requests, tokens, *self._fetch(chosen, likely.indices, likely.values), strict=True)
-        for request, token, logprob, top_tokens, top_logprobs in rows:
+        most = max(request.sampling.logprobs for request in requests)
+        found = fetch(self._device.compute, *score(logits, self._upload(tokens), most))
+        for request, token, logprob, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
             count = request.sampling.logprobs
             top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
             self._logprobs[request.request_id] = TokenLogprob(token, logprob, top)
@@ -130,17 +146,15 @@ class Sampler:
     def _upload(self, numbers: list[int]) -> torch.Tensor:
         return self._device.compute.send(torch.tensor(numbers, dtype=torch.int64))
 
-    def _fetch(self, *tensors: torch.Tensor) -> list[list]:
-        """What the tensors hold; the host sleeps until it is there."""
-        compute = self._device.compute
-        on_host = [compute.fetch(tensor) for tensor in tensors]
-        compute.mark().synchronize()
-        return [tensor.tolist() for tensor in on_host]
 
-
-def _count(sampling: SamplingParams, vocab_size: int) -> int | None:
-    """How many of the likeliest tokens a draw looks at; 0: its nucleus, None: all. Few different numbers, so that many
-    rows share one."""
-    if 0 < sampling.top_k < vocab_size:
-        return min(max(LEAST_TOP_K, 1 << (sampling.top_k - 1).bit_length()), vocab_size)
-    return 0 if sampling.top_p < 1.0 else None
+def _way(sampling: SamplingParams, vocab_size: int) -> tuple[int | None, bool]:
+    """Rows with the same are worked on together: how many of the likeliest tokens a draw looks at (0: its nucleus,
+    None: all; few different numbers, so that many rows share one), and whether they are likely by other logits than
+    the model's."""
+    if sampling.is_greedy:
+        count = GREEDY
+    elif 0 < sampling.top_k < vocab_size:
+        count = min(max(LEAST_TOP_K, 1 << (sampling.top_k - 1).bit_length()), vocab_size)
+    else:
+        count = 0 if sampling.top_p < 1.0 else None
+    return count, sampling.adjusts_logits

@@ -22,11 +22,14 @@ class Tokenizer:
 
     def __init__(self, inner: Any) -> None:
         """``inner``: a fast tokenizer of transformers, as all of the Llama family are."""
+        from tokenizers.decoders import ByteLevel
+
         self._inner = inner
         self._rust = inner.backend_tokenizer
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.num_chars = lru_cache(maxsize=None)(self._num_chars)  # as many as the vocabulary has tokens
+        self.joins_bytes = isinstance(self._rust.decoder, ByteLevel)
+        self.text_alone = lru_cache(maxsize=None)(self._text_alone)  # as many as the vocabulary has tokens
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -63,9 +66,9 @@ class Tokenizer:
             return self._rust.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _num_chars(self, token_id: int) -> int:
-        """Of the text of this token alone."""
-        return len(self.decode((token_id,), skip_special_tokens=False))
+    def _text_alone(self, token_id: int) -> str:
+        """The text of this token where no other stands before it."""
+        return self.decode((token_id,), skip_special_tokens=False)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokens as the vocabulary writes them; None for those it does not have."""
@@ -110,32 +113,35 @@ class TextStream:
         self._window: list[int] = []  # tokens given out last, then the pending ones
         self._num_given_tokens = 0
         self._num_given_chars = 0
+        self._is_complete = True  # nothing is pending
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens, return what text is complete with them."""
         return "".join([self._push(token) for token in token_ids if token not in self._skipped])
 
     def _push(self, token_id: int) -> str:
+        alone = self._tokenizer.text_alone(token_id)
+        if self._is_complete and self._tokenizer.joins_bytes and REPLACEMENT_CHARACTER not in alone:  # the rule
+            self._window, self._num_given_tokens, self._num_given_chars = [token_id], 1, len(alone)
+            return alone
         window = self._window
         window.append(token_id)
         text = self._tokenizer.decode(window, skip_special_tokens=False)  # tokens to skip never enter the window
         num_pending_chars = 0
-        if text.endswith(REPLACEMENT_CHARACTER):
+        self._is_complete = not text.endswith(REPLACEMENT_CHARACTER)
+        if not self._is_complete:
             if len(window) - self._num_given_tokens < MAX_PENDING_TOKENS:
                 return ""
             num_pending_chars = 1  # bytes that make no characters; the last of them may begin one
         piece = text[self._num_given_chars : len(text) - num_pending_chars]
         del window[: self._num_given_tokens]
         self._num_given_tokens = len(window)
-        if self._num_given_tokens == 1:
-            num_chars = self._tokenizer.num_chars(token_id)
-        else:
-            num_chars = len(self._tokenizer.decode(window, skip_special_tokens=False))
-        self._num_given_chars = num_chars - num_pending_chars
+        given = alone if len(window) == 1 else self._tokenizer.decode(window, skip_special_tokens=False)
+        self._num_given_chars = len(given) - num_pending_chars
         return piece
 
     def finish(self) -> str:
         """What is left at the end, an incomplete character as U+FFFD."""
         piece = self._tokenizer.decode(self._window, skip_special_tokens=False)[self._num_given_chars :]
-        self._window, self._num_given_tokens, self._num_given_chars = [], 0, 0
+        self._window, self._num_given_tokens, self._num_given_chars, self._is_complete = [], 0, 0, True
         return piece

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -15,9 +13,11 @@ from swiftllm.backend import Ticket
 from swiftllm.config import EngineConfig
 from swiftllm.cores import CoreDivision, core_divisions
 from swiftllm.cpu_attention import CpuAttention
+from swiftllm.defaults import device_name, resolve_dtype, resolve_kernel
 from swiftllm.device import Device, open_device
 from swiftllm.graphs import LayerGraphs
 from swiftllm.kv_pool import KVPools
+from swiftllm.logprobs import PromptScorer
 from swiftllm.memory import available_host_bytes, check_weights, plan_blocks
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
@@ -31,8 +31,6 @@ from swiftllm.sampling import Sampler
 from swiftllm.staging import KVTransfers
 from swiftllm.torch_batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
 from swiftllm.widest import widest_iteration
-
-FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 class TorchBackend:
@@ -63,9 +61,9 @@ class TorchBackend:
         """
         self.hardware = hardware or open_device(config.device)
         self.device = self.hardware.torch_device
-        self.dtype = _resolve_dtype(config, self.device)
-        self.device_name = _device_name(self.device)
-        self.cpu_kernel = _resolve_kernel(config, self.dtype)
+        self.dtype = resolve_dtype(config, self.device)
+        self.device_name = device_name(self.device)
+        self.cpu_kernel = resolve_kernel(config, self.dtype)
         self.model_config = ModelConfig.from_folder(config.model)
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
@@ -78,6 +76,7 @@ class TorchBackend:
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
+        self._prompt_scorer = PromptScorer(self._model, self.hardware)
         self._worker = worker or InlineWorker()
         self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
@@ -255,7 +254,11 @@ class TorchBackend:
             self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
-        """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V."""
+        """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V,
+        unless a prompt's log-probabilities are asked for."""
+        for batch in batches:
+            if isinstance(batch, Lane) and batch.prompts:
+                self._prompt_scorer.score(batch)
         batches = [batch for batch in batches if batch.sampling_requests]
         if not batches:
             return {}
@@ -277,40 +280,3 @@ class TorchBackend:
 
 def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if device.type == "cuda":
-        return torch.float16  # every GPU has it; those this engine is for (T4) have no bfloat16
-    # With bfloat16 instructions a matrix product is twice as fast as in float32. Without them torch widens first and
-    # is slower, and float16 on x86 is slower still.
-    return torch.bfloat16 if _cpu_info("flags").keys() & FAST_BFLOAT16_FLAGS else torch.float32
-
-
-def _resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
-    kernel = config.cpu_kernel or pacpu.default_kernel(dtype)
-    usable = pacpu.kernels(dtype)
-    if kernel not in usable:
-        why = pacpu.unavailable().get(kernel, "there is no such kernel")
-        if kernel in pacpu.kernels():
-            why = f"it does not compute in {str(dtype).removeprefix('torch.')}"
-        raise ValueError(f"cpu_kernel={kernel!r} is not among {', '.join(usable)}: {why}")
-    return kernel
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return " ".join(_cpu_info("model name")) or platform.machine()
-
-
-def _cpu_info(field: str) -> dict[str, None]:
-    """The words of a field of the first core, in order; empty where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return {}
-    value = next((line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == field), "")
-    return dict.fromkeys(value.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,14 @@ class PrefillGroup:
     chunks: list[PrefillChunk]
 
 
+class PromptRows(NamedTuple):
+    """Adjacent rows of a prompt that tell the log-probabilities of the tokens that follow theirs."""
+
+    request: Request
+    rows: slice
+    following: tuple[int, ...]
+
+
 @dataclass
 class DecodeGroup:
     rows: slice
@@ -74,6 +83,7 @@ class Lane(Rows):
 
     prefills: tuple[PrefillGroup, ...] = ()
     decodes: DecodeGroup | None = None
+    prompts: tuple[PromptRows, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,8 +116,10 @@ class BatchBuilder:
         items = prefill_items + decode_items
         token_ids = [t for item in items for t in item.request.token_ids(item.start, item.context_len)]
         positions = [p for item in items for p in range(item.start, item.context_len)]
-        sampling, num_rows = [], 0
+        sampling, prompts, num_rows = [], [], 0
         for item in items:
+            if item.is_prefill and item.request.sampling.prompt_logprobs is not None:
+                prompts += _prompt_rows(item, num_rows)
             num_rows += item.num_tokens
             if item.samples:
                 sampling.append((num_rows - 1, item.request))
@@ -134,6 +146,7 @@ class BatchBuilder:
             sampling_requests=[request for _, request in sampling],
             prefills=tuple(groups),
             decodes=decodes,
+            prompts=tuple(prompts),
         )
 
     def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> Cohort:
@@ -221,3 +234,15 @@ class BatchBuilder:
         for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
             table[row, :count] = tables[request.request_id][:count]
         return torch.from_numpy(table)
+
+
+def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
+    """The rows of a chunk, which begin at ``first_row``, whose tokens' successors have no log-probabilities yet. The
+    output's have theirs from being sampled."""
+    request = item.request
+    start = max(item.start, len(request.prompt_logprobs))
+    stop = min(item.context_len, request.prompt_len - 1)
+    if start >= stop:
+        return []
+    rows = slice(first_row + start - item.start, first_row + stop - item.start)
+    return [PromptRows(request, rows, request.prompt_token_ids[start + 1 : stop + 1])]

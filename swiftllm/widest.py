@@ -6,8 +6,9 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.request import MAX_LOGPROBS, Request, SamplingParams
+from swiftllm.request import Request
 from swiftllm.sampling import Sampler
+from swiftllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 @torch.inference_mode()
@@ -44,6 +45,6 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         del tables, out
 
     logits = model.logits(hidden[: config.max_num_seqs])
-    how = SamplingParams(temperature=1.0, top_p=0.5, seed=0, logprobs=MAX_LOGPROBS)
+    how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
     sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
     sampler.take_logprobs()

@@ -75,7 +75,9 @@ class SamplingFlags(Unchecked, SamplingParams):
     """How tokens are chosen and when the output stops."""
 
     seed: tyro.conf.Suppress[int | None] = None  # the engine's --seed gives each prompt one of its own
+    logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # token ids mean nothing on a command line
     logprobs: tyro.conf.Suppress[int | None] = None  # commands print texts
+    prompt_logprobs: tyro.conf.Suppress[int | None] = None
 
     def params(self) -> SamplingParams:
         return SamplingParams(**asdict(self))

@@ -24,12 +24,13 @@ from swiftllm.server.generation import Choice, Generation
 from swiftllm.server.protocol import GenerationRequest
 from swiftllm.server.service import RequestFailed
 from swiftllm.server.text import Piece
-from swiftllm.server.writer import EventWriter
+from swiftllm.server.writer import SERVER_SEND, EventWriter
 from swiftllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 as_json = json.JSONEncoder(separators=(",", ":")).encode
+MANY_LOGPROBS = 100  # with twenty likely tokens each they take two milliseconds to write
 LEAST_LOGPROB = -9999.0  # what vLLM says where a probability is zero
 
 
@@ -46,6 +47,7 @@ class Answer(ABC):
         self.generation = generation
         self.tokenizer = context.tokenizer
         self.usage_wanted = body.usage_wanted
+        self._beside = context.beside
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
@@ -53,6 +55,10 @@ class Answer(ABC):
     @abstractmethod
     def opening(self, choice: Choice) -> str:
         """What stands in a stream before the first text of a choice; chunks, or nothing."""
+
+    def before(self, choice: Choice) -> list[Piece]:
+        """What stands in front of the text of a choice: its prompt, where it is to be echoed."""
+        return []
 
     @abstractmethod
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -71,11 +77,17 @@ class Answer(ABC):
             pieces[choice.index].append(piece)
 
         await self.generation.run(take, request.receive)
+        if sum(len(choice.stream.prompt_logprobs) for choice in self.generation.choices) > MANY_LOGPROBS:
+            return await self._beside(self._whole, pieces)
+        return self._whole(pieces)
+
+    def _whole(self, pieces: Sequence[Sequence[Piece]]) -> Response:
         choices = [self._whole_choice(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
         body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._usage_of_all()}
         return JSONResponse(body)
 
     def _whole_choice(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        pieces = [*self.before(choice), *pieces]
         entries = [entry for piece in pieces for entry in piece.logprobs]
         return {
             "index": choice.index,
@@ -117,7 +129,7 @@ class Answer(ABC):
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     """How a token is called among log-probabilities; U+FFFD stands for bytes that are no whole character."""
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.text_alone(token_id)
 
 
 def finite(logprob: float) -> float:
@@ -137,7 +149,7 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer, writer = self._answer, EventWriter(send)
+        answer, writer = self._answer, EventWriter(scope[SERVER_SEND])
         opened: set[int] = set()
 
         def take(choice: Choice, piece: Piece) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from swiftllm import __version__
 from swiftllm.server.chat import chat
@@ -26,16 +27,38 @@ from swiftllm.server.protocol import (
 from swiftllm.server.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from swiftllm.server.status import IterationRecorder, StatusPage
+from swiftllm.server.turns import Turns
+from swiftllm.server.writer import SERVER_SEND
 
 Body = TypeVar("Body", bound=Lenient)
 READ = ["GET", "HEAD"]  # some load balancers ask for the head alone
+
+
+class Application(FastAPI):
+    """Keeps out of the way of tokens: requests begin in turn, and streams get the server's own ``send``.
+
+    Every layer of Starlette wraps ``send`` to learn whether a response has begun, and each of these wrappers would run
+    for every token of every stream.
+    """
+
+    def __init__(self, turns: Turns, **options: Any) -> None:
+        super().__init__(**options)
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._turns.wait()
+            scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> FastAPI:
     """The HTTP side of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
-    app = FastAPI(title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
+    app = Application(
+        Turns(lambda: service.is_serving), title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None
+    )
     handle_errors(app, metrics)
     app.include_router(open_routes(context))
     app.include_router(metrics.router)
@@ -47,7 +70,7 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
 def api_routes(context: ServingContext) -> APIRouter:
     """What asks for the API key where there is one."""
 
-    def check_key(request: Request) -> None:
+    async def check_key(request: Request) -> None:  # plain functions are run in a thread, which costs more than this
         key = context.settings.api_key
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from swiftllm.request import TokenLogprob
 from swiftllm.server.answer import Answer, finite, respond, token_text
 from swiftllm.server.context import ServingContext
 from swiftllm.server.generation import Choice, Generation, Prompt
-from swiftllm.server.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from swiftllm.server.protocol import CompletionRequest
 from swiftllm.server.text import Piece
 
 
@@ -27,8 +28,7 @@ async def complete(context: ServingContext, body: CompletionRequest, request: Re
         else Prompt(prompt)
         for prompt in body.prompts
     ]
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    generation = Generation(context, "cmpl", body, prompts, max_tokens)
+    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make)
     return await respond(CompletionAnswer(context, generation, body), body, request)
 
 
@@ -39,19 +39,28 @@ class CompletionAnswer(Answer):
     def __init__(self, context: ServingContext, generation: Generation, body: CompletionRequest) -> None:
         super().__init__(context, generation, body)
         self._echo = body.echo
+        self._with_logprobs = body.logprobs is not None
         self._offsets = [0] * len(generation.choices)
 
     def opening(self, choice: Choice) -> str:
-        return self.chunk(choice, Piece(self._prompt_text(choice))) if self._echo else ""
+        return "".join(self.chunk(choice, piece) for piece in self.before(choice))
+
+    def before(self, choice: Choice) -> list[Piece]:
+        if not self._echo:
+            return []
+        entries: list[TokenLogprob] = []
+        if self._with_logprobs:
+            entries = [TokenLogprob(choice.prompt.token_ids[0], math.nan), *choice.stream.prompt_logprobs]
+        return [Piece(self._prompt_text(choice), entries)]
 
     def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": self._prompt_text(choice) + text if self._echo else text}
+        return {"text": text}
 
     def _prompt_text(self, choice: Choice) -> str:
         prompt = choice.prompt
         if prompt.text is not None or self.tokenizer is None:
             return prompt.text or ""
-        return self.tokenizer.decode(prompt.token_ids)
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)  # as logprobs name them
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [token_text(self.tokenizer, entry.token_id) for entry in entries]
@@ -61,12 +70,16 @@ class CompletionAnswer(Answer):
             self._offsets[choice.index] += len(token)
         return {
             "text_offset": offsets,
-            "token_logprobs": [finite(entry.logprob) for entry in entries],
+            "token_logprobs": [None if math.isnan(entry.logprob) else finite(entry.logprob) for entry in entries],
             "tokens": tokens,
             "top_logprobs": [self._likeliest(entry) for entry in entries],
         }
 
-    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
+    def _likeliest(self, entry: TokenLogprob) -> dict[str, float] | None:
         """The most likely tokens, and the one that was chosen where it is none of them."""
-        both = dict(entry.top) | {entry.token_id: entry.logprob}
-        return {token_text(self.tokenizer, token_id): finite(logprob) for token_id, logprob in both.items()}
+        if math.isnan(entry.logprob):
+            return None
+        likeliest: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            likeliest.setdefault(token_text(self.tokenizer, token_id), finite(logprob))  # of equal texts the likelier
+        return likeliest

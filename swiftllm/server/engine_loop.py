@@ -17,7 +17,7 @@ from swiftllm.server.isolation import Isolation
 from swiftllm.server.ledger import Entry, Ledger, Order
 from swiftllm.server.report import report
 from swiftllm.server.snapshot import Health, Snapshot, take_snapshot
-from swiftllm.server.streams import Mailbox, Parcel, RequestFailed
+from swiftllm.server.streams import Delta, Mailbox, Parcel, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class EngineLoop:
                     continue
                 request, start = entry.request, entry.num_delivered
                 reason = request.finish_reason.value if request.finish_reason else None
-                parcel = Parcel(entry.stream, request.output_token_ids[start:], request.logprobs[start:], reason)
+                delta = Delta(request.output_token_ids[start:], request.logprobs[start:], reason)
                 entry.num_delivered = request.output_len
-                parcels.setdefault(entry.stream.mailbox, []).append(parcel)
+                parcels.setdefault(entry.stream.mailbox, []).append((entry.stream, delta))
                 if reason is not None:
                     self._ledger.end(entry, reason)
             self._post(parcels)
@@ -161,14 +161,14 @@ class EngineLoop:
             for entry in entries:
                 if self._ledger.end(entry, reason):
                     self._ledger.abort([entry.request.request_id])
-                    parcel = Parcel(entry.stream, error=RequestFailed(reason, message))
-                    parcels.setdefault(entry.stream.mailbox, []).append(parcel)
+                    delta = Delta(error=RequestFailed(reason, message))
+                    parcels.setdefault(entry.stream.mailbox, []).append((entry.stream, delta))
             self._post(parcels)
 
     def _post(self, parcels: dict[Mailbox, list[Parcel]]) -> None:
         for mailbox, of_mailbox in parcels.items():
             if not mailbox.post(of_mailbox):  # the event loop is closed: nobody will ever read them
-                self._ledger.abort([parcel.stream.request_id for parcel in of_mailbox])
+                self._ledger.abort([stream.request_id for stream, _ in of_mailbox])
 
     def _tell(self, what: str, *event: Any) -> None:
         for observer in self.observers:

@@ -15,7 +15,7 @@ from swiftllm.request import RequestRefused, SamplingParams
 from swiftllm.server.context import ServingContext
 from swiftllm.server.errors import ApiError
 from swiftllm.server.protocol import GenerationRequest
-from swiftllm.server.service import NewRequest, TokenStream
+from swiftllm.server.service import Delta, NewRequest, TokenStream
 from swiftllm.server.text import OutputText, Piece
 
 
@@ -106,15 +106,17 @@ class Generation:
             self._service.abort([choice.stream.request_id for choice in self.choices])
             await asyncio.gather(hang_up, return_exceptions=True)
 
-    def _read(self, choice: Choice, take: TakePiece) -> None:
+    def _read(self, choice: Choice, take: TakePiece, delta: Delta) -> None:
         """Hand on what is new of an output. To wake a task for each token would take longer than all the rest."""
         try:
-            while (delta := choice.stream.take()) is not None:
+            if delta.token_ids or delta.finish_reason is not None:
                 piece = choice.text.take(delta)
                 take(choice, piece)
                 if piece.finish_reason is not None:
                     self._end(choice)
                     return
+            if delta.error is not None:
+                raise delta.error
         except Exception as error:
             choice.stream.listen(None)
             if not self._over.done():

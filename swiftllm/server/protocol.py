@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swiftllm.request import SamplingParams
 from swiftllm.server.errors import ApiError
-from swiftllm.server.text import OutputText
+from swiftllm.server.text import NoOutput, OutputText
 from swiftllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -43,15 +43,11 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -104,6 +100,11 @@ class GenerationRequest(Lenient):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
@@ -170,6 +171,11 @@ class GenerationRequest(Lenient):
                 temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
                 top_k=0 if top_k == -1 else top_k,  # vLLM's word for all
                 top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                logit_bias=self.logit_bias or (),
                 seed=self.seed,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=self.ignore_eos,
@@ -215,11 +221,25 @@ class CompletionRequest(GenerationRequest):
         forms = "a text, a list of texts, a list of token ids, or a list of such lists"
         raise ApiError(400, f"prompt must be {forms}, and not empty", "prompt", "invalid_value")
 
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.logprobs is not None:
-            message = "echo with logprobs is not implemented, as it takes logprobs of the prompt: leave one of them out"
-            raise ApiError(400, message, "echo", "unsupported_parameter")
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the prompt is wanted back and nothing else."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def tokens_to_make(self) -> int:
+        """Where only the prompt is wanted, one all the same: the engine has computed the prompt when it is there."""
+        if self.is_prompt_only:
+            return 1
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        sampling = super().sampling(max_tokens)
+        prompt_logprobs = self.logprobs if self.echo else None
+        return replace(sampling, prompt_logprobs=prompt_logprobs, ignore_eos=self.ignore_eos or self.is_prompt_only)
+
+    def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
+        return NoOutput(tokenizer) if self.is_prompt_only else super().output_text(tokenizer)
 
 
 class TextPart(Lenient):

@@ -130,7 +130,7 @@ class EngineService:
             raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
         timeout_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
-        return Entry(request, TokenStream(new.request_id, mailbox), deadline_s)
+        return Entry(request, TokenStream(new.request_id, mailbox, request.prompt_logprobs), deadline_s)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Have these requests ended, wherever they stand; those already over are ignored. From any thread."""
@@ -146,6 +146,11 @@ class EngineService:
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` of every step and every end of a request."""
         self._loop.observers.append(observer)
+
+    @property
+    def is_serving(self) -> bool:
+        """Tokens are on their way to an event loop, or from it to clients."""
+        return any(mailbox.is_serving for mailbox in list(self._mailboxes.values()))
 
     def snapshot(self) -> Snapshot:
         """The state after the last step. From any thread."""

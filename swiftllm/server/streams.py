@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,133 +29,113 @@ class Delta(NamedTuple):
     """What one or more engine steps gave one request.
 
     ``logprobs`` has one entry for each token where the request asked for them, else none. ``finish_reason`` is stop,
-    length or abort; None while the request runs.
+    length or abort; None while the request runs. ``error``: the engine has failed the request, after these tokens.
     """
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob] = ()
-    finish_reason: str | None = None
-
-
-class Parcel(NamedTuple):
-    """Something for one stream. ``error`` ends it, and so does ``finish_reason``."""
-
-    stream: TokenStream
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     error: RequestFailed | None = None
 
+    def then(self, later: Delta) -> Delta:
+        """Both as one."""
+        token_ids, logprobs = [*self.token_ids, *later.token_ids], [*self.logprobs, *later.logprobs]
+        return Delta(token_ids, logprobs, later.finish_reason, later.error)
+
 
 class TokenStream:
-    """The output of one request on the event loop that submitted it, by :meth:`take` or as an async iterator.
+    """The output of one request, on the event loop that submitted it. A ``finish_reason`` or an error is the end.
 
-    Steps that came while nobody looked are merged into one :class:`Delta`. The last one has a ``finish_reason``.
+    ``prompt_logprobs``: the request's own, all there when its first token is.
     """
 
-    def __init__(self, request_id: str, mailbox: Mailbox) -> None:
+    def __init__(self, request_id: str, mailbox: Mailbox, prompt_logprobs: Sequence[TokenLogprob] = ()) -> None:
         self.request_id = request_id
         self.mailbox = mailbox
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._finish_reason: str | None = None
-        self._error: RequestFailed | None = None
-        self._is_over = False
-        self._on_news: Callable[[], None] | None = None
+        self.prompt_logprobs = prompt_logprobs
+        self._listener: Callable[[Delta], None] | None = None
+        self._kept: Delta | None = None  # what came while nobody listened
 
-    def listen(self, on_news: Callable[[], None] | None) -> None:
-        """Have ``on_news`` called on the event loop whenever there is something to take; None: no longer.
+    def listen(self, listener: Callable[[Delta], None] | None) -> None:
+        """Have ``listener`` called with what has come already and with whatever comes; None: no longer."""
+        self._listener = listener
+        if listener is not None and self._kept is not None:
+            kept, self._kept = self._kept, None
+            listener(kept)
 
-        It is called once for all that has come, so it has to take until there is nothing left.
-        """
-        self._on_news = on_news
-        if on_news is not None and (self._token_ids or self._finish_reason or self._error):
-            on_news()
+    def put(self, delta: Delta) -> None:
+        """On the stream's own event loop."""
+        if self._listener is not None:
+            self._listener(delta)
+        else:
+            self._kept = delta if self._kept is None else self._kept.then(delta)
 
-    def take(self) -> Delta | None:
-        """What has come since the last time; None if nothing has.
 
-        Raises:
-            RequestFailed: the engine failed the request. Raised once, after the last delta.
-        """
-        if self._token_ids or self._finish_reason is not None:
-            delta = Delta(self._token_ids, self._logprobs, self._finish_reason)
-            self._is_over = self._finish_reason is not None
-            self._token_ids, self._logprobs, self._finish_reason = [], [], None
-            return delta
-        error, self._error = self._error, None
-        if error is not None:
-            self._is_over = True
-            raise error
-        return None
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._is_over:
-            raise StopAsyncIteration
-        while (delta := self.take()) is None:
-            news = asyncio.Event()
-            self.listen(news.set)
-            await news.wait()
-        return delta
-
-    def put(self, parcel: Parcel) -> None:
-        """On the stream's own event loop, as is :meth:`tell`."""
-        self._token_ids += parcel.token_ids
-        self._logprobs += parcel.logprobs
-        self._finish_reason = parcel.finish_reason
-        self._error = parcel.error
-
-    def tell(self) -> None:
-        """To be called after parcels have been put."""
-        if self._on_news is not None:
-            self._on_news()
+Parcel = tuple[TokenStream, Delta]
 
 
 class Mailbox:
-    """Brings parcels to the streams of one event loop, with one wake-up for all that has come since the last."""
+    """Brings deltas to the streams of one event loop: one wake-up, and one delta a stream, for all since the last.
+
+    Attributes:
+        is_serving: something is posted, or on its way out.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._parcels: list[Parcel] = []
         self._num_posts = 0  # that the event loop has not taken
-        self._taken = threading.Condition()
+        self.is_serving = False
+        self._post_s = 0.0  # when the last post was made ...
+        self._serving_s = 0.0  # ... and how long it took to serve the last one that has been served
+        self._go_on_s = -math.inf  # when the engine was let go on
+        self._changed = threading.Condition()
 
     def post(self, parcels: Sequence[Parcel]) -> bool:
         """From any thread. False if the event loop is closed: nobody will ever read this."""
-        with self._taken:
+        with self._changed:
             self._parcels += parcels
             self._num_posts += 1
             if self._num_posts > 1:
                 return True
+            self.is_serving, self._post_s = True, time.perf_counter()
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
             self._take()
+            self._end_serving()
             return False
         return True
 
     def keep_pace(self) -> None:
-        """Wait while the event loop has not taken what was posted before the last post; not from its own thread.
+        """Called by an engine after each post: wait for the event loop where the engine is faster.
 
-        An engine faster than its clients can be served would else hold the interpreter's lock against the very thread
-        that serves them, which would lag ever further behind. After ``MAX_LAG_S`` the loop has other troubles.
+        It is if there is a post that has not even been taken when the next one comes, or if the engine's own part of a
+        step was shorter than serving one. It would then hold the interpreter's lock against the very thread that
+        serves its tokens, and nothing would be gained. After ``MAX_LAG_S`` the loop has other troubles.
         """
-        with self._taken:
-            if self._num_posts > 1:
-                self._taken.wait(MAX_LAG_S)
+        with self._changed:
+            is_faster = self._post_s - self._go_on_s < self._serving_s
+            if self.is_serving and (is_faster or self._num_posts > 1):
+                self._changed.wait_for(lambda: not self.is_serving, MAX_LAG_S)
+            self._go_on_s = time.perf_counter()
 
     def _take(self) -> list[Parcel]:
-        with self._taken:
+        with self._changed:
             parcels, self._parcels, self._num_posts = self._parcels, [], 0
-            self._taken.notify_all()
         return parcels
 
     def _deliver(self) -> None:
-        parcels = self._take()
-        for parcel in parcels:
-            parcel.stream.put(parcel)
-        for stream in dict.fromkeys([parcel.stream for parcel in parcels]):
-            stream.tell()
+        deltas: dict[TokenStream, Delta] = {}
+        for stream, delta in self._take():
+            earlier = deltas.get(stream)
+            deltas[stream] = delta if earlier is None else earlier.then(delta)
+        for stream, delta in deltas.items():
+            stream.put(delta)
+        self.loop.call_soon(self._end_serving)  # after what the streams' listeners have put off to the next turn
+
+    def _end_serving(self) -> None:
+        with self._changed:
+            if not self._num_posts:
+                self.is_serving, self._serving_s = False, time.perf_counter() - self._post_s
+                self._changed.notify_all()

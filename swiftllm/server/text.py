@@ -91,7 +91,7 @@ class OutputText:
 
     def take(self, delta: Delta) -> Piece:
         """Take new tokens; a piece with a ``finish_reason`` is the last one, and may come before the engine's end."""
-        tokens, logprobs, reason = delta
+        tokens, logprobs, reason, _ = delta
         if reason is None and not self._stops.has_any:  # the rule
             self.num_tokens += len(tokens)
             return Piece(self._stream.push(tokens), logprobs)
@@ -110,3 +110,10 @@ class OutputText:
             return Piece(text, logprobs, "stop", stops.found)
         stop_token = tokens[-1] if reason == "stop" and tokens[-1] in self._stop_token_ids else None
         return Piece(text + stops.finish(), logprobs, reason, stop_token)
+
+
+class NoOutput(OutputText):
+    """Of an output that nobody wants, only its end."""
+
+    def take(self, delta: Delta) -> Piece:
+        return Piece("", finish_reason=delta.finish_reason)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
+SERVER_SEND = "swiftllm.send"  # where in a scope the server's own ``send`` stands
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -39,29 +40,37 @@ class EventWriter:
 
     def _take_turn(self) -> None:
         self._turn = None
-        rest = begin(self._send_texts())
+        rest = begin(self._send(self._body(more=True)) if self._has_begun else self._send_first())
         if rest is not None:
-            self._sender = asyncio.create_task(rest)
+            self._sender = asyncio.create_task(self._go_on(rest))
 
-    async def _send_texts(self) -> None:
+    async def _send_first(self) -> None:
+        await self._begin_body()
+        await self._send(self._body(more=True))
+
+    async def _go_on(self, rest: Awaitable[None]) -> None:
+        await rest
         while self._texts:
-            await self._send_body(more=True)
+            await self._send(self._body(more=True))
         self._sender = None
 
-    async def _send_body(self, more: bool) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+    async def _begin_body(self) -> None:
+        self._has_begun = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+
+    def _body(self, more: bool) -> Message:
         body = "".join(self._texts).encode()
         self._texts.clear()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        return {"type": "http.response.body", "body": body, "more_body": more}
 
     async def close(self) -> None:
         """Send what is left and end the body."""
         if self._sender is not None:
             await self._sender
         self.cancel()
-        await self._send_body(more=False)
+        if not self._has_begun:
+            await self._begin_body()
+        await self._send(self._body(more=False))
 
     def cancel(self) -> None:
         """Send nothing more, unless it is closed."""

@@ -100,7 +100,7 @@ def test_every_option_of_engine_and_strategy_is_a_flat_flag_with_its_help(capsys
     text = help_of(capsys, "generate")
     for configuration in (EngineConfig, StrategyConfig, SamplingParams):
         for item in dataclasses.fields(configuration):
-            if item.name not in ("model", "logprobs"):
+            if item.name not in ("model", "logit_bias", "logprobs", "prompt_logprobs"):
                 assert f"--{item.name.replace('_', '-')} " in text, item.name
     assert "Tokens per KV-cache block, in both tiers." in text
     assert "--engine." not in text and "MODEL_DIR" in text

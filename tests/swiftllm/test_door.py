@@ -30,6 +30,20 @@ from tests.reference.tiny_model import make_tiny_llama
         {"top_k": 1.5},
         {"top_p": 0.0},
         {"top_p": 1.1},
+        {"min_p": 1.01},
+        {"min_p": -0.1},
+        {"min_p": float("nan")},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": "1"},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": 5},
+        {"logit_bias": [5]},
+        {"logit_bias": {5: 100.5}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {5: None}},
+        {"logit_bias": {5.5: 1}},
         {"seed": 2**70},
         {"seed": "a"},
         {"logprobs": -1},
@@ -49,6 +63,11 @@ def test_sampling_params_take_numpy_numbers() -> None:
     params = SamplingParams(max_tokens=np.int64(3), seed=np.int64(4), top_k=np.int32(5), stop_token_ids=[np.int64(6)])
     assert (params.max_tokens, params.seed, params.top_k, params.stop_token_ids) == (3, 4, 5, (6,))
     assert type(params.seed) is int
+
+
+def test_biases_become_pairs() -> None:
+    params = SamplingParams(logit_bias={np.int64(5): 1, 6: -2.5})
+    assert params.logit_bias == ((5, 1.0), (6, -2.5)) and params == SamplingParams(logit_bias=params.logit_bias)
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-6])

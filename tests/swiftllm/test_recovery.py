@@ -243,7 +243,15 @@ MODEL_REQUESTS = [
     NewRequest(
         f"r{i}",
         tuple(range(3 + i, 13 + 2 * i)),
-        SamplingParams(max_tokens=16, temperature=float(i % 2), seed=i, logprobs=2, ignore_eos=True),
+        SamplingParams(
+            max_tokens=16,
+            temperature=float(i % 2),
+            frequency_penalty=0.5 * (i % 3),
+            seed=i,
+            logprobs=2,
+            prompt_logprobs=0,
+            ignore_eos=True,
+        ),
     )
     for i in range(8)
 ]
@@ -258,9 +266,8 @@ def undisturbed(tiny_model_dir, made_up_profile) -> dict[str, Outcome]:
 def same(outcome: Outcome, reference: Outcome) -> bool:
     """Equal tokens, greedy or drawn, and logprobs as equal as another batch makes them."""
     assert [logprob.token_id for logprob in outcome.logprobs] == outcome.token_ids
-    assert [logprob.logprob for logprob in outcome.logprobs] == pytest.approx(
-        [logprob.logprob for logprob in reference.logprobs], abs=1e-4
-    )
+    found, expected = ([*each.prompt_logprobs, *each.logprobs] for each in (outcome, reference))
+    assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
     return outcome.token_ids == reference.token_ids
 
 

@@ -28,8 +28,15 @@ from tests.reference.fake_streams import FakeWorker, Hazard
 
 SEEDS = range(6)
 MAX_TOKENS = 4
-HOW = ({}, {"temperature": 1.0, "top_p": 0.7, "logprobs": 2}, {"temperature": 0.8}, {"temperature": 1.5, "top_k": 9})
-LENGTHS = (9, 30, 18, 21)
+HOW = (
+    {},
+    {"temperature": 1.0, "top_p": 0.7, "logprobs": 2},
+    {"temperature": 0.8},
+    {"temperature": 1.5, "top_k": 9},
+    {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+)
+LENGTHS = (9, 30, 18, 21, 14, 13)
 Drive = Callable[[BackendDriver], list[Request]]
 
 
@@ -97,7 +104,7 @@ DRIVES: dict[str, Drive] = {"swaps": decode_and_swap, "drops": drop_and_abandon,
 def make_driver(model_dir: Path, worker=None) -> BackendDriver:
     config = EngineConfig(
         str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_batched_tokens=64,
-        max_num_seqs=4, max_model_len=64,
+        max_num_seqs=6, max_model_len=64,
     )  # fmt: skip
     return BackendDriver(TorchBackend(config, worker))
 

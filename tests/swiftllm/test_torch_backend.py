@@ -348,7 +348,7 @@ def test_what_is_not_there_is_refused(make_driver, options, message):
 
 def test_auto_dtype_is_one_the_cpu_computes_fast(make_driver, monkeypatch):
     for flags, dtype in (({"avx2": None}, torch.float32), ({"avx512_bf16": None}, torch.bfloat16)):
-        monkeypatch.setattr("swiftllm.torch_backend._cpu_info", lambda field, flags=flags: flags)
+        monkeypatch.setattr("swiftllm.defaults._cpu_info", lambda field, flags=flags: flags)
         assert make_driver(dtype="auto").backend.dtype is dtype
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from swiftllm.engine import Engine
 from swiftllm.request import SamplingParams, TokenLogprob
-from swiftllm.server.service import EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
+from swiftllm.server.service import Delta, EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
 from tests.reference.fake_backend import VOCABULARY, expected_output
 
 TIMEOUT_S = 60.0  # of a test that would hang
@@ -29,15 +29,30 @@ class Clock:
 class Outcome:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     error: RequestFailed | None = None
 
 
+async def deltas_of(stream: TokenStream) -> AsyncIterator[Delta]:
+    """Up to the last one; raises the error that a delta brings."""
+    deltas: asyncio.Queue[Delta] = asyncio.Queue()
+    stream.listen(deltas.put_nowait)
+    is_over = False
+    while not is_over:
+        delta = await deltas.get()
+        yield delta
+        if delta.error is not None:
+            raise delta.error
+        is_over = delta.finish_reason is not None
+    await asyncio.sleep(0)
+    assert deltas.empty(), "a delta after the last"
+
+
 async def read(stream: TokenStream) -> Outcome:
-    outcome = Outcome()
+    outcome = Outcome(prompt_logprobs=stream.prompt_logprobs)
     try:
-        async for delta in stream:
-            assert outcome.finish_reason is None, "a delta after the last"
+        async for delta in deltas_of(stream):
             outcome.token_ids += delta.token_ids
             outcome.logprobs += delta.logprobs
             outcome.finish_reason = delta.finish_reason

@@ -150,32 +150,21 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it(server, llm):
     assert answer.usage.completion_tokens == place + 1
 
 
-# -- log-probabilities ------------------------------------------------------------------------------------------------
+def test_penalties_and_biases_are_those_of_the_engine(server, llm):
+    own = {"presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": {"40": 3, "41": -100}}
+    added = {"repetition_penalty": 1.4, "min_p": 0.05}
+    create = server.client().completions.create
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5}):
+        answer = create(model="tiny-chat", prompt=PROMPT, max_tokens=30, extra_body=added, **own, **sampling)
+        biases = {int(token): bias for token, bias in own["logit_bias"].items()}
+        text = offline_text(llm, max_tokens=30, **{**own, **added, **sampling, "logit_bias": biases})
+        assert answer.choices[0].text == text != offline_text(llm, max_tokens=30, **sampling)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_a_completion(server, llm, stream):
-    answer = server.client().completions.create(prompt=PROMPT, max_tokens=6, logprobs=2, stream=stream, **GREEDY)
-    parts = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
-    output = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))[0].token_ids
-    tokens = [token for part in parts for token in part.tokens]
-    assert tokens == [llm.engine.tokenizer.decode([t], skip_special_tokens=False) for t in output]
-    logprobs = [logprob for part in parts for logprob in part.token_logprobs]
-    top = [entry for part in parts for entry in part.top_logprobs]
-    assert all(logprob == max(entry.values()) < 0 for logprob, entry in zip(logprobs, top, strict=True)), "greedy"
-    offsets = [offset for part in parts for offset in part.text_offset]
-    assert offsets == [len("".join(tokens[:number])) for number in range(6)]
-
-
-def test_logprobs_of_a_chat(server):
+def test_a_bias_of_100_decides(server, llm):
     create = server.client().chat.completions.create
-    entries = create(messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3, **GREEDY).choices[0].logprobs
-    assert [len(entry.top_logprobs) for entry in entries.content] == [3] * 4
-    for entry in entries.content:
-        assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
-        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
-    plain = create(messages=MESSAGES, max_tokens=4, logprobs=True, **GREEDY).choices[0].logprobs.content
-    assert [entry.top_logprobs for entry in plain] == [[]] * 4
+    answer = create(messages=MESSAGES, max_tokens=5, logit_bias={"50": 100}, model="tiny-chat", seed=1)
+    assert answer.choices[0].message.content == llm.engine.tokenizer.decode([50] * 5)
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------

@@ -47,10 +47,18 @@ BAD_BODIES = [
     ({"prompt": "a", "stop_token_ids": ["a"]}, "stop_token_ids", "valid integer"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not implemented"),
+    ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1"),
+    ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens", "at least 1"),
+    ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs", "0..20"),
+    ({"prompt": [5] * 512, "max_tokens": 0, "echo": True}, None, "512 prompt + 1 output tokens = 513 exceed"),
     ({"prompt": "a", "min_tokens": 3}, "min_tokens", "not implemented"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not implemented"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not implemented"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "[-2, 2]"),
+    ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", "[-2, 2]"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p", "[0, 1]"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+    ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "valid integer"),
+    ({"prompt": "a", "logit_bias": {"128": 1}}, None, "logit_bias: token id 128 is outside the vocabulary of 128"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
     ({"prompt": ""}, None, "empty"),
     ({"prompt": []}, "prompt", "not empty"),
@@ -131,7 +139,7 @@ def test_the_openai_client_raises_its_own_errors(server):
         create(model="tiny-chat", prompt="a", max_tokens=4000)
     assert caught.value.code == "context_length_exceeded" and "max_model_len=512" in caught.value.message
     with pytest.raises(openai.BadRequestError) as caught:
-        create(model="tiny-chat", prompt="a", frequency_penalty=1, stream=True)
+        create(model="tiny-chat", prompt="a", frequency_penalty=3, stream=True)
     assert caught.value.param == "frequency_penalty"
 
 

@@ -17,6 +17,7 @@ from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (
     Clock,
     check_empty,
+    deltas_of,
     expected,
     make_requests,
     read,
@@ -372,7 +373,7 @@ def test_anything_at_any_time(system: str) -> None:
             except (QueueFull, RequestRefused, ServiceStopping):
                 return
             tokens = []
-            async for delta in stream:
+            async for delta in deltas_of(stream):
                 tokens += delta.token_ids
                 patience -= 1
                 if patience == 0:

@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from swiftllm.server import streams
-from swiftllm.server.streams import Delta, Mailbox, Parcel, RequestFailed, TokenStream
+from swiftllm.server.streams import Delta, Mailbox, RequestFailed, TokenStream
 
 
-def test_steps_that_nobody_took_are_one_delta_and_one_notice() -> None:
+def test_steps_that_came_in_one_go_are_one_delta() -> None:
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        stream, notices = TokenStream("a", mailbox), []
-        stream.listen(lambda: notices.append(stream.take()))
-        mailbox.post([Parcel(stream, [1])])
-        mailbox.post([Parcel(stream, [2, 3], finish_reason="stop")])
+        stream, deltas = TokenStream("a", mailbox), []
+        stream.listen(deltas.append)
+        mailbox.post([(stream, Delta([1]))])
+        mailbox.post([(stream, Delta([2, 3], finish_reason="stop"))])
         await asyncio.sleep(0)
-        assert notices == [Delta([1, 2, 3], [], "stop")]
-        assert stream.take() is None
+        assert deltas == [Delta([1, 2, 3], [], "stop")]
 
     asyncio.run(run())
 
 
-def test_who_listens_late_is_told_at_once() -> None:
+def test_who_listens_late_gets_all_that_came_before() -> None:
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        stream, notices = TokenStream("a", mailbox), []
-        mailbox.post([Parcel(stream, [1])])
+        stream, deltas = TokenStream("a", mailbox), []
+        for token in (1, 2):
+            mailbox.post([(stream, Delta([token]))])
+            await asyncio.sleep(0)
+        stream.listen(deltas.append)
+        assert deltas == [Delta([1, 2], [])]
+        stream.listen(None)
+        mailbox.post([(stream, Delta([3]))])
         await asyncio.sleep(0)
-        stream.listen(lambda: notices.append(stream.take()))
-        assert notices == [Delta([1], [])]
+        assert len(deltas) == 1
+        stream.listen(deltas.append)
+        assert deltas[1:] == [Delta([3])]
 
     asyncio.run(run())
 
 
-def test_an_error_comes_after_the_tokens_before_it_and_once() -> None:
+def test_an_error_keeps_the_tokens_before_it() -> None:
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        stream = TokenStream("a", mailbox)
-        mailbox.post([Parcel(stream, [1])])
-        mailbox.post([Parcel(stream, error=RequestFailed("stalled", "why"))])
+        stream, deltas = TokenStream("a", mailbox), []
+        error = RequestFailed("stalled", "why")
+        mailbox.post([(stream, Delta([1]))])
+        mailbox.post([(stream, Delta(error=error))])
         await asyncio.sleep(0)
-        assert stream.take() == Delta([1], [])
-        with pytest.raises(RequestFailed, match="why"):
-            stream.take()
-        assert stream.take() is None
+        stream.listen(deltas.append)
+        assert deltas == [Delta([1], [], None, error)]
 
     asyncio.run(run())
 
@@ -61,12 +67,12 @@ def test_an_engine_faster_than_its_clients_waits_for_them(monkeypatch: pytest.Mo
         mailbox = Mailbox(loop)
         stream, sizes = TokenStream("a", mailbox), []
 
-        def take() -> None:
-            sizes.append(len(stream.take().token_ids))
+        def take(delta: Delta) -> None:
+            sizes.append(len(delta.token_ids))
 
         def post() -> None:
             for token in range(50):
-                mailbox.post([Parcel(stream, [token])])
+                mailbox.post([(stream, Delta([token]))])
                 mailbox.keep_pace()
 
         stream.listen(take)
@@ -74,8 +80,34 @@ def test_an_engine_faster_than_its_clients_waits_for_them(monkeypatch: pytest.Mo
         posting.start()
         while sum(sizes) < 50:
             await asyncio.sleep(0)
-        posting.join()
+        await asyncio.to_thread(posting.join)
         assert max(sizes) <= 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("engine_s", "waits"), [(2.0, False), (0.5, True)])
+def test_only_an_engine_faster_than_serving_waits(
+    monkeypatch: pytest.MonkeyPatch, engine_s: float, waits: bool
+) -> None:
+    now_s, waited = 0.0, []
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(threading.Condition, "wait_for", lambda *condition: waited.append(condition))
+
+    async def run() -> None:
+        nonlocal now_s
+        mailbox = Mailbox(asyncio.get_running_loop())
+        stream = TokenStream("a", mailbox)
+        mailbox.post([(stream, Delta([1]))])
+        now_s += 1.0  # which is what serving takes
+        while mailbox.is_serving:
+            await asyncio.sleep(0)
+        mailbox.keep_pace()
+        assert not waited
+        now_s += engine_s
+        mailbox.post([(stream, Delta([2]))])
+        mailbox.keep_pace()
+        assert bool(waited) == waits
 
     asyncio.run(run())
 
@@ -85,6 +117,6 @@ def test_a_closed_event_loop_takes_no_parcels_and_holds_nobody_up() -> None:
     mailbox = Mailbox(loop)
     stream = TokenStream("a", mailbox)
     loop.close()
-    assert not mailbox.post([Parcel(stream, [1])])
+    assert not mailbox.post([(stream, Delta([1]))])
     mailbox.keep_pace()
-    assert not mailbox.post([Parcel(stream, [2])])
+    assert not mailbox.post([(stream, Delta([2]))])

@@ -1,0 +1,132 @@
+"""What a user asks of an output: how its tokens are chosen, when it ends and what is told of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+MIN_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20
+MAX_BIAS = 100
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Raises:
+        ValueError: a field lies outside its range; the message names the field and the value.
+    """
+
+    max_tokens: int = 16
+    """Output tokens at most."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p."""
+    min_p: float = 0.0
+    """Keep the tokens at least min_p times as probable as the likeliest; 0 keeps all."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that are in the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens for each time they are in the output."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; 1 changes nothing."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens: numbers in [-100, 100] by token id. Kept as pairs."""
+    seed: int | None = None
+    """Makes sampling reproducible, whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
+    logprobs: int | None = None
+    """Log-probabilities to give with each token: of that token and of so many of the most likely. None gives none.
+    They are the model's own, before logit_bias and penalties, temperature, min_p, top_k and top_p."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt after its first. None gives none."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "top_k")}
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            whole[name] = None if value is None else whole_number(name, value)
+        whole["stop_token_ids"] = tuple(whole_number("stop_token_ids", token) for token in self.stop_token_ids)
+        for name, value in whole.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        for name in NUMBERS:
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "finite and above 0 (1 is none)"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit number"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
+        )
+        for name, holds, rule in checks:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """A temperature this small leaves no chance to any but the likeliest token, and float32 cannot divide by it."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's."""
+        return bool(self.logit_bias or self.has_penalties or (self.min_p and not self.is_greedy))
+
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is just the likeliest, by the model's own logits."""
+        return self.is_greedy and not self.adjusts_logits
+
+    @cached_property
+    def bias_arrays(self) -> tuple[array, array]:
+        """Token ids (int64) and biases (float32)."""
+        return array("q", [token for token, _ in self.logit_bias]), array("f", [bias for _, bias in self.logit_bias])
+
+
+def whole_number(name: str, value: object) -> int:
+    """``value`` as an int, if it is one of any kind (numpy's too).
+
+    Raises:
+        ValueError: it is not; the message names it.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be a whole number") from None
+
+
+def _bias_pairs(biases: object) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = dict(biases).items()
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias={biases!r} must map token ids to numbers") from None
+    for token, bias in pairs:
+        if not isinstance(bias, (int, float)) or not abs(bias) <= MAX_BIAS:
+            raise ValueError(f"logit_bias={bias!r} of token id {token} must be a number in [-{MAX_BIAS}, {MAX_BIAS}]")
+    return tuple((whole_number("logit_bias", token), float(bias)) for token, bias in pairs)
