@@ -22,7 +22,7 @@ from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable, attention_ra
 from apex.planner import SCHEDULERS
 from apex.profiler import Profiler
 from apex.progress import progress_bar
-from apex.workbench import Workbench
+from apex.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.cores import CoreDivision, core_divisions
 from swiftllm.engine import Engine
@@ -197,6 +197,8 @@ def make_profiler(
 
 
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
+    for pool in backend.kv_pools.tensors.values():
+        pool[:, :MOST_BLOCKS].zero_()
     return Workbench(
         backend,
         num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},

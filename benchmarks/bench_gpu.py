@@ -16,7 +16,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
@@ -25,9 +27,11 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import torch
 
 import pacpu
-from evaluation.gpu_check import CASES, model_folder
+from evaluation.gpu_check import CASES, Case, model_folder
 from evaluation.provenance import usable_cores
 from swiftllm.config import EngineConfig
+from swiftllm.device import open_device
+from swiftllm.memory import InsufficientMemory
 from swiftllm.ops import select_ops
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request, SamplingParams, Tier
@@ -90,17 +94,32 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
     return {name: rate / 1e9 for name, rate in figures.items()}
 
 
+def wake_up(timer: Timer) -> dict[str, float]:
+    """How much later a host that sleeps hears of an event than one that spins: what pacing has to hide."""
+    words = torch.zeros(GIB // 16, dtype=torch.int32, device=timer.device)
+
+    def wait(blocking: bool) -> None:
+        words.add_(1)
+        event = torch.cuda.Event(blocking=blocking)
+        event.record()
+        event.synchronize()
+
+    asleep, spinning = (timer.median(partial(wait, blocking)) for blocking in (True, False))
+    return {"us": (asleep - spinning) * 1e6}
+
+
 def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
     """Paged decode attention over caches that no cache of the GPU holds, in shuffled blocks of 16."""
     ops, device, block_size = select_ops(timer.device, dtype), timer.device, 16
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    rows = []
+    hardware, graphs, rows = open_device(device.type), [], []
     for batch, context in ATTENTION_SHAPES[: 2 if quick else None]:
         blocks = -(-context // block_size)
         num_blocks = batch * blocks
         block_bytes = kv_heads * 2 * block_size * dim * dtype.itemsize
         copies = max(1, min(8, (GIB if device.type == "cuda" else GIB // 16) // (num_blocks * block_bytes)))
-        layers = [torch.randn(num_blocks, kv_heads, 2, block_size, dim, device=device).to(dtype) for _ in range(copies)]
+        shape = (num_blocks, kv_heads, 2, block_size, dim)
+        layers = [torch.randn(shape, dtype=dtype, device=device) for _ in range(copies)]
         tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(batch, blocks)
         lens = torch.full((batch,), context, dtype=torch.int32, device=device)
         q = torch.randn(batch, heads, dim, device=device).to(dtype)
@@ -111,6 +130,10 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
             for layer in layers:
                 ops.decode_attention(*new, layer, *arguments)
 
+        attend()
+        if hardware.can_capture:  # as in the engine: short calls are measured, not their launches
+            graphs.append(hardware.capture(attend))
+            attend = graphs[-1].replay
         seconds = timer.median(attend) / copies
         gb_s = batch * context * kv_heads * 2 * dim * dtype.itemsize / seconds / 1e9
         rows.append(
@@ -205,9 +228,10 @@ def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int)
     kv_heads, dim, batch, block_size, context = config.num_kv_heads, config.head_dim, 32, 16, 1024
     blocks = batch * context // block_size
     layer_bytes = blocks * kv_heads * 2 * block_size * dim * dtype.itemsize
-    layers = torch.empty(
-        (max(2, num_bytes // layer_bytes), blocks, kv_heads, 2, block_size, dim), dtype=dtype
-    ).normal_()
+    layers = torch.empty((max(2, num_bytes // layer_bytes), blocks, kv_heads, 2, block_size, dim), dtype=dtype)
+    noise = torch.randn(1 << 20).to(dtype)
+    for part in layers.view(-1).split(len(noise)):  # billions of random numbers would take longer than all else
+        part.copy_(noise[: len(part)])
     tables = torch.randperm(blocks).to(torch.int32).view(batch, -1)
     lens = torch.full((batch,), context, dtype=torch.int32)
     q = torch.randn(batch, config.num_heads, dim).to(dtype)
@@ -236,33 +260,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: shows that the script works")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
-    case = CASES["rehearsal" if options.rehearse else "llama-3.1-8b"]
-    with model_folder(case) as model:
-        for figures in measure(model, case.device, case.dtype, options.rehearse):
-            if options.output:
-                options.output.write_text(json.dumps(figures, indent=1) + "\n")
+    for figures in measure(CASES["rehearsal" if options.rehearse else "llama-3.1-8b"], options.rehearse):
+        if options.output:
+            options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if figures["failed"] else 0
 
 
-def measure(model: Path, device_name: str, dtype_name: str, small: bool) -> Iterator[dict[str, Any]]:
+def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
     """The figures there are after each part; one that fails is named in ``failed``, and the others go on."""
-    device, dtype = torch.device(device_name), getattr(torch, dtype_name)
+    device, dtype = torch.device(case.device), getattr(torch, case.dtype)
     timer = Timer(device)
-    backend = TorchBackend(
-        EngineConfig(str(model), device_name, dtype_name, "dummy", num_gpu_blocks=512, num_cpu_blocks=4, lane_threads=1)
-    )
+    backend = open_backend(case)
     config, graphs = backend.model_config, backend.graphs
-    figures = {"device": backend.device_name, "model": model.name, "dtype": dtype_name, "failed": []}
+    figures = {
+        "device": backend.device_name,
+        "model": case.model or "rehearsal",
+        "num_layers": config.num_layers,
+        "dtype": case.dtype,
+        "failed": [],
+    }
     if graphs is not None:
         figures["captured"] = {"graphs": len(graphs), "seconds": graphs.seconds, "bytes": graphs.num_bytes}
-    memory: dict[str, float] = memory_bandwidth(timer, GIB // 16 if small else GIB)
+    memory: dict[str, float] = {}
     parts: dict[str, Callable[[], Any]] = {
-        "memory": lambda: memory,
+        "memory": lambda: memory.update(memory_bandwidth(timer, GIB // 16 if small else GIB)) or memory,
         "iterations": lambda: iterations(timer, backend, max(memory["read"], memory["copy"]), small),
         "sampling": lambda: sampling(timer, backend, config.vocab_size),
         "decode_attention": lambda: decode_attention(timer, config, dtype, memory["copy"], small),
         "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
     }
+    if device.type == "cuda":
+        parts["wake_up"] = lambda: wake_up(timer)
     for name, part in parts.items():
         try:
             figures[name] = part()
@@ -273,6 +301,33 @@ def measure(model: Path, device_name: str, dtype_name: str, small: bool) -> Iter
             show(name.replace("_", " "), figures[name])
         yield figures
     backend.close()
+
+
+def open_backend(case: Case) -> TorchBackend:
+    """The model of a case, or the first half, quarter, ... of its layers where the GPU cannot hold them all: what is
+    measured are ratios and times per layer."""
+    with model_folder(case) as model, TemporaryDirectory() as folder:
+        raw = json.loads((model / "config.json").read_text())
+        while True:
+            (Path(folder) / "config.json").write_text(json.dumps(raw))
+            try:
+                return TorchBackend(
+                    EngineConfig(
+                        folder,
+                        case.device,
+                        case.dtype,
+                        "dummy",
+                        num_gpu_blocks=512,
+                        num_cpu_blocks=4,
+                        max_model_len=case.max_model_len,
+                        lane_threads=1,
+                    )
+                )
+            except InsufficientMemory as error:
+                if raw["num_hidden_layers"] == 1:
+                    raise
+                print(f"half of the layers: {error}", flush=True)
+            raw["num_hidden_layers"] //= 2
 
 
 def show(title: str, figures: dict | list[dict]) -> None:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from evaluation.paths import REPO_ROOT
-from swiftllm.request import SamplingParams
+from swiftllm.request import SamplingParams, Tier
 
 if TYPE_CHECKING:
     from apex.perf_model import ProfileTable
@@ -37,11 +37,13 @@ SYSTEMS = ("swiftllm", "neo", "apex")
 WARM_UP_REQUESTS = 4
 TIMELINE_ITERATIONS = 3
 TELL_EVERY_S = 5.0
+TIMELINE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, the GPU blocks of a paper's machine, and equal requests that are all there at once."""
+    """A model's shape, the GPU blocks of a paper's machine, and equal requests that are all there at once. The CPU
+    blocks are fewer on a machine with little memory."""
 
     model: str
     """Folder of config.json below configs/models; empty: a tiny shape, which only rehearses."""
@@ -88,26 +90,26 @@ def model_folder(case: Case) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Measure one system, simulate the same, record a timeline where the CPU takes part.
+def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Measure one system, record a timeline where the CPU takes part, simulate the same.
 
-    A run that ``limit_s`` cuts short is told as it stands, without a simulated twin. What fails after the measurement
-    is told in ``failed``.
+    Yields the record after each of these, so that what is done is not lost with what is not. A run that ``limit_s``
+    cuts short is told as it stands, without a simulated twin. What fails after the measurement is told in ``failed``.
     """
-    from apex.systems import build_system, load_or_measure
+    from apex.perf_model import ProfileTable
+    from apex.systems import build_system, profile_identity, profile_path
     from swiftllm.config import EngineConfig
-
-    failed: list[str] = []
 
     def attempt(what: str, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except Exception:
             traceback.print_exc()
-            failed.append(what)
+            record["failed"].append(what)
             return None
 
     with model_folder(case) as model:
+        case = replace(case, num_cpu_blocks=min(case.num_cpu_blocks, most_cpu_blocks(model)))
         config = EngineConfig(
             str(model),
             case.device,
@@ -120,30 +122,48 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> dict[str, Any]
             lane_threads=1,
         )
         with closing(build_system(system, config)) as engine:
-            table = load_or_measure(config, engine.backend)
+            # What a system with a CPU worker has measured: a GPU-only one has none to measure with.
+            identity = profile_identity(config, engine.backend)
+            profile = profile_path(identity)
+            table = ProfileTable.load(profile, identity) if profile.exists() else None
+            # As after an hour of serving: the system clears a page for whoever writes to it first.
+            engine.backend.kv_pools.tensors[Tier.CPU].zero_()
             replay(engine, case, "warm-up", WARM_UP_REQUESTS, limit_s)
             measured = replay(engine, case, "measured", case.num_requests, limit_s)
             description, num_layers = engine.describe(), engine.backend.num_layers
-            timeline = None
+            record = {
+                "system": system,
+                "case": asdict(case),
+                "device": description["device"],
+                "dtype": description["dtype"],
+                "cpu_kernel": description["cpu_kernel"],
+                "cpu_threads": description["cpu_threads"],
+                "measured": measured,
+                "simulated": None,
+                "simulated_error": None,
+                "timeline": None,
+                "failed": [],
+                "profile": table and asdict(table),
+            }
+            yield record
             if system != "swiftllm":
-                timeline = attempt("timeline", lambda: trace(engine, case, folder, limit_s))
-    simulated = None
-    if measured["completed"]:
+                record["timeline"] = attempt("timeline", lambda: trace(engine, case, folder, min(limit_s, TIMELINE_S)))
+                yield record
+    if measured["completed"] and table is not None:
         simulated = attempt("simulation", lambda: simulate(system, case, table, num_layers, config))
-    return {
-        "system": system,
-        "case": asdict(case),
-        "device": description["device"],
-        "dtype": description["dtype"],
-        "cpu_kernel": description["cpu_kernel"],
-        "cpu_threads": description["cpu_threads"],
-        "measured": measured,
-        "simulated": simulated,
-        "simulated_error": simulated and simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0,
-        "timeline": timeline,
-        "failed": failed,
-        "profile": asdict(table),
-    }
+        if simulated and simulated["completed"]:
+            record["simulated"] = simulated
+            record["simulated_error"] = simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0
+        yield record
+
+
+def most_cpu_blocks(model: Path) -> int:
+    """Blocks of 16-bit values that half of this machine's memory holds."""
+    from evaluation.provenance import memory_bytes
+    from swiftllm.config import EngineConfig
+    from swiftllm.model.config import ModelConfig
+
+    return memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
 
 def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: float) -> dict[str, Any]:
@@ -207,7 +227,7 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
     except ValueError as error:
         print(f"  no timeline: {error}")
         return None
-    target = folder / f"{name}.png"
+    target = folder / f"{name}-timeline.png"
     try:
         write_timeline(timeline, target)
     except ImportError as error:
@@ -231,7 +251,7 @@ def simulate(system: str, case: Case, table: ProfileTable, num_layers: int, conf
         max_num_seqs=config.max_num_seqs,
         max_model_len=case.max_model_len,
     )
-    return replay(engine, case, "simulated", case.num_requests, limit_s=60.0)
+    return replay(engine, case, "simulated", case.num_requests, limit_s=30.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,17 +266,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{name}: {CASES[options.case].origin}", flush=True)
     from swiftllm.memory import InsufficientMemory
 
+    def save(record: dict[str, Any]) -> None:
+        (options.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
     try:
-        record = run(options.system, CASES[options.case], options.folder, options.limit)
+        for record in run(options.system, CASES[options.case], options.folder, options.limit):
+            save(record)
     except InsufficientMemory as error:
-        record = {"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)}
+        save({"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)})
         print(f"  skipped: {error}")
-    else:
-        measured, error = record["measured"], record["simulated_error"]
-        told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
-        print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
-    (options.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if record.get("failed") else 0
+        return 0
+    measured, error = record["measured"], record["simulated_error"]
+    told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
+    print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
+    return 1 if record["failed"] else 0
 
 
 if __name__ == "__main__":

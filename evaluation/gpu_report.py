@@ -61,14 +61,14 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
         "",
         f"{told['cpu']}, {told['usable_cores']} cores, {told['memory_gib']} GiB.",
     ]
-    if not told["gpus"]:
+    if runs[0]["case"]["device"] == "cpu" if runs else not told["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
     lines += ["", "| part | result | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]
     if kernels:
         lines += [
             "",
-            f"{kernels['model']}, {kernels['dtype']}:",
+            f"{kernels['model']}, {kernels['num_layers']} layers, {kernels['dtype']}:",
             "",
             "| measured | value | goal | |",
             "|---|---|---|---|",
@@ -83,6 +83,8 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
                 f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
                 f"{captured['bytes'] / 2**20:,.0f} MiB."
             )
+        if wake_up := kernels.get("wake_up"):
+            lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
         if draws := kernels.get("sampling"):
             lines += ["", f"| sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,} | ms |", "|---|---|"]
             lines += [f"| {row['how']} | {row['ms']:.2f} |" for row in draws]
@@ -93,7 +95,7 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
             "|" + "---|" * 8,
         ]
         lines += [run_row(run, runs) for run in runs]
-        lines += ["", "SIMULATED: the simulator's error, given the profile table measured in the same process."]
+        lines += ["", "SIMULATED: the simulator's error, given the profile table that apex measured just before."]
         lines += [f"![{run['timeline']}]({run['timeline']})" for run in runs if run.get("timeline")]
     return "\n".join(lines) + "\n"
 

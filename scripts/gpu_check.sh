@@ -19,6 +19,7 @@ if [ "${1:-}" = --rehearse ]; then
     shift
 fi
 export PYTHONUNBUFFERED=1
+unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # float32 is checked to its last bits
 
 gpu=rehearsal
 if [ "$DEVICE" = cuda ]; then
@@ -59,16 +60,16 @@ APEX_CACHE_DIR=$(mktemp -d)
 export APEX_CACHE_DIR
 trap 'rm -rf "$APEX_CACHE_DIR"' EXIT
 
-part operations 120 "$PYTHON" -m tests.gpu --device "$DEVICE" rows blocks decode-attention sampling
+part operations 120 "$PYTHON" -m tests.gpu --device "$DEVICE" rows blocks prefill-attention decode-attention sampling
 part tokens 90 "$PYTHON" -m tests.gpu --device "$DEVICE" tokens-float32 tokens-float16
 part kernels 90 "$PYTHON" benchmarks/bench_gpu.py "${REHEARSE[@]}" --output "$FOLDER/kernels.json"
+part random-load 75 "$PYTHON" -m tests.gpu --device "$DEVICE" --seconds "$RANDOM_LOAD_S" random-load
 for case in "${CASES[@]}"; do
-    for system in swiftllm apex neo; do
+    for system in apex swiftllm neo; do  # apex first: the others find the profile that it has measured
         part "$system-$case" 75 "$PYTHON" evaluation/gpu_check.py \
             --system "$system" --case "$case" --limit 25 --folder "$FOLDER/end_to_end"
     done
 done
-part random-load 75 "$PYTHON" -m tests.gpu --device "$DEVICE" --seconds "$RANDOM_LOAD_S" random-load
 if [ "$DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
     part compute-sanitizer 60 compute-sanitizer --error-exitcode 3 "$PYTHON" -m tests.gpu rows blocks
 fi

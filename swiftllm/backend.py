@@ -80,7 +80,8 @@ class Backend(Protocol):
     def boundary(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
         """Cross boundary ``layer`` with all batches as one (their GEMMs are concatenated: weights are read once).
 
-        Returns the sampled token of each request that gets one at the last boundary; empty before.
+        Returns the sampled token of each request that gets one at the last boundary; empty before. There it also adds
+        to ``Request.prompt_logprobs`` what a chunk tells of its prompt, where the request asks for that.
         """
 
     def gpu_attention(self, layer: int, lane: Batch) -> None:

@@ -255,7 +255,7 @@ class CudaDevice:
         before = torch.cuda.memory_allocated(device)
         try:
             work()
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             raise InsufficientMemory(
                 f"the widest iteration does not fit into the {self.free_bytes() / GIB:.2f} GiB that the weights leave "
                 "free: lower max_num_batched_tokens, max_num_seqs or max_model_len"

@@ -207,11 +207,13 @@ class Engine:
     # -- what can be known of it ------------------------------------------------------------------------------------
 
     def _output(self, request: Request, num_new: int) -> RequestOutput:
-        reason = request.finish_reason.value if request.finish_reason else None
-        new_tokens = tuple(request.output_token_ids[request.output_len - num_new :])
-        tokens = tuple(request.output_token_ids) if reason else ()
-        logprobs = tuple(request.logprobs[request.output_len - num_new :]) if request.logprobs else ()
-        of_prompt = tuple(request.prompt_logprobs) if reason else ()
+        start = request.output_len - num_new
+        new_tokens = tuple(request.output_token_ids[start:])
+        logprobs = tuple(request.logprobs[start:]) if request.logprobs else ()
+        if request.finish_reason is None:
+            return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, None, (), logprobs)
+        reason, tokens = request.finish_reason.value, tuple(request.output_token_ids)
+        of_prompt = tuple(request.prompt_logprobs)
         return RequestOutput(
             request.request_id, request.prompt_token_ids, new_tokens, reason, tokens, logprobs, of_prompt
         )

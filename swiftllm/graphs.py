@@ -20,6 +20,7 @@ import itertools
 import time
 import warnings
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -135,19 +136,23 @@ class LayerGraphs:
     def capture(self, gpu_layers: Sequence[torch.Tensor]) -> None:
         """Capture everything; ``gpu_layers`` is the KV cache of the GPU tier, layer by layer.
 
-        What does not fit into ``device.graph_bytes``, and everything where capturing fails, is launched piece by piece
-        later on; a warning says so.
+        When ``device.graph_bytes`` are taken the other buckets are left out, and their batches filled up to a larger
+        one. Where capturing fails, everything is launched piece by piece. A warning tells of either.
         """
         self._gpu_layers = gpu_layers
         start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
         try:
             with _no_garbage_collection():
-                # The largest first: the smaller ones then find what memory they need in that of the larger.
-                for rows in reversed(self._row_buckets):
+                # The largest first: the smaller ones then find what memory they need in that of the larger. And every
+                # second one before those between, so that no batch is far from its bucket if memory ends.
+                downwards = self._row_buckets[::-1]
+                for rows in (*downwards[::2], *downwards[1::2]):
                     self.num_bytes = free_bytes - self._device.free_bytes()
-                    if self.num_bytes > self._device.graph_bytes:
-                        left_out = f"for {rows} rows and less: {len(self)} graphs take {self.num_bytes >> 20} MiB"
-                        warnings.warn(f"kernels are launched one by one {left_out}", stacklevel=2)
+                    if self._graphs and self.num_bytes > self._device.graph_bytes:
+                        self._row_buckets = tuple(sorted({key.rows for key in self._graphs}))
+                        there = ", ".join(map(str, self._row_buckets))
+                        taken = f"{len(self)} graphs take {self.num_bytes >> 20} MiB"
+                        warnings.warn(f"batches are filled up to {there} rows: {taken}", stacklevel=2)
                         break
                     self._capture_rows(rows)
         except RuntimeError as error:
@@ -243,16 +248,17 @@ class LayerGraphs:
             out = frame.attention_out[:rows]
             self._model.ops.decode_attention(*new, self._gpu_layers[layer], tables, lens, out, self._scale)
             return
-        if layer < 0:
-            hidden = self._model.embed(frame.token_ids[:rows])
-        else:
-            hidden = self._model.post_attention(layer, frame.attention_out[:rows], frame.residual[:rows])
+        residual = frame.residual[:rows]
         if layer == self._last:
+            hidden = self._model.post_attention(layer, frame.attention_out[:rows], residual)
             self._logits[:rows].copy_(self._model.logits(hidden))
             self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
+            return
+        if layer < 0:
+            residual.copy_(self._model.embed(frame.token_ids[:rows]))
         else:
-            frame.residual[:rows].copy_(hidden)
-            frame.qkv[:rows].copy_(self._model.pre_attention(layer + 1, hidden, frame.rotary_rows[:rows]))
+            self._model.post_attention(layer, frame.attention_out[:rows], residual, out=residual)
+        self._model.pre_attention(layer + 1, residual, frame.rotary_rows[:rows], out=frame.qkv[:rows])
 
 
 @contextmanager
@@ -274,4 +280,5 @@ def _up_to(buckets: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _smallest(buckets: Sequence[int], size: int) -> int | None:
-    return next((bucket for bucket in buckets if bucket >= size), None)
+    place = bisect_left(buckets, size)
+    return buckets[place] if place < len(buckets) else None

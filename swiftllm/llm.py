@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -67,7 +66,7 @@ class LLM:
 
     def _with_text(self, output: RequestOutput) -> RequestOutput:
         tokenizer = self.engine.tokenizer
-        return output if tokenizer is None else replace(output, text=tokenizer.decode(list(output.token_ids)))
+        return output if tokenizer is None else output._replace(text=tokenizer.decode(list(output.token_ids)))
 
     def close(self) -> None:
         self.engine.close()

@@ -114,6 +114,8 @@ class TorchBackend:
         if isinstance(self._ops, CpuOps):
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
+        else:
+            self._ops.num_threads = division.cpu_threads
 
     @property
     def num_layers(self) -> int:

@@ -68,15 +68,17 @@ class LlamaModel:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
         return F.embedding(token_ids, self._embedding)
 
-    def pre_attention(self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor) -> torch.Tensor:
+    def pre_attention(
+        self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Norm, QKV and rotary of ``layer``; ``rotary_rows`` is ``rotary_table`` at the positions of the rows.
 
-        Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``; ``split_qkv``
-        tells them apart.
+        Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
+        that is given (see :meth:`~swiftllm.ops.Ops.make_linear`); ``split_qkv`` tells them apart.
         """
         config, weights = self.config, self._layers[layer]
         normed = self.ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-        qkv = weights.qkv(normed)
+        qkv = weights.qkv(normed) if out is None else weights.qkv(normed, out=out.flatten(1))
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         # Q and K are neighbours: one call turns both.
         self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
@@ -87,17 +89,20 @@ class LlamaModel:
         config = self.config
         return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
-    def post_attention(self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def post_attention(
+        self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Output projection and FFN of ``layer`` with their residuals.
 
         ``attention_out [rows, num_heads, head_dim]`` and ``residual [rows, hidden_size]`` (the hidden that went into
-        ``pre_attention``) to hidden ``[rows, hidden_size]``.
+        ``pre_attention``) to hidden ``[rows, hidden_size]``, in ``out`` if that is given, which may be ``residual``.
         """
         weights = self._layers[layer]
         projected = weights.o(attention_out.reshape(len(residual), -1))
         normed, residual = self.ops.add_rms_norm(projected, residual, weights.post_norm, self.config.rms_norm_eps)
         gate_up = weights.gate_up(normed)
-        return weights.down(self.ops.silu_and_mul(gate_up)).add_(residual)
+        down = weights.down(self.ops.silu_and_mul(gate_up))
+        return torch.add(down, residual, out=down if out is None else out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary projection: ``[rows, vocab_size]``, in the model's dtype."""

@@ -17,7 +17,7 @@ __all__ = ["CpuOps", "Linear", "Ops", "ReferenceOps", "select_ops", "why_no_trit
 BFLOAT16_CAPABILITY = 80
 TRITON_CAPABILITY = 75
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[..., torch.Tensor]
 
 
 class Ops(Protocol):
@@ -34,7 +34,8 @@ class Ops(Protocol):
     captured graph is filled up with."""
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """``x [rows, in]`` to ``x weight^T + bias [rows, out]``; may keep the weight in a layout of its own."""
+        """``x [rows, in]`` to ``x weight^T + bias [rows, out]``; may keep the weight in a layout of its own. Where
+        graphs are captured the result can be given memory, ``out=``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,13 @@ class ReferenceOps:
     """See :class:`swiftllm.ops.Ops` for the contracts."""
 
     takes_empty_rows = False
+    num_threads = 1  # of what pacpu does in host memory
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        return partial(F.linear, weight=weight, bias=bias)
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        transposed = weight.t()
+        if bias is None:
+            return lambda x, out=None: torch.mm(x, transposed, out=out)
+        return lambda x, out=None: torch.addmm(bias, x, transposed, out=out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -60,16 +63,20 @@ class ReferenceOps:
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
+        # KV heads as the batch and the heads of a group as heads: K and V are broadcast by a stride of zero. Not every
+        # kernel behind this call knows grouped heads, and torch would fall back to materialised scores.
+        rows, heads, head_dim = q.shape
+        num_kv_heads, context = k.shape[:2]
+        group = heads // num_kv_heads
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k[None],
-            v[None],
+            q.view(rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
+            k[:, None].expand(num_kv_heads, group, context, head_dim),
+            v[:, None].expand(num_kv_heads, group, context, head_dim),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[0],
         )
-        return out[0].transpose(0, 1)
+        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
     def decode_attention(
         self,
@@ -94,12 +101,12 @@ class ReferenceOps:
         visible = torch.arange(width * block_size, device=q.device) < seq_lens[:, None]
         # Slots beyond the context may hold anything, NaN too, and a masked score does not undo NaN * 0.
         keys, values = gathered.masked_fill_(~visible[None, :, None, :, None], 0.0)
+        # The heads of a group as rows of one head: all of them see the same tokens.
         attended = F.scaled_dot_product_attention(
-            q[:, :, None],
+            q.view(rows, num_kv_heads, -1, head_dim),
             keys,
             values,
             attn_mask=visible[:, None, None],
             scale=scale,
-            enable_gqa=q.shape[1] != num_kv_heads,
         )
-        out.copy_(attended[:, :, 0])
+        out.copy_(attended.reshape(out.shape))

@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from triton import cdiv, next_power_of_2
 
+from pacpu import rows as host_rows
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton_attention import (
     decode_combine_kernel,
@@ -43,7 +43,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 class TritonOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts. Caches in host memory are left to torch.
+    """See :class:`swiftllm.ops.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
 
     Rows of q, k, v and x may lie apart, their heads and dims may not; ``ValueError`` says so.
     """
@@ -55,6 +55,9 @@ class TritonOps(ReferenceOps):
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
+        # For the whole process: torch prefers cuDNN's attention on sm_90, and that builds a plan, tens of milliseconds,
+        # for each new number of rows and tokens. Prompts have all sorts of them.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, size = x.shape
@@ -102,7 +105,7 @@ class TritonOps(ReferenceOps):
         offsets: torch.Tensor,
     ) -> None:
         if kv_layer.device.type != self._device.type:
-            return super().store_kv(k, v, kv_layer, blocks, offsets)
+            return host_rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
         rows, heads, head_dim = k.shape
         if rows:
             grid = (rows, cdiv(heads, HEADS_TILE))
@@ -119,25 +122,6 @@ class TritonOps(ReferenceOps):
         if pool.device.type != self._device.type:
             return super().scatter_blocks(staging, pool, blocks)
         _copy_blocks(pool, staging, blocks, gather=False)
-
-    def prefill_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
-        # KV heads as the batch and the heads of a group as heads: K and V are broadcast by a stride of zero. Torch's
-        # memory-efficient kernel, the one for sm_75 and for masks, knows no grouped heads, and with enable_gqa torch
-        # would fall back to materialised scores.
-        rows, heads, head_dim = q.shape
-        num_kv_heads, context = k.shape[:2]
-        group = heads // num_kv_heads
-        out = F.scaled_dot_product_attention(
-            q.view(rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
-            k[:, None].expand(num_kv_heads, group, context, head_dim),
-            v[:, None].expand(num_kv_heads, group, context, head_dim),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-        )
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
     def decode_attention(
         self,

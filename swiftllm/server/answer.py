@@ -46,7 +46,8 @@ class Answer(ABC):
     def __init__(self, context: ServingContext, generation: Generation, body: GenerationRequest) -> None:
         self.generation = generation
         self.tokenizer = context.tokenizer
-        self.usage_wanted = body.usage_wanted
+        self._counts_at_the_end = body.usage_wanted.include_usage
+        self._counts_as_it_goes = body.usage_wanted.continuous_usage_stats
         self._beside = context.beside
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
@@ -110,7 +111,7 @@ class Answer(ABC):
 
     def event(self, choice: Choice, fields: str) -> str:
         usage = ""
-        if self.usage_wanted.continuous_usage_stats:
+        if self._counts_as_it_goes:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
@@ -119,7 +120,7 @@ class Answer(ABC):
     def closing(self) -> str:
         """The last events of a stream."""
         usage = f'{self._chunk_head}],"usage":{as_json(self._usage_of_all())}}}\n\n'
-        return f"{usage if self.usage_wanted.include_usage else ''}data: [DONE]\n\n"
+        return f"{usage if self._counts_at_the_end else ''}data: [DONE]\n\n"
 
     def _usage_of_all(self) -> dict[str, int]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)

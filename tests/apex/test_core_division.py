@@ -160,3 +160,12 @@ def test_an_iteration_decodes_every_request(model_dir, monkeypatch, on_gpu, on_c
             assert sample() > 0 and sample() > 0
     assert [len(result.tokens) for result in results] == [on_gpu + on_cpu] * 2
     assert [result.cohort_layers for result in results] == [{}, {}]
+
+
+def test_what_is_measured_reads_memory_that_has_been_written(model_dir):
+    """Host memory nobody has written is one page of zeros, which the caches hold."""
+    with closing(open_backend(config(model_dir))) as backend:
+        for pool in backend.kv_pools.tensors.values():
+            pool.fill_(torch.nan)
+        make_workbench(config(model_dir), backend)
+        assert not any(pool.isnan().any() for pool in backend.kv_pools.tensors.values())

@@ -18,9 +18,12 @@ from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.paths import cache_dir
 from swiftllm.plan import Strategy
-from swiftllm.request import SamplingParams
+from swiftllm.request import Request, TokenLogprob
+from swiftllm.sampling import Sampler
+from swiftllm.sampling_params import SamplingParams
 from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 from tests.reference.fake_engine import flat_table
+from tests.reference.logit_rules import by_the_rules, plain
 from tests.reference.tiny_model import make_tiny_llama
 
 OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
@@ -46,7 +49,7 @@ def made_up_profile():
     patch.undo()
 
 
-def judge(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+def judge(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int, **how: float) -> list[tuple[int, ...]]:
     """Greedy continuations by transformers, stopping after the end-of-sequence token."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     eos = model.generation_config.eos_token_id
@@ -54,13 +57,36 @@ def judge(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     for prompt in prompts:
         with torch.inference_mode():
             tokens = model.generate(
-                torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=eos
+                torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=eos, **how
             )
         outputs.append(tuple(tokens[0, len(prompt) :].tolist()))
     return outputs
 
 
+def judge_sampling(model_dir: Path, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]):
+    """Requests that are done: transformers' logits, changed token by token as each wants them, and log-probabilities
+    of the prompts."""
+    model, sampler, requests = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), Sampler(), []
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        request = Request(str(number), tuple(prompt), sampling)
+        while not request.is_finished:
+            with torch.inference_mode():
+                logits = model(torch.tensor([request.token_ids(0, request.num_tokens)])).logits[0]
+            request.append_token(sampler.sample(by_the_rules(logits[-1], request)[None], [plain(request)])[0], 0.0)
+        logprobs = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]].tolist()
+        request.prompt_logprobs = list(map(TokenLogprob, prompt[1:], logprobs))
+        requests.append(request)
+    return requests
+
+
 def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_tokens: int, **pools: int):
+    requests, stats = run(model_dir, variant, prompts, [SamplingParams(max_tokens)] * len(prompts), **pools)
+    return [tuple(request.output_token_ids) for request in requests], stats
+
+
+def run(
+    model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], **pools: int
+):
     system, strategy, synchronous = VARIANTS[variant]
     config = EngineConfig(
         str(model_dir), device="cpu", dtype="float32", max_num_batched_tokens=48, synchronous=synchronous, **pools
@@ -69,7 +95,8 @@ def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_t
     for tensor in engine.backend.kv_pools.tensors.values():
         tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
     requests = [
-        engine.add_request(str(i), prompt, SamplingParams(max_tokens=max_tokens)) for i, prompt in enumerate(prompts)
+        engine.add_request(str(i), prompt, sampling)
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
     for _ in range(20_000):
         if not engine.has_unfinished():
@@ -80,7 +107,7 @@ def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_t
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
     stats = engine.stats()
     engine.close()
-    return [tuple(request.output_token_ids) for request in requests], stats
+    return requests, stats
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +125,47 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     assert outputs == expected
     if variant not in GPU_ONLY_SCHEDULERS:
         assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny):
+    """Requests that choose by other logits than the model's and ask for all that can be told of their prompts."""
+    hows = (
+        {"repetition_penalty": 1.4},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 0.9, "repetition_penalty": 0.8, "min_p": 0.02},
+        {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "logit_bias": {7: 3.0, 50: -100}},
+        {"temperature": 1.2, "top_k": 20, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+        {},
+    )
+    model_dir, prompts, _ = tiny
+    samplings = [
+        SamplingParams(24, ignore_eos=True, seed=i, prompt_logprobs=0, **hows[i % len(hows)])
+        for i in range(len(prompts))
+    ]
+    return model_dir, prompts, samplings, judge_sampling(model_dir, prompts, samplings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_requests_ask_for_follows_them_wherever_they_go(sampled, variant: str) -> None:
+    """Chunked, swapped, preempted, computed again, in cohorts: penalties count what has been put out, and a prompt's
+    log-probabilities come once."""
+    model_dir, prompts, samplings, expected = sampled
+    requests, stats = run(model_dir, variant, prompts, samplings, block_size=4, num_gpu_blocks=25, num_cpu_blocks=26)
+    for request, reference in zip(requests, expected, strict=True):
+        assert request.output_token_ids == reference.output_token_ids
+        assert [entry.token_id for entry in request.prompt_logprobs] == list(request.prompt_token_ids[1:])
+        logprobs = [entry.logprob for entry in reference.prompt_logprobs]
+        assert [entry.logprob for entry in request.prompt_logprobs] == pytest.approx(logprobs, abs=1e-4)
+    assert stats.preemptions + stats.swapped_blocks > 0
+
+
+def test_repetition_is_penalised_as_by_transformers(tiny) -> None:
+    model_dir, prompts, _ = tiny
+    expected = judge(model_dir, prompts, 24, repetition_penalty=1.5)
+    samplings = [SamplingParams(24, repetition_penalty=1.5)] * len(prompts)
+    requests, _ = run(model_dir, "swiftllm", prompts, samplings, num_gpu_blocks=300, num_cpu_blocks=0)
+    assert [tuple(request.output_token_ids) for request in requests] == expected
 
 
 def test_vllm_preempts_by_recompute(tiny) -> None:

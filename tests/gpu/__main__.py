@@ -20,6 +20,7 @@ def checks(seconds: float) -> dict[str, Check]:
     return {
         "rows": operations.check_rows,
         "blocks": operations.check_blocks,
+        "prefill-attention": operations.check_prefill_attention,
         "decode-attention": operations.check_decode_attention,
         "sampling": operations.check_sampling,
         "tokens-float32": tokens.check_tokens_float32,

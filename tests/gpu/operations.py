@@ -8,13 +8,14 @@ from swiftllm.device import open_device
 from swiftllm.ops import ReferenceOps, select_ops
 from swiftllm.request import Request, SamplingParams
 from swiftllm.sampling import Sampler
-from tests.reference.paged_attention import paged_attention, store_new_tokens
+from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 
 REFERENCE = ReferenceOps()
 EPS = 1e-5
 BLOCK_SIZE = 16
 HEADS = ((32, 8, 128), (32, 32, 128), (9, 3, 64), (12, 4, 80))  # query heads, KV heads, head dim
+CHUNKS = ((1, 1), (2, 2), (33, 33), (300, 300), (1, 33), (40, 65), (96, 513))  # rows, tokens of context
 CONTEXTS = (1, 2, 15, 16, 17, 255, 257, 7, 2100)  # the last one has several splits
 
 
@@ -45,6 +46,25 @@ def check_rows(device: torch.device) -> None:
         ops.rotary_(heads[:, :10], rotary_rows)
         assert_close(heads[:, :10], expected, dtype)
         assert torch.equal(heads[:, 10:], untouched)
+
+
+def check_prefill_attention(device: torch.device) -> None:
+    """Whole prompts and later chunks, whichever kernel torch takes for them; Q, K and V lie as in the engine."""
+    for dtype in dtypes(device):
+        ops = select_ops(device, dtype)
+        for num_heads, num_kv_heads, head_dim in HEADS:
+            for rows, context in CHUNKS:
+                qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+                q, k, v = qkv.to(device).split((num_heads, num_kv_heads, num_kv_heads), 1)
+                k, v, mask = k.transpose(0, 1), v.transpose(0, 1), None
+                if context > rows:
+                    earlier = torch.randn(2, num_kv_heads, context - rows, head_dim).to(device, dtype)
+                    k, v = torch.cat([earlier, torch.stack((k, v))], dim=2)
+                    mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
+                    mask = mask.to(device)
+                out = ops.prefill_attention(q, k, v, mask, head_dim**-0.5)
+                expected = chunk_attention(q.cpu(), k.cpu(), v.cpu(), head_dim**-0.5)
+                assert_close(out.cpu(), expected, dtype)
 
 
 def check_decode_attention(device: torch.device) -> None:
@@ -81,7 +101,7 @@ def shuffled_tables(lens: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def check_blocks(device: torch.device) -> None:
-    """Gathering and scattering of whole blocks, bit by bit."""
+    """Gathering and scattering of whole blocks and storing of single tokens, bit by bit."""
     for dtype in dtypes(device):
         ops = select_ops(device, dtype)
         pool = torch.randn(3, 40, 2, 2, BLOCK_SIZE, 64).to(dtype).to(device)
@@ -93,6 +113,11 @@ def check_blocks(device: torch.device) -> None:
         ops.scatter_blocks(staging, target, blocks)
         expected = torch.zeros_like(pool)
         expected[:, blocks] = pool[:, blocks]
+        assert torch.equal(target, expected)
+        k, v = torch.randn(11, 6, 64, device=device).to(dtype)[:, 1:5].chunk(2, 1)
+        slots = torch.randperm(BLOCK_SIZE, device=device)[:11]
+        ops.store_kv(k, v, target[1], blocks, slots)
+        REFERENCE.store_kv(k, v, expected[1], blocks, slots)
         assert torch.equal(target, expected)
 
 

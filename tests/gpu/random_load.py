@@ -17,6 +17,9 @@ VARIANTS = ("swiftllm", "neo", "apex, overlap", "fastdecode")
 MOST_UNFINISHED = 40
 ABORTED = 0.1
 STEPS_BETWEEN_LOOKS = 50
+# As tokens.NEAR_TIE, for rounding alone: float32 logits differ by up to 1e-5 from machine to machine, and of a hundred
+# thousand tokens some lie that near to the next.
+ROUNDING = 1e-4
 
 
 def check_random_load(device: torch.device, seconds: float = 20.0) -> None:
@@ -67,4 +70,4 @@ def check_some(judge: Judge, finished: list[Request], draw: random.Random, where
     for request in draw.sample(finished, min(8, len(finished))):
         if request.output_token_ids:
             below = judge.distance_below_best(request.prompt_token_ids, request.output_token_ids)
-            assert below == 0.0, f"{where}: request {request.request_id}: {below} below the best: {request}"
+            assert below <= ROUNDING, f"{where}: request {request.request_id}: {below} below the best: {request}"

@@ -1,4 +1,4 @@
-"""Paged decode attention, slowly and in float64: the judge of every CPU kernel."""
+"""Attention, slowly and in float64: the judge of every kernel."""
 
 import torch
 
@@ -56,3 +56,23 @@ def paged_attention(
         scores = torch.einsum("hd,htd->ht", q[request].double(), keys) * scale
         out[request] = torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), values)
     return out
+
+
+def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last tokens of a context.
+
+    Args:
+        q: `[rows, num_heads, head_dim]`; row i stands at position `context - rows + i`.
+        k, v: `[num_kv_heads, context, head_dim]`.
+        scale: factor on the scores.
+
+    Returns:
+        float64 `[rows, num_heads, head_dim]`.
+    """
+    rows, num_heads, _ = q.shape
+    num_kv_heads, context, _ = k.shape
+    keys, values = (x.double().repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (k, v))
+    scores = torch.einsum("rhd,htd->hrt", q.double(), keys) * scale
+    positions = torch.arange(context, device=q.device)
+    scores.masked_fill_(positions > positions[context - rows :, None], -torch.inf)
+    return torch.einsum("hrt,htd->rhd", torch.softmax(scores, dim=-1), values)

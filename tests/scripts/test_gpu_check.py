@@ -8,6 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import bench_gpu
+from evaluation import gpu_check
+from evaluation.gpu_check import CASES
+from swiftllm.config import EngineConfig
+from swiftllm.memory import InsufficientMemory
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -18,9 +26,39 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert [result for _, result, _ in summary["parts"]] == ["ok"] * 8
+    parts = [name for name, _, _ in summary["parts"]]
+    assert parts.index("apex-rehearsal") < parts.index("swiftllm-rehearsal"), "who has no CPU worker profiles none"
     assert [run["system"] for run in summary["runs"]] == ["swiftllm", "neo", "apex"]
     assert all(run["measured"]["completed"] and run["simulated"]["completed"] for run in summary["runs"])
     page = (tmp_path / "run/README.md").read_text()
     assert "A rehearsal on a CPU" in page and "weight-reading floor" in page
     assert (tmp_path / "run/end_to_end.png").stat().st_size > 5000
     assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*")) < 2 << 20, "too large to commit"
+
+
+def test_a_system_without_a_cpu_worker_profiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would take what it measured for their own, hand-overs as long as the attention itself among it."""
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    *_, record = gpu_check.run("swiftllm", CASES["rehearsal"], tmp_path, limit_s=20.0)
+    assert record["measured"]["completed"] and record["profile"] is None and record["simulated"] is None
+    assert not (tmp_path / "cache/profiles").exists()
+
+
+def test_what_was_measured_is_there_before_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    record = next(run := gpu_check.run("apex", CASES["rehearsal"], tmp_path, limit_s=20.0))
+    assert record["measured"]["completed"] and record["simulated"] is None and record["timeline"] is None
+    run.close()
+
+
+def test_the_benchmark_takes_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fits_one_layer(config: EngineConfig) -> str:
+        tried.append(json.loads((Path(config.model) / "config.json").read_text())["num_hidden_layers"])
+        if tried[-1] > 1:
+            raise InsufficientMemory("0.01 GiB are missing")
+        return "a backend"
+
+    monkeypatch.setattr(bench_gpu, "TorchBackend", fits_one_layer)
+    assert bench_gpu.open_backend(CASES["rehearsal"]) == "a backend" and tried == [3, 1]

@@ -10,7 +10,7 @@ import torch
 
 from swiftllm.ops import ReferenceOps
 from swiftllm.ops.triton_ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
-from tests.reference.paged_attention import paged_attention, store_new_tokens
+from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16_dot
 
@@ -184,13 +184,12 @@ def test_rows_without_context_are_left_out(capability):
 @pytest.mark.parametrize("rows, context", [(12, 12), (5, 33)], ids=["whole prompt", "chunk"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prefill_attention_groups_heads_as_the_reference_does(dtype, heads, rows, context):
+def test_prefill_attention_groups_heads(dtype, heads, rows, context):
     num_heads, num_kv_heads = heads
     new = strided_rows(rows, num_heads, 32, dtype=dtype)
     k, v = torch.randn(2, num_kv_heads, context, 32).to(dtype)
     mask = None if rows == context else torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-    expected = REFERENCE.prefill_attention(new.double(), k.double(), v.double(), mask, 0.2)
-    assert_close(make_ops().prefill_attention(new, k, v, mask, 0.2), expected, dtype)
+    assert_close(make_ops().prefill_attention(new, k, v, mask, 0.2), chunk_attention(new, k, v, 0.2), dtype)
 
 
 def test_no_rows_are_no_work():

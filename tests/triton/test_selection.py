@@ -36,6 +36,17 @@ def test_a_gpu_gets_triton(pretend_gpu, name, capability):
     assert type(select_ops(GPU, torch.float16)) is triton_ops.TritonOps
 
 
+def test_prompts_of_new_lengths_need_no_plan_of_cudnn():
+    triton_ops = pytest.importorskip("swiftllm.ops.triton_ops", reason="Triton is not installed")
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        triton_ops.TritonOps(GPU, 90, num_multiprocessors=132)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
 @pytest.mark.parametrize(
     "gpu, reason", [(("Tesla V100", 7, 0), "sm_75"), (("NVIDIA A10", 8, 6, False), "pip install triton")]
 )
@@ -60,7 +71,7 @@ def test_the_engine_loads_without_triton():
     assert "pip install triton" in run.stdout
 
 
-def test_caches_in_host_memory_beside_a_gpu_are_left_to_torch():
+def test_caches_in_host_memory_beside_a_gpu_are_left_to_the_host():
     triton_ops = pytest.importorskip("swiftllm.ops.triton_ops", reason="Triton is not installed")
     ops = triton_ops.TritonOps(GPU, 90, num_multiprocessors=132)
     pool = torch.randn(2, 5, 3, 2, 16, 8)
