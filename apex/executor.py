@@ -64,7 +64,13 @@ class OverlapExecutor:
         lane = backend.open_lane(plan.lane) if plan.lane else None
         riders, steppers = self._cohorts_by_rule(plan, lane)
         last = backend.num_layers - 1
-        for layer in range(-1, backend.num_layers):
+        layers = range(-1, backend.num_layers)
+        if lane is not None and not riders and not steppers:
+            tokens = backend.whole_iteration(lane)
+            if tokens is not None:
+                run.tokens.update(tokens)
+                layers = range(0)
+        for layer in layers:
             boarding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
             self._cross(layer, lane, boarding, run)
             for cohort in boarding:
@@ -79,8 +85,8 @@ class OverlapExecutor:
                 self._submit_next(cohort)
         self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
-        layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
-        return StepResult(run.tokens, layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
+        cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
+        return StepResult(run.tokens, cohort_layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
 
     def at_work(self) -> frozenset[str]:
         in_lane, groups = self._at_work

@@ -172,6 +172,9 @@ class RecordingBackend:
         self.inner.gpu_attention(layer, lane.inner)
         self.note(Kind.ATTENTION, start_s, layer, lane.load)
 
+    def whole_iteration(self, lane: RecordedBatch) -> None:
+        """What is to be seen layer by layer is done layer by layer."""
+
     def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
         start_s = self.now()
         inner = self.inner.submit_cpu_attention(layer, cohort.inner)

@@ -209,6 +209,9 @@ class SimulatedBackend:
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
         self._run(lane.attention_s)
 
+    def whole_iteration(self, lane: SimulatedBatch) -> None:
+        """Operations are timed one by one, so a simulated device gets them one by one."""
+
     def _run(self, seconds: float) -> None:
         self.busy.gpu_s += seconds
         self.clock_s += seconds if seconds > self._launch_s else self._launch_s

@@ -273,6 +273,9 @@ class _NoWork:
     def gpu_attention(self, layer: int, lane: list[str]) -> None:
         pass
 
+    def whole_iteration(self, lane: list[str]) -> None:
+        pass
+
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return {}
 

@@ -9,6 +9,7 @@ that reading the weights takes, CPU attention to a streaming read of host memory
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -151,15 +152,18 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
 
 @torch.inference_mode()
 def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: bool) -> list[dict]:
-    """Decode iterations from the embedding to sampled tokens, beside the time to read all weights once."""
+    """Decode iterations from the embedding to sampled tokens, beside the time to read all weights once: layer by layer,
+    as where CPU requests may board, and in one go, as where there are none."""
     floor_s = weight_bytes(backend) / (read_gb_s * 1e9)
     rows = []
-    for batch in ITERATION_BATCHES[: 2 if quick else None]:
+    for batch, in_one_go in itertools.product(ITERATION_BATCHES[: 2 if quick else None], (True, False)):
         requests = decoding_requests(backend, batch)
         items = [LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False) for request in requests]
 
-        def iterate(items: Sequence[LaneItem] = items) -> None:
+        def iterate(items: Sequence[LaneItem] = items, in_one_go: bool = in_one_go) -> None:
             lane = backend.open_lane(items)
+            if in_one_go and backend.whole_iteration(lane) is not None:
+                return
             for layer in range(-1, backend.num_layers - 1):
                 backend.boundary(layer, [lane])
                 backend.gpu_attention(layer + 1, lane)
@@ -170,6 +174,7 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
         rows.append(
             {
                 "batch": batch,
+                "in_one_go": in_one_go,
                 "ms": seconds * 1e3,
                 "weight_floor_ms": floor_s * 1e3,
                 "ratio_to_floor": seconds / floor_s,

@@ -87,6 +87,12 @@ class Backend(Protocol):
     def gpu_attention(self, layer: int, lane: Batch) -> None:
         """Attention of one layer for the lane: stores the new K and V in each item's tier, prefills and decodes."""
 
+    def whole_iteration(self, lane: Batch) -> Mapping[str, int] | None:
+        """All boundaries and attentions of an iteration that is nothing but this lane, and its tokens.
+
+        None: this lane cannot cross all layers in one go. Nothing was done then; take it from layer to layer.
+        """
+
     def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
         """Hand one layer's decode attention of a cohort (K/V store included) to the CPU worker."""
 

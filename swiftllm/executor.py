@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from swiftllm.backend import Backend
@@ -33,7 +33,6 @@ class LaneExecutor:
 
     is_idle = True
     cohorts = ()
-    cohorts = ()
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -47,14 +46,16 @@ class LaneExecutor:
         self._at_work = plan.swapping
         backend.swap(plan.swaps)
         self._at_work = plan.in_lane
-        tokens: dict[str, int] = {}
+        tokens: Mapping[str, int] | None = {}
         if plan.lane:
             lane = backend.open_lane(plan.lane)
-            last = backend.num_layers - 1
-            for layer in range(-1, last):
-                backend.boundary(layer, [lane])
-                backend.gpu_attention(layer + 1, lane)
-            tokens.update(backend.boundary(last, [lane]))
+            tokens = backend.whole_iteration(lane)
+            if tokens is None:
+                last = backend.num_layers - 1
+                for layer in range(-1, last):
+                    backend.boundary(layer, [lane])
+                    backend.gpu_attention(layer + 1, lane)
+                tokens = backend.boundary(last, [lane])
         duration_s = backend.now() - start_s
         return StepResult(tokens, {}, frozenset(), duration_s, lane_busy_s=duration_s, cpu_busy_s=0.0)
 

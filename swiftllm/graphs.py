@@ -93,6 +93,9 @@ class Frame:
             self.attention_out[rows].copy_(batch.attention_out)
 
 
+WHOLE = -2  # in place of a layer: a whole iteration of a lane
+
+
 class GraphKey(NamedTuple):
     """``blocks``: width of the block tables for decode attention; 0: the boundary after ``layer``."""
 
@@ -103,7 +106,7 @@ class GraphKey(NamedTuple):
 
 
 class LayerGraphs:
-    """Graphs of the boundaries and of decode attention.
+    """Graphs of the boundaries and of decode attention, and of all of them in a row where nobody boards on the way.
 
     Attributes: ``seconds`` that capturing took, and ``num_bytes`` of the device's memory that it left taken.
     """
@@ -200,6 +203,20 @@ class LayerGraphs:
         self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
         return True
 
+    def whole_iteration(self, lane: Lane) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Take a lane of nothing but decodes through all layers. What :meth:`last_boundary` returns, or None likewise:
+        launching is then a few microseconds for a whole iteration, and the device never waits for the host."""
+        if lane.prefills or lane.decodes is None or lane.sampling_rows is not None:
+            return None
+        rows = _smallest(self._row_buckets, lane.num_rows)
+        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
+        graph = None if rows is None or width is None else self._graphs.get(GraphKey(self._lanes, WHOLE, rows, width))
+        if graph is None:
+            return None
+        self._lanes.seat(lane)
+        graph.replay()
+        return self._logits[: lane.num_rows], self._likeliest[: lane.num_rows]
+
     def _board(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
         """The frame in which the batches now stand, one behind the other, the bucket of rows that holds them, and the
         rows of those that are not at home there. None: there is no such bucket."""
@@ -225,8 +242,9 @@ class LayerGraphs:
     def _capture_rows(self, rows: int) -> None:
         boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
         attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
-        for key in itertools.starmap(GraphKey, itertools.chain(boundaries, attentions)):
-            if key.layer <= 0 or key.layer == self._last:
+        wholes = itertools.product((self._lanes,), (WHOLE,), (rows,), self._block_buckets)
+        for key in itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)):
+            if -1 <= key.layer <= 0 or key.layer == self._last:
                 # What is launched for the first time is compiled and loaded, which a capture does not allow. Frames
                 # hold contexts of no tokens, so this does nothing.
                 self._launch(key)
@@ -242,6 +260,12 @@ class LayerGraphs:
     def _launch(self, key: GraphKey) -> None:
         """The work of a graph, piece by piece."""
         frame, layer, rows, blocks = key
+        if layer == WHOLE:
+            for number in range(-1, self._last):
+                self._launch(GraphKey(frame, number, rows, 0))
+                self._launch(GraphKey(frame, number + 1, rows, blocks))
+            self._launch(GraphKey(frame, self._last, rows, 0))
+            return
         if blocks:
             new = self._model.split_qkv(frame.qkv[:rows])
             tables, lens = frame.block_tables[:rows, :blocks], frame.seq_lens[:rows]

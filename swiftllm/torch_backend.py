@@ -197,6 +197,18 @@ class TorchBackend:
             self._ops.decode_attention(*new, kv_layer, tables, lens, lane.attention_out[rows], self._scale)
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
+    @torch.inference_mode()
+    def whole_iteration(self, lane: Lane) -> Mapping[str, int] | None:
+        if self.graphs is None:
+            return None
+        self._pacer.wait()
+        crossed = self.graphs.whole_iteration(lane)
+        if crossed is None:
+            return None
+        tokens = self._choose(*crossed, [lane])
+        self._pacer.launched()
+        return tokens
+
     def _prefill_attention(self, layer: int, lane: Lane, group: PrefillGroup) -> None:
         q, k, v = self._model.split_qkv(lane.qkv)
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
@@ -274,7 +286,10 @@ class TorchBackend:
             residual = _concatenate([select(batch, batch.residual) for batch in batches])
             hidden = self._model.post_attention(self.num_layers - 1, attention_out, residual)
             crossed = self._model.logits(hidden), None
-        logits, likeliest = crossed
+        return self._choose(*crossed, batches)
+
+    def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
+        """The next token of each request of the batches; see :meth:`Sampler.sample`."""
         requests = [request for batch in batches for request in batch.sampling_requests]
         tokens = self._sampler.sample(logits, requests, likeliest)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}

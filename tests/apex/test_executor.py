@@ -52,6 +52,28 @@ def test_without_cohorts_it_is_the_lane_executor() -> None:
     assert set(tokens[0]) == {"a", "b"}
 
 
+@pytest.mark.parametrize("executor_class", [LaneExecutor, OverlapExecutor])
+def test_a_lane_alone_crosses_in_one_go_where_it_can(executor_class: type) -> None:
+    results = []
+    for in_one_go in (False, True):
+        backend = FakeBackend(LAYERS)
+        backend.crosses_in_one_go = in_one_go
+        lane = (place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
+        results.append(executor_class(backend).run(plan(lane)).tokens)
+        assert (backend.calls == [("whole_iteration",)]) == in_one_go
+    assert results[0] == results[1] and set(results[0]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("rule", SteppingRule)
+def test_a_lane_with_cohorts_goes_layer_by_layer(backend: FakeBackend, rule: SteppingRule) -> None:
+    backend.crosses_in_one_go = True
+    cohort = CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), rule)
+    executor = OverlapExecutor(backend)
+    executor.run(plan((place(backend, "a", Tier.GPU, 0),), [cohort]))
+    assert ("whole_iteration",) not in backend.calls
+    executor.abandon()
+
+
 def test_lane_executor_refuses_cohorts(backend: FakeBackend) -> None:
     cohort = CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), SteppingRule.STEP_AND_WAIT)
     with pytest.raises(ValueError, match="overlap executor"):

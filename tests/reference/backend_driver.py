@@ -15,6 +15,8 @@ from swiftllm.torch_backend import TorchBackend
 class BackendDriver:
     """Owns the block tables of a backend whose pools it has filled with NaN."""
 
+    in_one_go = True
+
     def __init__(self, backend: TorchBackend, seed: int = 0) -> None:
         self.backend = backend
         for pool in backend.kv_pools.tensors.values():
@@ -35,19 +37,24 @@ class BackendDriver:
         return request
 
     def run(self, items: Sequence[LaneItem], riders: Sequence[Request] = ()) -> dict[str, int]:
-        """One iteration: the lane, and a cohort riding every boundary; appends the tokens to their requests."""
+        """One iteration: the lane, and a cohort riding every boundary; appends the tokens to their requests.
+
+        A lane alone crosses all layers ``in_one_go`` where the backend can.
+        """
         backend = self.backend
         lane = backend.open_lane(items)
-        cohort = backend.open_cohort(riders)
-        last = backend.num_layers - 1
-        for layer in range(-1, last):
-            backend.boundary(layer, [lane, cohort])
-            if riders:
-                ticket = backend.submit_cpu_attention(layer + 1, cohort)
-            backend.gpu_attention(layer + 1, lane)
-            if riders:
-                ticket.wait()
-        tokens = dict(backend.boundary(last, [lane, cohort]))
+        tokens = backend.whole_iteration(lane) if self.in_one_go and not riders else None
+        if tokens is None:
+            cohort = backend.open_cohort(riders)
+            last = backend.num_layers - 1
+            for layer in range(-1, last):
+                backend.boundary(layer, [lane, cohort])
+                if riders:
+                    ticket = backend.submit_cpu_attention(layer + 1, cohort)
+                backend.gpu_attention(layer + 1, lane)
+                if riders:
+                    ticket.wait()
+            tokens = dict(backend.boundary(last, [lane, cohort]))
         logprobs = backend.take_logprobs()
         for request in [item.request for item in items] + list(riders):
             if request.request_id in tokens:

@@ -80,6 +80,7 @@ class FakeBackend:
         self.slots: dict[tuple[Tier, int, int, int], tuple[str, int]] = {}
         self.logprobs: dict[str, TokenLogprob] = {}
         self.calls: list[tuple] = []  # what was asked of the hardware, in order
+        self.crosses_in_one_go = False
         self.closed = False
 
     def now(self) -> float:
@@ -184,6 +185,16 @@ class FakeBackend:
                 self.store(item.request, item.tier, layer, table, position)
             self.attend(item.request, item.tier, layer, table, item.context_len - 1)
         lane.attended = layer
+
+    def whole_iteration(self, lane: FakeBatch) -> Mapping[str, int] | None:
+        if not self.crosses_in_one_go:
+            return None
+        for layer in range(-1, self.num_layers - 1):
+            self.boundary(layer, [lane])
+            self.gpu_attention(layer + 1, lane)
+        tokens = self.boundary(self.num_layers - 1, [lane])
+        self.calls = [call for call in self.calls if call[0] == "whole_iteration"] + [("whole_iteration",)]
+        return tokens
 
     def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:
         assert cohort.crossed == layer - 1 and not cohort.outstanding

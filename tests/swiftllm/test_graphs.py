@@ -58,19 +58,26 @@ class Noting(dict):
         return super().get(key)
 
 
-def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir):
+@pytest.mark.parametrize("in_one_go", [False, True])
+def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir, in_one_go):
     """Two boundaries between the layers and the last one, two attentions: nothing else crosses the model."""
+    boundaries, attentions = (0, 1) if in_one_go else (3, 2)
+
+    def of_a_step(rows: int, blocks: int) -> Counter:
+        return +Counter({(rows, 0): boundaries, (rows, blocks): attentions})
+
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
+        driver.in_one_go = in_one_go
         noting = Noting(driver.backend.graphs)
         requests = admit(driver, (5, 20, 300))
         driver.prefill(requests, 64)
         assert not cuda.replays  # prompts found no bucket
         driver.decode(requests)
-        assert noting.asked == {(4, 0): 3, (4, 64): 2}  # 300 tokens are 19 blocks
+        assert noting.asked == of_a_step(4, 64)  # 300 tokens are 19 blocks
         driver.decode(requests[:2])
         driver.decode(requests[:1])
-        assert noting.asked == {(4, 0): 3, (4, 64): 2, (2, 0): 3, (2, 16): 2, (1, 0): 3, (1, 16): 2}
+        assert noting.asked == of_a_step(4, 64) + of_a_step(2, 16) + of_a_step(1, 16)
         assert cuda.replays == sum(noting.asked.values())
 
 
@@ -79,8 +86,9 @@ def test_buckets_end_where_the_configuration_does(model_dir):
         graphs = make_driver(model_dir, cuda, max_num_seqs=5).backend.graphs
         assert graphs._row_buckets == ROW_BUCKETS[:4] and graphs._block_buckets == BLOCK_BUCKETS[:2]
         assert graphs._lanes.token_ids.shape == (8,) and graphs._logits.shape == (8, 128)
-        # Three boundaries of lanes and three of cohorts, two layers' attention in two widths, for each number of rows.
-        assert len(graphs) == 4 * (3 + 3 + 2 * 2)
+        # Three boundaries of lanes and three of cohorts, two layers' attention and whole iterations in two widths, for
+        # each number of rows.
+        assert len(graphs) == 4 * (3 + 3 + 2 * 2 + 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,6 +112,32 @@ def test_riders_overflow_the_buckets_and_come_back(model_dir, seed):
         else:
             results.append(run())
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_iterations_and_single_layers_may_take_turns(model_dir, seed):
+    def run(cuda=None) -> list[list[int]]:
+        driver = make_driver(model_dir, cuda)
+        lane, riders = admit(driver, (4, 9, 17)), admit(driver, (6, 18), Tier.CPU)
+        driver.prefill([*lane, *riders])
+        for count, step_riders in ((3, []), (3, riders), (2, []), (1, riders), (3, []), (3, [])):
+            before = None if cuda is None else cuda.replays
+            driver.decode([*lane[:count], *step_riders])
+            assert cuda is None or step_riders or cuda.replays == before + 1
+        return outputs([*lane, *riders])
+
+    expected = run()
+    with fake_gpu(seed) as cuda:
+        assert run(cuda) == expected
+
+
+def test_a_lane_with_a_prompt_does_not_cross_in_one_go(model_dir):
+    with fake_gpu(0) as cuda:
+        driver = make_driver(model_dir, cuda)
+        decoding, prompt = admit(driver, (5, 6))
+        driver.prefill([decoding])
+        items = [LaneItem(prompt, 0, 6, Tier.GPU, is_prefill=True), *decode_items([decoding])]
+        assert driver.backend.whole_iteration(driver.backend.open_lane(items)) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,8 +207,9 @@ def test_graphs_take_no_more_memory_than_they_may(model_dir, monkeypatch):
         monkeypatch.setattr(
             CudaDevice, "free_bytes", lambda device: cuda.total_bytes - cuda.captures * per_graph - (1 << 28)
         )
-        with pytest.warns(UserWarning, match="filled up to 2, 8 rows: 20 graphs take 34 MiB"):
+        with pytest.warns(UserWarning, match="filled up to 2, 8 rows: 24 graphs take 40 MiB"):
             driver = make_driver(model_dir, cuda)
+        driver.in_one_go = False
         noting = Noting(driver.backend.graphs)
         assert {key.rows for key in noting} == {2, 8}
         tokens = decoded(driver)
