@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-TABLE_VERSION = 3
+TABLE_VERSION = 4
 
 
 class ProfileMismatch(ValueError):
