@@ -197,8 +197,9 @@ def make_profiler(
 
 
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
-    for pool in backend.kv_pools.tensors.values():
-        pool[:, :MOST_BLOCKS].zero_()
+    if backend.kv_pools.num_written < MOST_BLOCKS:
+        with progress_bar("bringing in memory of the KV cache") as progress:
+            backend.kv_pools.write(MOST_BLOCKS, progress)
     return Workbench(
         backend,
         num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +17,8 @@ from swiftllm.request import Tier
 class KVPools:
     """The KV cache of both tiers: ``[num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]`` each.
 
-    ``layers[tier][layer]`` is one layer's view. Memory is not initialised.
+    ``layers[tier][layer]`` is one layer's view. Memory is not initialised, but for the first ``num_written`` blocks of
+    each tier.
     """
 
     def __init__(self, model: ModelConfig, plan: KVPlan, device: torch.device, dtype: torch.dtype) -> None:
@@ -35,6 +37,15 @@ class KVPools:
             Tier.CPU: host_tensor(shape(Tier.CPU), dtype),
         }
         self.layers = {tier: list(tensor.unbind(0)) for tier, tensor in self.tensors.items()}
+        self.num_written = 0
+
+    def write(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
+        """Zeros into the first ``num_blocks`` blocks of each tier; the system takes seconds to find the memory."""
+        layers = [layer[:num_blocks] for tier in Tier for layer in self.layers[tier]]
+        for done, layer in enumerate(layers):
+            progress(done / len(layers), f"{num_blocks:,} blocks of each tier at most")
+            layer.zero_()
+        self.num_written = num_blocks
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
