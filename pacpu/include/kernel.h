@@ -1,9 +1,9 @@
 // What a CPU attention kernel is: the contract between the driver (paged_attention.cpp) and the kernels.
 //
 // The driver cuts a call into segments, a stretch of one sequence's context under some or all KV heads, and hands each
-// segment to a kernel. A kernel turns a segment into online-softmax states; it neither owns threads nor allocates,
-// stores new tokens, or normalises. So a kernel is one function per element type and can be added in a file of its own
-// (plus a line in registry.cpp).
+// segment to a kernel. A kernel turns a segment into online-softmax states; it neither owns threads nor stores new
+// tokens nor normalises. So a kernel is one function per element type and can be added in a file of its own (plus a line
+// in registry.cpp).
 //
 // Blocks lie anywhere, but all that a segment wants of a block lies together. How a kernel walks its segment decides
 // how fast it is: memory gives block after block, all heads of each, far faster than head after head.

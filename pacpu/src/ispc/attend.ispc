@@ -1,5 +1,7 @@
-// The ISPC kernel, after NEO's design (section 3.3): the lanes of a core share the head dimension (SPMD), the context
-// is walked block by block with an online softmax. The contract is that of AttendSegment in kernel.h.
+// The kernel that the papers compare with, after NEO's design (section 3.3) and for the contract of AttendSegment in
+// kernel.h. The lanes of a core share the head dimension (SPMD). A segment is walked three times in the order of memory,
+// block after block and all heads of each: scores, softmax, weighted sum of V. The query heads of a group share every K
+// and V that is widened. Scores and sums lie in memory, and nothing is prefetched: `native` is where that is done better.
 //
 // Compiled once for each element type (-DELEMENT_float32, _float16 or _bfloat16) and target, under the name -DATTEND.
 // Pointers are uniform and indexed as (pointer + uniform offset)[programIndex], so that every access is a plain vector
@@ -16,9 +18,8 @@ typedef unsigned int16 Element;
 static inline float widen(Element x) { return floatbits(((unsigned int)x) << 16); }
 #endif
 
-#define STRETCH 16  // tokens between two steps of the online softmax
-#define MAX_HEADS 4 // query heads that share a pass over K or V in registers
-#define CACHE_LINE 64
+#define MAX_HEADS 4 // query heads whose scores are summed in registers at a time
+#define MAX_ROWS 2  // rows of K that share a pass over the queries
 
 // Elements [at, at + programCount) of a row; zero beyond its end, which 8 lanes never cross: head_dim is a multiple of 8.
 static inline float load(const uniform Element *uniform row, uniform int at, uniform int head_dim) {
@@ -30,140 +31,119 @@ static inline float load(const uniform Element *uniform row, uniform int at, uni
     return x;
 }
 
-// `heads` is a literal wherever this is called, so that the accumulators live in registers.
-static inline void score(const uniform float *uniform queries, uniform int padded_dim, const uniform Element *uniform keys,
-                         uniform int num_tokens, uniform int head_dim, const uniform Element *uniform ahead,
-                         uniform float *uniform scores, const uniform int heads) {
-    for (uniform int t = 0; t < num_tokens; ++t) {
-        const uniform Element *uniform row = keys + t * head_dim;
-        if (ahead != NULL)
-            for (uniform int at = 0; at < head_dim; at += CACHE_LINE / sizeof(uniform Element))
-                prefetch_l1((uniform Element * uniform)(ahead + t * head_dim + at));
-        float dots[MAX_HEADS];
+// Scores of `heads` query heads against `rows` rows of K, both literals so that the sums live in registers.
+static inline void score_tile(const uniform float *uniform queries, uniform int padded_dim,
+                              const uniform Element *uniform keys, uniform int head_dim, uniform float *uniform scores,
+                              uniform int row_scores, const uniform int heads, const uniform int rows) {
+    float dots[MAX_ROWS * MAX_HEADS];
+    #pragma unroll
+    for (uniform int i = 0; i < rows * heads; ++i)
+        dots[i] = 0;
+    for (uniform int at = 0; at < head_dim; at += programCount) {
         #pragma unroll
-        for (uniform int h = 0; h < heads; ++h)
-            dots[h] = 0;
-        for (uniform int at = 0; at < head_dim; at += programCount) {
-            const float key = load(row, at, head_dim);
+        for (uniform int t = 0; t < rows; ++t) {
+            const float key = load(keys + t * head_dim, at, head_dim);
             #pragma unroll
             for (uniform int h = 0; h < heads; ++h)
-                dots[h] += key * (queries + h * padded_dim + at)[programIndex];
-        }
-        #pragma unroll
-        for (uniform int h = 0; h < heads; ++h)
-            scores[h * STRETCH + t] = reduce_add(dots[h]);
-    }
-}
-
-// Turns one head's scores into weights; returns the factor for what was summed before.
-static inline uniform float softmax_step(uniform float *uniform scores, uniform int num_tokens, uniform float &peak,
-                                         uniform float &total) {
-    uniform float new_peak = peak;
-    for (uniform int t = 0; t < num_tokens; ++t)
-        new_peak = scores[t] > new_peak ? scores[t] : new_peak;
-    float sums = 0;
-    for (uniform int first = 0; first < num_tokens; first += programCount) {
-        if (first + programIndex < num_tokens) {
-            const float weight = exp((scores + first)[programIndex] - new_peak);
-            (scores + first)[programIndex] = weight;
-            sums += weight;
+                dots[t * heads + h] += key * (queries + h * padded_dim + at)[programIndex];
         }
     }
-    const uniform float correction = peak < new_peak ? exp(peak - new_peak) : 1;
-    peak = new_peak;
-    total = total * correction + reduce_add(sums);
-    return correction;
-}
-
-// Adds the weighted V to the output, `columns` vectors at a time; `heads` and `columns` are literals.
-static inline uniform int weigh(const uniform Element *uniform values, uniform int num_tokens, uniform int head_dim,
-                                const uniform Element *uniform ahead, const uniform float *uniform weights,
-                                const uniform float *uniform corrections, uniform int padded_dim, uniform int start,
-                                uniform float *uniform output, const uniform int heads, const uniform int columns) {
-    uniform int at = start;
-    for (; at + (columns - 1) * programCount < head_dim; at += columns * programCount) {
-        float sums[MAX_HEADS * 4];
+    #pragma unroll
+    for (uniform int t = 0; t < rows; ++t)
         #pragma unroll
         for (uniform int h = 0; h < heads; ++h)
-            #pragma unroll
-            for (uniform int c = 0; c < columns; ++c)
-                sums[h * columns + c] = (output + h * padded_dim + at + c * programCount)[programIndex] * corrections[h];
+            scores[t * row_scores + h] = reduce_add(dots[t * heads + h]);
+}
+
+static inline void score_rows(const uniform float *uniform queries, uniform int padded_dim,
+                              const uniform Element *uniform keys, uniform int num_tokens, uniform int head_dim,
+                              uniform float *uniform scores, uniform int row_scores, const uniform int heads) {
+    uniform int t = 0;
+    for (; t + MAX_ROWS <= num_tokens; t += MAX_ROWS)
+        score_tile(queries, padded_dim, keys + t * head_dim, head_dim, scores + t * row_scores, row_scores, heads, MAX_ROWS);
+    for (; t < num_tokens; ++t)
+        score_tile(queries, padded_dim, keys + t * head_dim, head_dim, scores + t * row_scores, row_scores, heads, 1);
+}
+
+// Turns scores [num_tokens, row_scores] into weights, a lane for each query head. The rows are as long as whole vectors;
+// lanes without a head compute what nobody reads.
+static inline void softmax(uniform float *uniform scores, uniform int num_tokens, uniform int row_scores,
+                           uniform float *uniform peaks, uniform float *uniform totals) {
+    for (uniform int first = 0; first < row_scores; first += programCount) {
+        float peak = -floatbits(0x7f800000);
+        for (uniform int t = 0; t < num_tokens; ++t)
+            peak = max(peak, (scores + t * row_scores + first)[programIndex]);
+        float total = 0;
         for (uniform int t = 0; t < num_tokens; ++t) {
-            if (ahead != NULL)
-                for (uniform int line = 0; line < columns * programCount; line += CACHE_LINE / sizeof(uniform Element))
-                    prefetch_l1((uniform Element * uniform)(ahead + t * head_dim + at + line));
+            const float weight = exp((scores + t * row_scores + first)[programIndex] - peak);
+            (scores + t * row_scores + first)[programIndex] = weight;
+            total += weight;
+        }
+        (peaks + first)[programIndex] = peak;
+        (totals + first)[programIndex] = total;
+    }
+}
+
+// Adds a block's weighted V to the outputs of `heads` query heads.
+static inline void weigh_rows(const uniform Element *uniform values, uniform int num_tokens, uniform int head_dim,
+                              const uniform float *uniform weights, uniform int row_scores, uniform int padded_dim,
+                              uniform float *uniform output, const uniform int heads) {
+    for (uniform int t = 0; t < num_tokens; ++t)
+        for (uniform int at = 0; at < head_dim; at += programCount) {
+            const float value = load(values + t * head_dim, at, head_dim);
             #pragma unroll
-            for (uniform int c = 0; c < columns; ++c) {
-                const float value = load(values + t * head_dim, at + c * programCount, head_dim);
-                #pragma unroll
-                for (uniform int h = 0; h < heads; ++h)
-                    sums[h * columns + c] += weights[h * STRETCH + t] * value;
+            for (uniform int h = 0; h < heads; ++h)
+                (output + h * padded_dim + at)[programIndex] += weights[t * row_scores + h] * value;
+        }
+}
+
+// `scores` has room for [num_tokens, row_scores], where row_scores is num_kv_heads * group rounded up to whole vectors.
+export void ATTEND(const uniform float queries[], const uniform int8 keys[], uniform int64 head_bytes,
+                   uniform int64 block_bytes, const uniform int32 blocks[], uniform int num_tokens,
+                   uniform int block_size, uniform int head_dim, uniform int padded_dim, uniform int group,
+                   uniform int num_kv_heads, uniform float scores[], uniform int row_scores, uniform float peaks[],
+                   uniform float totals[], uniform float output[]) {
+    for (uniform int first = 0; first < num_tokens; first += block_size) {
+        const uniform int n = min(block_size, num_tokens - first);
+        for (uniform int head = 0; head < num_kv_heads; ++head) {
+            const uniform Element *uniform rows = (const uniform Element *uniform)(
+                keys + blocks[first / block_size] * block_bytes + head * head_bytes);
+            for (uniform int h = 0; h < group; h += MAX_HEADS) {
+                const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);
+                const uniform float *uniform q = queries + at * padded_dim;
+                uniform float *uniform s = scores + first * row_scores + at;
+                if (heads == 1)
+                    score_rows(q, padded_dim, rows, n, head_dim, s, row_scores, 1);
+                else if (heads == 2)
+                    score_rows(q, padded_dim, rows, n, head_dim, s, row_scores, 2);
+                else if (heads == 3)
+                    score_rows(q, padded_dim, rows, n, head_dim, s, row_scores, 3);
+                else
+                    score_rows(q, padded_dim, rows, n, head_dim, s, row_scores, 4);
             }
         }
-        #pragma unroll
-        for (uniform int h = 0; h < heads; ++h)
-            #pragma unroll
-            for (uniform int c = 0; c < columns; ++c)
-                (output + h * padded_dim + at + c * programCount)[programIndex] = sums[h * columns + c];
     }
-    return at;
-}
-
-static inline void attend_heads(const uniform float *uniform queries, const uniform Element *uniform keys,
-                                uniform int value_offset, const uniform Element *uniform ahead, uniform int num_tokens,
-                                uniform int head_dim, uniform int padded_dim, uniform float *uniform peaks,
-                                uniform float *uniform totals, uniform float *uniform output, const uniform int heads) {
-    uniform float scores[MAX_HEADS * STRETCH];
-    uniform float corrections[MAX_HEADS];
-    score(queries, padded_dim, keys, num_tokens, head_dim, ahead, scores, heads);
-    for (uniform int h = 0; h < heads; ++h)
-        corrections[h] = softmax_step(scores + h * STRETCH, num_tokens, peaks[h], totals[h]);
-    const uniform Element *uniform values = keys + value_offset;
-    const uniform Element *uniform values_ahead = ahead;
-    if (ahead != NULL)
-        values_ahead = ahead + value_offset;
-    const uniform int rest = weigh(values, num_tokens, head_dim, values_ahead, scores, corrections, padded_dim, 0, output,
-                                   heads, heads > 2 ? 2 : 4);
-    weigh(values, num_tokens, head_dim, values_ahead, scores, corrections, padded_dim, rest, output, heads, 1);
-}
-
-export void ATTEND(const uniform float queries[], const uniform int8 keys[], uniform int64 block_bytes,
-                   const uniform int32 blocks[], uniform int num_tokens, uniform int block_size, uniform int head_dim,
-                   uniform int padded_dim, uniform int group, uniform float peaks[], uniform float totals[],
-                   uniform float output[]) {
-    for (uniform int h = 0; h < group; ++h) {
-        peaks[h] = -floatbits(0x7f800000);
-        totals[h] = 0;
-    }
-    for (uniform int at = 0; at < group * padded_dim; at += programCount)
+    softmax(scores, num_tokens, row_scores, peaks, totals);
+    for (uniform int at = 0; at < num_kv_heads * group * padded_dim; at += programCount)
         (output + at)[programIndex] = 0;
     for (uniform int first = 0; first < num_tokens; first += block_size) {
-        const uniform int block = first / block_size;
-        const uniform Element *uniform rows = (const uniform Element *uniform)(keys + blocks[block] * block_bytes);
-        const uniform Element *uniform next_rows = NULL;
-        if (first + block_size < num_tokens)
-            next_rows = (const uniform Element *uniform)(keys + blocks[block + 1] * block_bytes);
-        const uniform int in_block = min(block_size, num_tokens - first);
-        for (uniform int slot = 0; slot < in_block; slot += STRETCH) {
-            const uniform int n = min(in_block - slot, STRETCH);
-            const uniform Element *uniform stretch = rows + slot * head_dim;
-            const uniform Element *uniform ahead = next_rows;
-            if (next_rows != NULL)
-                ahead = next_rows + slot * head_dim;
-            const uniform int value_offset = block_size * head_dim;
+        const uniform int n = min(block_size, num_tokens - first);
+        for (uniform int head = 0; head < num_kv_heads; ++head) {
+            const uniform Element *uniform rows = (const uniform Element *uniform)(
+                keys + blocks[first / block_size] * block_bytes + head * head_bytes);
+            const uniform Element *uniform values = rows + block_size * head_dim;
             for (uniform int h = 0; h < group; h += MAX_HEADS) {
-                const uniform float *uniform q = queries + h * padded_dim;
-                uniform float *uniform out = output + h * padded_dim;
-                const uniform int heads = min(group - h, MAX_HEADS);
+                const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);
+                const uniform float *uniform w = scores + first * row_scores + at;
+                uniform float *uniform out = output + at * padded_dim;
                 if (heads == 1)
-                    attend_heads(q, stretch, value_offset, ahead, n, head_dim, padded_dim, peaks + h, totals + h, out, 1);
+                    weigh_rows(values, n, head_dim, w, row_scores, padded_dim, out, 1);
                 else if (heads == 2)
-                    attend_heads(q, stretch, value_offset, ahead, n, head_dim, padded_dim, peaks + h, totals + h, out, 2);
+                    weigh_rows(values, n, head_dim, w, row_scores, padded_dim, out, 2);
                 else if (heads == 3)
-                    attend_heads(q, stretch, value_offset, ahead, n, head_dim, padded_dim, peaks + h, totals + h, out, 3);
+                    weigh_rows(values, n, head_dim, w, row_scores, padded_dim, out, 3);
                 else
-                    attend_heads(q, stretch, value_offset, ahead, n, head_dim, padded_dim, peaks + h, totals + h, out, 4);
-                ahead = NULL;
+                    weigh_rows(values, n, head_dim, w, row_scores, padded_dim, out, 4);
             }
         }
     }
