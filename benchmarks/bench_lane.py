@@ -81,12 +81,11 @@ class Lane:
         return Part(run, 2 * self.num_rows * size, size * self.dtype.itemsize)
 
     def _norms(self, ops: Ops) -> Part:
-        x, residual, eps = self._rows(self.config.hidden_size), self._rows(self.config.hidden_size), 1e-5
+        addend, residual, eps = self._rows(self.config.hidden_size), self._rows(self.config.hidden_size), 1e-5
         return self._each_layer(
             lambda layer: (
-                ops.rms_norm(residual, layer.input_norm, eps),
-                ops.add_rms_norm(x, residual, layer.post_norm, eps),
-                x.copy_(residual),
+                ops.add_rms_norm_(residual, addend, layer.input_norm, eps),
+                ops.add_rms_norm_(residual, addend, layer.post_norm, eps),
             )
         )
 

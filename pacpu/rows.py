@@ -60,16 +60,16 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
     _pacpu.linear(x, packed, bias, out, num_threads)
 
 
-def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, residual: Any | None = None, num_threads: int = 1) -> None:
-    """`out = x / sqrt(mean(x^2) + eps) * weight` over the last dimension; with a residual `x += residual` before.
+def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * weight` over the last dimension; with an addend `x += addend` before.
 
     Args:
-        x: `[rows, size]`; overwritten if there is a residual.
+        x: `[rows, size]`; overwritten if there is an addend.
         weight: `[size]`.
         out: `[rows, size]`, overwritten.
-        residual: `[rows, size]`, or None.
+        addend: `[rows, size]`, or None.
     """
-    _pacpu.rms_norm(x, weight, eps, out, residual, num_threads)
+    _pacpu.rms_norm(x, weight, eps, out, addend, num_threads)
 
 
 def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:

@@ -272,17 +272,17 @@ class LayerGraphs:
             out = frame.attention_out[:rows]
             self._model.ops.decode_attention(*new, self._gpu_layers[layer], tables, lens, out, self._scale)
             return
-        residual = frame.residual[:rows]
+        attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
         if layer == self._last:
-            hidden = self._model.post_attention(layer, frame.attention_out[:rows], residual)
-            self._logits[:rows].copy_(self._model.logits(hidden))
+            self._logits[:rows].copy_(self._model.leave(attention_out, residual))
             self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
             return
+        rotary_rows, qkv = frame.rotary_rows[:rows], frame.qkv[:rows]
         if layer < 0:
             residual.copy_(self._model.embed(frame.token_ids[:rows]))
+            self._model.enter(residual, rotary_rows, out=qkv)
         else:
-            self._model.post_attention(layer, frame.attention_out[:rows], residual, out=residual)
-        self._model.pre_attention(layer + 1, residual, frame.rotary_rows[:rows], out=frame.qkv[:rows])
+            self._model.cross(layer, attention_out, residual, rotary_rows, out=qkv)
 
 
 @contextmanager

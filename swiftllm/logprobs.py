@@ -55,5 +55,4 @@ class PromptScorer:
         return [slice(start, min(start + self._rows_at_once, rows.stop)) for start in starts]
 
     def _logits(self, lane: Lane, rows: slice) -> torch.Tensor:
-        last = self._model.config.num_layers - 1
-        return self._model.logits(self._model.post_attention(last, lane.attention_out[rows], lane.residual[rows]))
+        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # the lane has yet to leave

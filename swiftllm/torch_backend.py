@@ -172,18 +172,18 @@ class TorchBackend:
             self.hardware.compute.wait(cohort.returned)
 
     def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
+        rotary_rows = _concatenate([batch.rotary_rows for batch in batches])
         if layer < 0:
-            hidden = self._model.embed(_concatenate([batch.token_ids for batch in batches]))
+            residual = self._model.embed(_concatenate([batch.token_ids for batch in batches]))
+            qkv = self._model.enter(residual, rotary_rows)
         else:
             attention_out = _concatenate([batch.attention_out for batch in batches])
             residual = _concatenate([batch.residual for batch in batches])
-            hidden = self._model.post_attention(layer, attention_out, residual)
-        rotary_rows = _concatenate([batch.rotary_rows for batch in batches])
-        qkv = self._model.pre_attention(layer + 1, hidden, rotary_rows)
+            qkv = self._model.cross(layer, attention_out, residual, rotary_rows)
         start = 0
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
-            batch.residual, batch.qkv = hidden[rows], qkv[rows]
+            batch.residual, batch.qkv = residual[rows], qkv[rows]
             start = rows.stop
 
     @torch.inference_mode()
@@ -284,8 +284,7 @@ class TorchBackend:
         if crossed is None:
             attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
             residual = _concatenate([select(batch, batch.residual) for batch in batches])
-            hidden = self._model.post_attention(self.num_layers - 1, attention_out, residual)
-            crossed = self._model.logits(hidden), None
+            crossed = self._model.leave(attention_out, residual), None
         return self._choose(*crossed, batches)
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:

@@ -30,14 +30,14 @@ struct Linear {
     int64_t y_stride;
 };
 
-// y = (x + residual) / sqrt(mean((x + residual)^2) + eps) * weight. With a residual, x becomes x + residual, rounded, and
+// y = (x + addend) / sqrt(mean((x + addend)^2) + eps) * weight. With an addend, x becomes x + addend, rounded, and
 // y is made of that.
 struct RmsNorm {
     int rows, size;
     void* x;
     int64_t x_stride;
-    const void* residual;  // or nullptr
-    int64_t residual_stride;
+    const void* addend;  // or nullptr
+    int64_t addend_stride;
     const void* weight;  // [size]
     float eps;
     void* y;

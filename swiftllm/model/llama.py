@@ -1,7 +1,8 @@
 """The linear work of a Llama-family model, cut at the attentions.
 
-Activations are rows, one per token; nothing here knows of requests or of KV caches. Attention happens between
-``pre_attention`` and ``post_attention``, wherever the caller computes it.
+Activations are rows, one per token; nothing here knows of requests or of KV caches. Rows ``enter`` the first layer,
+``cross`` from each layer's attention to the next one's, and ``leave`` after the last; attention itself happens in
+between, wherever the caller computes it. Each row has a residual, to which every half of a layer adds in place.
 """
 
 from __future__ import annotations
@@ -68,43 +69,58 @@ class LlamaModel:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
         return F.embedding(token_ids, self._embedding)
 
-    def pre_attention(
-        self, layer: int, hidden: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Norm, QKV and rotary of ``layer``; ``rotary_rows`` is ``rotary_table`` at the positions of the rows.
+    def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions
+        of the rows.
 
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
         that is given (see :meth:`~swiftllm.ops.Ops.make_linear`); ``split_qkv`` tells them apart.
         """
-        config, weights = self.config, self._layers[layer]
-        normed = self.ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-        qkv = weights.qkv(normed) if out is None else weights.qkv(normed, out=out.flatten(1))
-        heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        # Q and K are neighbours: one call turns both.
-        self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
-        return heads
+        normed = self.ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_norm_eps)
+        return self._qkv(0, normed, rotary_rows, out)
+
+    def cross(
+        self,
+        layer: int,
+        attention_out: torch.Tensor,
+        residual: torch.Tensor,
+        rotary_rows: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The rest of ``layer`` and the beginning of the next one: what :meth:`enter` returns.
+
+        ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is the next layer's afterwards.
+        """
+        next_norm = self._layers[layer + 1].input_norm
+        normed = self._norm_of_sum(self._ffn(layer, attention_out, residual), residual, next_norm)
+        return self._qkv(layer + 1, normed, rotary_rows, out)
+
+    def leave(self, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The rest of the last layer, final norm and vocabulary: logits ``[rows, vocab_size]`` in the model's dtype."""
+        ffn = self._ffn(self.config.num_layers - 1, attention_out, residual)
+        return self._lm_head(self._norm_of_sum(ffn, residual, self._final_norm))
 
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: rows lie apart."""
         config = self.config
         return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
-    def post_attention(
-        self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
+    def _qkv(
+        self, layer: int, normed: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Output projection and FFN of ``layer`` with their residuals.
+        config, linear = self.config, self._layers[layer].qkv
+        qkv = linear(normed) if out is None else linear(normed, out=out.flatten(1))
+        heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        # Q and K are neighbours: one call turns both.
+        self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
+        return heads
 
-        ``attention_out [rows, num_heads, head_dim]`` and ``residual [rows, hidden_size]`` (the hidden that went into
-        ``pre_attention``) to hidden ``[rows, hidden_size]``, in ``out`` if that is given, which may be ``residual``.
-        """
+    def _ffn(self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds the attention of ``layer`` to the residual, and returns what its FFN has to add."""
         weights = self._layers[layer]
         projected = weights.o(attention_out.reshape(len(residual), -1))
-        normed, residual = self.ops.add_rms_norm(projected, residual, weights.post_norm, self.config.rms_norm_eps)
-        gate_up = weights.gate_up(normed)
-        down = weights.down(self.ops.silu_and_mul(gate_up))
-        return torch.add(down, residual, out=down if out is None else out)
+        gate_up = weights.gate_up(self._norm_of_sum(projected, residual, weights.post_norm))
+        return weights.down(self.ops.silu_and_mul(gate_up))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary projection: ``[rows, vocab_size]``, in the model's dtype."""
-        normed = self.ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
-        return self._lm_head(normed)
+    def _norm_of_sum(self, addend: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps)

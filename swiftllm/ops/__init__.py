@@ -40,10 +40,10 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(rms_norm(x + residual), x + residual)``; may reuse the memory of ``x``, leaves ``residual`` alone."""
+    def add_rms_norm_(
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """``residual += addend`` in place, rounded to its dtype; returns ``rms_norm`` of that."""
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         """Turn ``x [rows, heads, head_dim]`` in place by ``rotary_rows``, float32 ``[rows, 2, head_dim]``."""

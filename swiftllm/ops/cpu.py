@@ -55,12 +55,12 @@ class CpuOps(ReferenceOps):
         rows.rms_norm(x, weight, eps, out, num_threads=self.num_threads)
         return out
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(x)
-        rows.rms_norm(x, weight, eps, out, residual=residual, num_threads=self.num_threads)
-        return out, x
+    def add_rms_norm_(
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(addend)
+        rows.rms_norm(residual, weight, eps, out, addend=addend, num_threads=self.num_threads)
+        return out
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows.rotary(x, rotary_rows, num_threads=self.num_threads)

@@ -23,11 +23,10 @@ class ReferenceOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x.add_(residual)
-        return F.rms_norm(total, weight.shape, weight, eps), total
+    def add_rms_norm_(
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return F.rms_norm(residual.add_(addend), weight.shape, weight, eps)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         wide = x.float()

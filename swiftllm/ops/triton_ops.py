@@ -68,17 +68,16 @@ class TritonOps(ReferenceOps):
             _launch(rms_norm_kernel, (rows,), x, weight, out, _row_stride(x), eps, *sizes, num_warps=_row_warps(tile))
         return out
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, size = x.shape
-        normed, total = torch.empty((2, rows, size), dtype=x.dtype, device=x.device)
+    def add_rms_norm_(
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        rows, size = residual.shape
+        out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
         if rows:
             tile = next_power_of_2(size)
-            tensors = x, residual, weight, normed, total
-            strides = _row_stride(x), _row_stride(residual)
+            tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))
             _launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
-        return normed, total
+        return out
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows, heads, head_dim = x.shape

@@ -26,24 +26,22 @@ def rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, TILE: tl.
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, residual, weight, normed, total, x_stride, residual_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
+    residual, addend, weight, out, residual_stride, addend_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Grid ``(rows,)``: ``total = x + residual`` and ``normed`` of what was stored; both contiguous.
-
-    ``normed`` may be ``x`` itself where that is contiguous: a program has read its row before it writes it.
-    """
+    """Grid ``(rows,)``: ``residual += addend``, and the norm of that in ``out``, which is contiguous."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
-    left = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    residual_at = residual + row * residual_stride + columns
+    left = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(addend + row * addend_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     # The next layers see the rounded sum, so that is what is normalised.
-    rounded = (left + right).to(total.dtype.element_ty)
-    tl.store(total + row * SIZE + columns, rounded, mask=inside)
+    rounded = (left + right).to(residual.dtype.element_ty)
+    tl.store(residual_at, rounded, mask=inside)
     values = rounded.to(tl.float32)
     inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
-    tl.store(normed + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+    tl.store(out + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
 
 
 @triton.jit

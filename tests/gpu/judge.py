@@ -55,12 +55,14 @@ class Judge:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of the token after each of ``tokens``: float32 ``[len(tokens), vocab_size]``."""
         model, scale = self._model, self._config.head_dim**-0.5
-        hidden, rotary = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
+        residual, rotary_rows = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
+        qkv = model.enter(residual, rotary_rows)
         for layer in range(self._config.num_layers):
-            q, k, v = model.split_qkv(model.pre_attention(layer, hidden, rotary))
+            q, k, v = model.split_qkv(qkv)
             out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
-            hidden = model.post_attention(layer, out, hidden)
-        return model.logits(hidden)
+            if layer < self._config.num_layers - 1:
+                qkv = model.cross(layer, out, residual, rotary_rows)
+        return model.leave(out, residual)
 
     def distance_below_best(self, prompt: Sequence[int], output: Sequence[int]) -> float:
         """How far the worst token of ``output`` lies below the model's own choice at its place, in standard deviations

@@ -53,12 +53,12 @@ class Rows:
 @every_dtype
 @how_many
 @pytest.mark.parametrize("size", SIZES)
-def test_rms_norm_with_and_without_residual(isa, dtype, num_rows, num_threads, size):
+def test_rms_norm_with_and_without_addend(isa, dtype, num_rows, num_threads, size):
     use(isa)
-    x, residual = (Rows.random(num_rows, size, dtype=dtype) for _ in range(2))
+    x, addend = (Rows.random(num_rows, size, dtype=dtype) for _ in range(2))
     weight = torch.randn(size).to(dtype)
     out = Rows(num_rows, size, dtype=dtype)
-    for total, arguments in ((x.clone(), {}), (x + residual, {"residual": residual})):
+    for total, arguments in ((x.clone(), {}), (x + addend, {"addend": addend})):
         rows.rms_norm(x, weight, 1e-5, out.view, num_threads=num_threads, **arguments)
         assert torch.equal(x, total)
         out.check(F.rms_norm(total.double(), (size,), weight.double(), 1e-5))

@@ -35,7 +35,7 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
     from pacpu import rows
     for dtype in DTYPES:
         x, y, heads = torch.ones(5, 70, dtype=dtype), torch.ones(5, 35, dtype=dtype), torch.ones(5, 3, 10, dtype=dtype)
-        rows.rms_norm(y, y[0], 1e-5, y.clone(), residual=y.clone(), num_threads=2)
+        rows.rms_norm(y, y[0], 1e-5, y.clone(), addend=y.clone(), num_threads=2)
         rows.rotary(heads, torch.ones(5, 2, 10))
         rows.silu_and_mul(x, y)
         rows.store_kv(heads, heads, torch.ones(2, 3, 2, 4, 10, dtype=dtype), torch.ones(5).long(), torch.arange(5) % 4)

@@ -37,12 +37,14 @@ VARIANTS = {
 def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor:
     config = model.config
     rotary_rows = model.rotary_table[: len(token_ids)]
-    hidden = model.embed(torch.tensor(token_ids))
+    residual = model.embed(torch.tensor(token_ids))
+    qkv = model.enter(residual, rotary_rows)
     for layer in range(config.num_layers):
-        q, k, v = model.split_qkv(model.pre_attention(layer, hidden, rotary_rows))
+        q, k, v = model.split_qkv(qkv)
         out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5)
-        hidden = model.post_attention(layer, out, hidden)
-    return model.logits(hidden)
+        if layer < config.num_layers - 1:
+            qkv = model.cross(layer, out, residual, rotary_rows)
+    return model.leave(out, residual)
 
 
 @pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps()], ids=["reference", "cpu"])

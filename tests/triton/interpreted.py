@@ -58,13 +58,13 @@ def test_norms(dtype, size):
     expected = REFERENCE.rms_norm(x.double(), weight.double(), EPS)
     assert_close(ops.rms_norm(x, weight, EPS), expected, dtype)
 
-    before = residual.clone()
-    expected_total = x.double() + residual.double()
-    normed, total = ops.add_rms_norm(x, residual, weight, EPS)
-    assert_close(total, expected_total, dtype)
+    before = x.clone()
+    expected_sum = x.double() + residual.double()
+    normed = ops.add_rms_norm_(residual, x, weight, EPS)
+    assert_close(residual, expected_sum, dtype)
     # To the bit the norm of the rounded sum, which is what the next layers see.
-    torch.testing.assert_close(normed, ops.rms_norm(total, weight, EPS), **EXACTLY)
-    torch.testing.assert_close(residual, before, **EXACTLY)
+    torch.testing.assert_close(normed, ops.rms_norm(residual, weight, EPS), **EXACTLY)
+    torch.testing.assert_close(x, before, **EXACTLY)
 
 
 @pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])
@@ -200,7 +200,7 @@ def test_no_rows_are_no_work():
     ops.store_kv(rows, rows, layer, tables.long()[:, 0:0].flatten(), lens.long())
     ops.decode_attention(rows, rows, rows, layer, tables, lens, rows, 1.0)
     assert ops.rms_norm(rows.flatten(1), torch.ones(64), EPS).shape == (0, 64)
-    assert ops.add_rms_norm(rows.flatten(1), rows.flatten(1), torch.ones(64), EPS)[1].shape == (0, 64)
+    assert ops.add_rms_norm_(rows.flatten(1), rows.flatten(1), torch.ones(64), EPS).shape == (0, 64)
     assert ops.silu_and_mul(rows.flatten(1)).shape == (0, 32)
     assert not layer.any()
 

@@ -116,7 +116,7 @@ void linear(py::handle x_object, py::handle packed_object, py::handle bias_objec
 }
 
 void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_object, py::handle out_object,
-              py::handle residual_object, py::handle num_threads_object) {
+              py::handle addend_object, py::handle num_threads_object) {
     const Array x = read_array("x", x_object), weight = read_array("weight", weight_object);
     const Array out = read_array("out", out_object);
     const int num_threads = read_num_threads(num_threads_object);
@@ -139,14 +139,14 @@ void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_obje
                        static_cast<float>(read_scalar<double>("eps", eps_object)),
                        out.data,
                        row_stride(out)};
-    std::optional<Array> residual;
-    if (!residual_object.is_none()) {
-        residual = read_array("residual", residual_object);
-        check_dtype(*residual, x);
-        check_shape(*residual, x.shape, "[rows, size]");
+    std::optional<Array> addend;
+    if (!addend_object.is_none()) {
+        addend = read_array("addend", addend_object);
+        check_dtype(*addend, x);
+        check_shape(*addend, x.shape, "[rows, size]");
         check_writable(x);
-        problem.residual = residual->data;
-        problem.residual_stride = row_stride(*residual);
+        problem.addend = addend->data;
+        problem.addend_stride = row_stride(*addend);
     }
     const auto kernel = row_kernels().rms_norm[static_cast<int>(dtype)];
     divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });

@@ -12,12 +12,12 @@ void rms_norm(const RmsNorm& p, int begin, int end) {
     const T* weight = (const T*)p.weight;
     for (int r = begin; r < end; ++r) {
         T* x = (T*)p.x + r * p.x_stride;
-        const T* residual = p.residual ? (const T*)p.residual + r * p.residual_stride : nullptr;
+        const T* addend = p.addend ? (const T*)p.addend + r * p.addend_stride : nullptr;
         T* y = (T*)p.y + r * p.y_stride;
         Floats squares{};
         for (int i = 0; i < p.size; i += width) {
             const int count = min_of(width, p.size - i);
-            if (residual) store_some(x + i, load_some(x + i, count) + load_some(residual + i, count), count);
+            if (addend) store_some(x + i, load_some(x + i, count) + load_some(addend + i, count), count);
             const Floats value = load_some(x + i, count);
             squares += value * value;
         }
