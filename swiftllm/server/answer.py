@@ -48,6 +48,7 @@ class Answer(ABC):
         self.tokenizer = context.tokenizer
         self._counts_at_the_end = body.usage_wanted.include_usage
         self._counts_as_it_goes = body.usage_wanted.continuous_usage_stats
+        self._tells_of_prompt = body.prompt_logprobs is not None
         self._beside = context.beside
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
@@ -69,6 +70,28 @@ class Answer(ABC):
     def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
         """The fields of a choice that hold its text."""
 
+    def beside_choices(self) -> dict[str, Any]:
+        """What else an answer that is given at once says."""
+        return {}
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The field that tells of a choice's prompt as vLLM does, where that was asked for."""
+        if not self._tells_of_prompt:
+            return {}
+        return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
+
+    def _ranked(self, entry: TokenLogprob) -> dict[int, dict[str, Any]]:
+        """The prompt's own token first. Its rank is known where it is among the most likely."""
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        return {
+            token_id: {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token_id),
+                "decoded_token": token_text(self.tokenizer, token_id),
+            }
+            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
+        }
+
     # -- at once ----------------------------------------------------------------------------------------------------
 
     async def at_once(self, request: Request) -> Response:
@@ -85,7 +108,7 @@ class Answer(ABC):
     def _whole(self, pieces: Sequence[Sequence[Piece]]) -> Response:
         choices = [self._whole_choice(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
         body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._usage_of_all()}
-        return JSONResponse(body)
+        return JSONResponse(body | self.beside_choices())
 
     def _whole_choice(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         pieces = [*self.before(choice), *pieces]

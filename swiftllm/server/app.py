@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hmac
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from swiftllm import __version__
+from swiftllm.server.body import Body, parse
 from swiftllm.server.chat import chat
 from swiftllm.server.completions import complete
 from swiftllm.server.context import ServingContext
@@ -20,9 +21,7 @@ from swiftllm.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    Lenient,
     TokenizeRequest,
-    parse,
 )
 from swiftllm.server.service import EngineService
 from swiftllm.server.settings import ServerSettings
@@ -30,7 +29,6 @@ from swiftllm.server.status import IterationRecorder, StatusPage
 from swiftllm.server.turns import Turns
 from swiftllm.server.writer import SERVER_SEND
 
-Body = TypeVar("Body", bound=Lenient)
 READ = ["GET", "HEAD"]  # some load balancers ask for the head alone
 
 
@@ -121,8 +119,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await body_of(request, DetokenizeRequest)
-        text = await context.beside(context.needed_tokenizer().decode, body.tokens, False)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await context.decode(body.tokens)})
 
     return router
 

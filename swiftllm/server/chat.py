@@ -40,6 +40,9 @@ class ChatAnswer(Answer):
     def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
+    def beside_choices(self) -> dict[str, Any]:
+        return self.prompt_logprobs(self.generation.choices[0])  # they have one prompt
+
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
             {

@@ -54,7 +54,7 @@ class CompletionAnswer(Answer):
         return [Piece(self._prompt_text(choice), entries)]
 
     def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": text}
+        return {"text": text, **self.prompt_logprobs(choice)}
 
     def _prompt_text(self, choice: Choice) -> str:
         prompt = choice.prompt

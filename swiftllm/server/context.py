@@ -79,6 +79,19 @@ class ServingContext:
             return tokenizer.encode(text, add_special_tokens)
         return await self.beside(tokenizer.encode, text, add_special_tokens)
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones too.
+
+        Raises:
+            ApiError: there is no tokenizer, or it does not know one of the tokens.
+        """
+        tokenizer = self.needed_tokenizer()
+        strings = await self.beside(tokenizer.token_strings, token_ids)
+        if None in strings:
+            unknown = token_ids[strings.index(None)]
+            raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
+        return await self.beside(tokenizer.decode, token_ids, False)
+
     async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
         """Tokens of a conversation in the model's own form.
 

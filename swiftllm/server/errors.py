@@ -59,7 +59,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="not_serving")
         case RequestFailed():
             return ApiError(FAILURE_STATUS.get(error.reason, 500), str(error), code=error.reason)
-        case HTTPException():  # no such path, or not with this method
+        case HTTPException(status_code=404):
+            return ApiError(404, "there is no such path: text is made by /v1/completions and /v1/chat/completions")
+        case HTTPException():  # not with this method
             return ApiError(error.status_code, str(error.detail), **(error.headers or {}))
     return ApiError(500, f"the server failed: {type(error).__name__}; its log says more", code="internal_error")
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from swiftllm.request import SamplingParams
+from swiftllm.sampling_params import MAX_LOGPROBS
+from swiftllm.server.body import Flag, Lenient
 from swiftllm.server.errors import ApiError
 from swiftllm.server.text import NoOutput, OutputText
 from swiftllm.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ from swiftllm.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16  # OpenAI takes four, vLLM any number, and evaluation harnesses send six
 MAX_STOP_CHARS = 1000
 MAX_IGNORED_NOTES = 100  # in the log: clients choose these names
 DEFAULT_COMPLETION_TOKENS = 16
@@ -47,8 +49,9 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -60,36 +63,11 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
 
 _ignored_parameters: set[str] = set()  # those the log has named already
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse(kind: type[Body], data: bytes) -> Body:
-    """A request's body.
-
-    Raises:
-        ApiError: it is no JSON, a field has a wrong type or value, or asks for what is not implemented.
-    """
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        # The path of a union names its members too, which tell a client nothing.
-        path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
-        where = ".".join(part for part in path if part not in ("str", "int"))
-        message = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ApiError(400, message, param=path[0] if path else None, code="invalid_value") from None
-
-
-class Lenient(BaseModel):
-    """Types are what they say (no "16" for 16), fields nobody knows are let in."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
 
 class StreamOptions(Lenient):
-    include_usage: bool = False
+    include_usage: Flag = False
     """One more chunk at the end, with the token counts of the whole request."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: Flag = False
     """The token counts so far in every chunk (vLLM)."""
 
 
@@ -111,9 +89,11 @@ class GenerationRequest(Lenient):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    skip_special_tokens: Flag = True
+    prompt_logprobs: int | None = None
+    """How much to tell of the prompt's tokens, in vLLM's form."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -136,6 +116,10 @@ class GenerationRequest(Lenient):
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
     def check(self) -> None:
         """What types cannot say.
 
@@ -153,6 +137,8 @@ class GenerationRequest(Lenient):
             raise ApiError(400, message, "best_of", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options go with stream=true only", "stream_options", "invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs go with stream=false only", "prompt_logprobs", "invalid_value")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
             rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
@@ -180,6 +166,7 @@ class GenerationRequest(Lenient):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=self.ignore_eos,
                 logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
             )
         except ValueError as error:
             message = str(error)  # it begins with the name of the field
@@ -198,13 +185,17 @@ class GenerationRequest(Lenient):
 
 class CompletionRequest(GenerationRequest):
     prompt: Any
-    echo: bool = False
+    echo: Flag = False
     logprobs: int | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: Flag = True
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -235,8 +226,7 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         sampling = super().sampling(max_tokens)
-        prompt_logprobs = self.logprobs if self.echo else None
-        return replace(sampling, prompt_logprobs=prompt_logprobs, ignore_eos=self.ignore_eos or self.is_prompt_only)
+        return replace(sampling, ignore_eos=self.ignore_eos or self.is_prompt_only)
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
         return NoOutput(tokenizer) if self.is_prompt_only else super().output_text(tokenizer)
@@ -271,8 +261,8 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: Flag = True
 
     @property
     def num_logprobs(self) -> int | None:
@@ -280,7 +270,7 @@ class ChatRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs go with logprobs=true only", "top_logprobs", "invalid_value")
 
 
@@ -290,8 +280,8 @@ class TokenizeRequest(Lenient):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: Flag = True
+    add_generation_prompt: Flag = True
     return_token_strs: bool | None = None
 
 

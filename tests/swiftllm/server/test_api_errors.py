@@ -8,6 +8,7 @@ import pytest
 
 from swiftllm import LLM, RequestRefused
 from swiftllm.server import protocol
+from swiftllm.server.body import parse
 from swiftllm.server.context import ServingContext
 from swiftllm.server.errors import ApiError, as_api_error
 from swiftllm.server.service import EngineService, QueueFull, RequestFailed, ServiceLimits, ServiceStopping
@@ -42,7 +43,7 @@ BAD_BODIES = [
     ({"prompt": "a", "n": True}, "n", "valid integer"),
     ({"prompt": "a", "n": 2, "best_of": 3}, "best_of", "not implemented"),
     ({"prompt": "a", "stop": 7}, "stop", "valid"),
-    ({"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4"),
+    ({"prompt": "a", "stop": list("abcdefghijklmnopq")}, "stop", "at most 16"),
     ({"prompt": "a", "stop": ""}, "stop", "1 to 1000 characters"),
     ({"prompt": "a", "stop_token_ids": ["a"]}, "stop_token_ids", "valid integer"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
@@ -51,7 +52,12 @@ BAD_BODIES = [
     ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens", "at least 1"),
     ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs", "0..20"),
     ({"prompt": [5] * 512, "max_tokens": 0, "echo": True}, None, "512 prompt + 1 output tokens = 513 exceed"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "0..20"),
+    ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs", "valid integer"),
+    ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream=false"),
+    ({"prompt": [5] * 512, "max_tokens": 1, "prompt_logprobs": 0}, None, "512 prompt + 1 output tokens = 513 exceed"),
     ({"prompt": "a", "min_tokens": 3}, "min_tokens", "not implemented"),
+    ({"prompt": "a", "return_token_ids": True}, "return_token_ids", "not implemented"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "[-2, 2]"),
     ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", "[-2, 2]"),
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
@@ -91,7 +97,9 @@ BAD_CHATS = [
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not implemented"),
     ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not implemented"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-    ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "logprobs", "0..20"),
+    ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),
+    ({"messages": HELLO, "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream=false"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, None, "exceed max_model_len=512"),
 ]
 
@@ -100,6 +108,14 @@ BAD_CHATS = [
 def test_bad_chat_requests(server, body, param, message):
     error = error_of(server.post(CHAT, body))
     assert message in error["message"] and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"), [([5, 200, 6], "no token 200"), ([2**32 - 1], "no token 4294967295"), ([2**32], "less than")]
+)
+def test_tokens_that_have_no_text(server, tokens, message):
+    error = error_of(server.post("/detokenize", {"tokens": tokens}))
+    assert message in error["message"] and error["param"] == "tokens"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +129,15 @@ def test_values_that_change_nothing_are_let_in(server):
     harmless = {name: values[0] for name, values in protocol.NOT_IMPLEMENTED.items() if values}
     answer = server.post(COMPLETIONS, {"prompt": "a", **harmless, "user": None, "n": None, "logit_bias": None})
     assert answer.status_code == 200
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "top_logprobs": 0})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("kind", [protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest])
+def test_null_is_a_field_left_out(kind):
+    least = {"prompt": "a"} if kind is not protocol.ChatRequest else {"messages": HELLO}
+    nulls = dict.fromkeys(kind.model_fields.keys() - least.keys())
+    assert parse(kind, json.dumps(least | nulls).encode()) == parse(kind, json.dumps(least).encode())
 
 
 def test_unknown_parameters_are_ignored_and_logged_once(server, caplog):
@@ -123,7 +148,8 @@ def test_unknown_parameters_are_ignored_and_logged_once(server, caplog):
 
 
 def test_unknown_paths_methods_and_models(server):
-    assert error_of(server.post("/v1/poems", {}), 404)["type"] == "not_found_error"
+    error = error_of(server.post("/chat/completions", {}), 404)
+    assert error["type"] == "not_found_error" and "/v1/chat/completions" in error["message"]
     assert error_of(server.http.get(COMPLETIONS), 405)
     for answer in (server.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), server.http.get("/v1/models/gpt")):
         error = error_of(answer, 404)

@@ -78,6 +78,49 @@ def test_what_evaluation_harnesses_ask(server, llm):
         assert greedy == [True, False]
 
 
+def check_prompt_logprobs(found, token_ids, llm):
+    """``found`` has vLLM's form: by token id as text, the prompt's own token first."""
+    expected = llm.generate(token_ids, SamplingParams(max_tokens=1, prompt_logprobs=2))[0].prompt_logprobs
+    assert found[0] is None and len(found) == len(token_ids) == len(expected) + 1
+    ranks = set()
+    for tokens, entry in zip(found[1:], expected, strict=True):
+        by_id = dict([(entry.token_id, entry.logprob), *entry.top])
+        assert list(tokens) == [str(token_id) for token_id in by_id]
+        assert [each["logprob"] for each in tokens.values()] == pytest.approx(list(by_id.values()), abs=1e-4)
+        assert [each["decoded_token"] for each in tokens.values()] == list(map(llm.engine.tokenizer.text_alone, by_id))
+        likely = [token_id for token_id, _ in entry.top]
+        assert [tokens[str(token_id)]["rank"] for token_id in likely] == [1, 2]
+        ranks.add(tokens[str(entry.token_id)]["rank"])
+    return ranks
+
+
+def test_prompt_logprobs_of_completions(server, llm):
+    likely = list(llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids)
+    prompts = [[5, 6, 7, *likely], llm.engine.tokenizer.encode(PROMPT)]
+    body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 2}
+    choices = server.post("/v1/completions", body).json()["choices"]
+    ranks = [
+        check_prompt_logprobs(choice["prompt_logprobs"], prompt, llm)
+        for prompt, choice in zip(prompts, choices, strict=True)
+    ]
+    assert 1 in ranks[0] and None in ranks[1], "a rank beyond the most likely is not known"
+    assert all(choice["logprobs"] is None for choice in choices)
+    echoed = server.post("/v1/completions", {**body, "echo": True, "logprobs": 0}).json()["choices"]
+    for choice, plain in zip(echoed, choices, strict=True):
+        own = [next(iter(tokens.values()))["logprob"] for tokens in plain["prompt_logprobs"][1:]]
+        assert choice["logprobs"]["token_logprobs"][1:-1] == pytest.approx(own, abs=1e-4)
+        assert list(choice["prompt_logprobs"][1]) == list(plain["prompt_logprobs"][1])
+    unasked = server.post("/v1/completions", {**body, "prompt_logprobs": None}).json()["choices"]
+    assert not any("prompt_logprobs" in choice for choice in unasked)
+
+
+def test_prompt_logprobs_of_a_chat(server, llm):
+    body = {"messages": MESSAGES, "max_tokens": 1, "n": 2, "prompt_logprobs": 2}
+    answer = server.post("/v1/chat/completions", body).json()
+    check_prompt_logprobs(answer["prompt_logprobs"], llm.engine.tokenizer.apply_chat_template(MESSAGES), llm)
+    assert not any("prompt_logprobs" in choice for choice in answer["choices"])
+
+
 def test_an_echo_alone(server, llm):
     answer = server.client().completions.create(prompt=PROMPT, max_tokens=0, echo=True, **GREEDY).choices[0]
     assert (answer.text, answer.logprobs, answer.finish_reason) == (PROMPT, None, "length")
