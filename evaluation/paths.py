@@ -19,5 +19,5 @@ def default_model() -> Path:
 
 def trace_dirs(first: Path | None = None) -> list[Path]:
     """Folders that may hold trace files, in the order they are searched."""
-    folders = [cache_dir() / "traces", REPO_ROOT.parent / "shared" / "traces"]
-    return [first, *folders] if first else folders
+    fetched = cache_dir() / "traces"
+    return [first, fetched] if first else [fetched]
