@@ -265,7 +265,7 @@ def test_kernel_and_host_set_the_cpu_bandwidth() -> None:
     gqa, mha = LayerShape.of(LLAMA_3_8B), LayerShape.of(LLAMA_2_7B)
     host = load_host("dual-xeon-6342")
     share_gb_s = 409.6 * 0.8 / 48  # less than the 17 GB/s that a core reads alone
-    core_gb_s = 1 / (1 / (17 * 0.685) - 1 / 17 + 1 / share_gb_s)
+    core_gb_s = 1 / (1 / (17 * 0.72) - 1 / 17 + 1 / share_gb_s)
     assert cpu_attention_gb_s(host, "native", gqa) == pytest.approx(48 * core_gb_s)
     assert cpu_attention_gb_s(host, "ispc", gqa) < cpu_attention_gb_s(host, "ispc", mha)
     assert cpu_attention_gb_s(host, "ispc", gqa) < cpu_attention_gb_s(host, "native", gqa)
