@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.paths import CLAIMS_FILE
+from evaluation.paths import CLAIMS_FILE, python_command
 from evaluation.results import FlatRecord
 
 # The GPU-only baseline stands in for one that was not run.
@@ -101,7 +101,7 @@ def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comp
 
     All records are of one backend: what is measured here and what is predicted for another machine do not mix.
     """
-    systems_run = {record["system"] for record in summary}
+    systems_run = {record.get("system") for record in summary}  # rows of a benchmark need not have one
     comparisons = []
     for claim in claims:
         pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
@@ -153,7 +153,7 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
                 )
             console.print(table)
         if simulated and claims:
-            script = f"python evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
+            script = f"{python_command()} evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
             for line in assumptions(records, script):
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 

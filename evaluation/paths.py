@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from swiftllm.paths import cache_dir
@@ -15,6 +17,12 @@ RESULTS_DIR = REPO_ROOT / "results"
 def default_model() -> Path:
     """The model that the setup puts into the cache."""
     return cache_dir() / "models" / "SmolLM2-135M-Instruct"
+
+
+def python_command() -> str:
+    """This Python as it is typed where commands are typed: ``.venv/bin/python`` in the repository's root."""
+    typed = os.path.relpath(sys.executable)
+    return "python" if typed.startswith(os.pardir) else typed
 
 
 def trace_dirs(first: Path | None = None) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import yaml
 
-from evaluation.paths import EXPERIMENTS_DIR, trace_dirs
+from evaluation.paths import EXPERIMENTS_DIR, python_command, trace_dirs
 from evaluation.trace_files import TraceRow, read_rows
 from evaluation.trace_sources import SOURCES, Source
 
@@ -114,7 +114,8 @@ class FittedTrace:
         return [TraceRow(int(given), int(out)) for given, out in zip(*columns, strict=True)]
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
-        fetch = f", or fetch them: python scripts/download_traces.py {self.original}" if self.original else ""
+        command = f"{python_command()} scripts/download_traces.py {self.original}"
+        fetch = f", or fetch them: {command}" if self.original else ""
         raise ValueError(
             f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson){fetch}"
         )
