@@ -10,15 +10,16 @@ from swiftllm.request import TokenLogprob
 from swiftllm.torch_batch import Lane
 
 LOGITS_AT_ONCE = 1 << 22  # of a prompt: enough rows for a matrix product, and no more than some ten MiB
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Found:
-    """Log-probabilities float32 ``[rows]`` of ``tokens`` int64 ``[rows]`` under ``logits [rows, vocab_size]``; ids and
-    log-probabilities of the ``count`` most likely tokens (fewer if there are not so many), both ``[rows, count]``."""
+    """Log-probabilities float32 ``[rows]`` and ranks int64 ``[rows]`` (1: no token is likelier) of ``tokens`` int64
+    ``[rows]`` under ``logits [rows, vocab_size]``; ids and log-probabilities of the ``count`` most likely tokens (fewer
+    if there are not so many), both ``[rows, count]``."""
     logprobs = logits.float().log_softmax(-1)
-    likely = logprobs.topk(min(count, logprobs.shape[1]))
-    return logprobs.gather(1, tokens[:, None])[:, 0], likely.indices, likely.values
+    own, likely = logprobs.gather(1, tokens[:, None]), logprobs.topk(min(count, logprobs.shape[1]))
+    return own[:, 0], 1 + (logprobs > own).sum(-1), likely.indices, likely.values
 
 
 def fetch(stream: Stream, *tensors: torch.Tensor) -> list[list]:
@@ -46,9 +47,9 @@ class PromptScorer:
                 for piece in self._pieces(rows)
             ]
             found = fetch(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
-            for token, logprob, top_tokens, top_logprobs in zip(following, *found, strict=True):
+            for token, logprob, rank, top_tokens, top_logprobs in zip(following, *found, strict=True):
                 top = tuple(zip(top_tokens, top_logprobs, strict=True))
-                request.prompt_logprobs.append(TokenLogprob(token, logprob, top))
+                request.prompt_logprobs.append(TokenLogprob(token, logprob, rank, top))
 
     def _pieces(self, rows: slice) -> list[slice]:
         starts = range(rows.start, rows.stop, self._rows_at_once)

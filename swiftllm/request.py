@@ -46,11 +46,12 @@ class FinishReason(enum.Enum):
 class TokenLogprob:
     """What the model thought of a token of prompt or output: natural logarithms of probabilities.
 
-    ``top`` has the most likely tokens, most likely first, with theirs.
+    ``rank`` is 1 where no token is likelier; ``top`` has the most likely tokens, most likely first, with theirs.
     """
 
     token_id: int
     logprob: float
+    rank: int = 1
     top: tuple[tuple[int, float], ...] = ()
 
 

@@ -131,10 +131,10 @@ class Sampler:
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
         most = max(request.sampling.logprobs for request in requests)
         found = fetch(self._device.compute, *score(logits, self._upload(tokens), most))
-        for request, token, logprob, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
+        for request, token, logprob, rank, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
             count = request.sampling.logprobs
             top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
-            self._logprobs[request.request_id] = TokenLogprob(token, logprob, top)
+            self._logprobs[request.request_id] = TokenLogprob(token, logprob, rank, top)
 
     def _blocks(self, rows: list[int], columns: int) -> Iterator[list[int]]:
         count = max(1, self._logits_at_once // columns)

@@ -81,15 +81,15 @@ class Answer(ABC):
         return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
 
     def _ranked(self, entry: TokenLogprob) -> dict[int, dict[str, Any]]:
-        """The prompt's own token first. Its rank is known where it is among the most likely."""
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        """The prompt's own token first, then the most likely."""
+        top = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1))
         return {
             token_id: {
                 "logprob": finite(logprob),
-                "rank": ranks.get(token_id),
+                "rank": rank,
                 "decoded_token": token_text(self.tokenizer, token_id),
             }
-            for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top)
+            for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
 
     # -- at once ----------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ def check(found, prompt: Sequence[int], count: int, expected: torch.Tensor) -> N
     assert [entry.logprob for entry in found] == pytest.approx(own.tolist(), abs=2e-4)
     best = expected.topk(max(count, 1)).values.tolist()
     for entry, row, values in zip(found, expected, best, strict=False):
+        likelier = [int((row > entry.logprob + tie).sum()) for tie in (1e-3, -1e-3)]
+        assert likelier[0] < entry.rank <= likelier[1]
         assert [value for _, value in entry.top] == pytest.approx(values[:count], abs=2e-4)
         assert all(value == pytest.approx(row[token].item(), abs=2e-4) for token, value in entry.top)
 
