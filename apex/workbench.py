@@ -156,8 +156,16 @@ class Workbench:
         """Blocks from the GPU tier to the CPU tier."""
         request = self._request(1, Tier.GPU)
         gpu, cpu = (self._random.sample(self._pool(tier, blocks), blocks) for tier in (Tier.GPU, Tier.CPU))
-        swap = Swap(request, Tier.GPU, tuple(gpu), tuple(cpu))
-        return lambda: self._time_s(lambda: self.backend.swap([swap]))
+        out = Swap(request, Tier.GPU, tuple(gpu), tuple(cpu))
+        back = Swap(request, Tier.CPU, tuple(cpu), tuple(gpu))
+
+        def sample() -> float:
+            seconds = self._time_s(lambda: self.backend.swap([out]))
+            # What the worker has yet to write is waited for here, and not by the prefill that is measured next.
+            self.backend.swap([back])
+            return seconds
+
+        return sample
 
     def iteration(self, requests: int) -> Sampler:
         """The host's part of an iteration of decodes: schedule, open the lane, loop over the layers, take tokens in."""

@@ -237,11 +237,15 @@ class CudaDevice:
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 work()
+                graph.capture_end()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
                     graph.capture_end()
+                # Up to torch 2.12 the allocator goes on waiting for the end of a capture that has failed, and so gives
+                # no memory back that was recorded on a stream. Where it does not, it says so.
+                with contextlib.suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
                 raise
-            graph.capture_end()
         return graph
 
     def free_bytes(self) -> int:

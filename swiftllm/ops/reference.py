@@ -7,6 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+# Rows in a block of torch's memory-efficient kernel, or half of them. Where K and V are broadcast and the last block is
+# a single row, it takes heads for rows and, up to torch 2.12, reads the mask of all but the first of them from beyond
+# its end (pytorch #191937): such a row comes twice.
+QUERY_BLOCK = 32
+
 
 class ReferenceOps:
     """See :class:`swiftllm.ops.Ops` for the contracts."""
@@ -57,7 +62,12 @@ class ReferenceOps:
         torch.index_select(pool, 1, blocks, out=staging)
 
     def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
-        pool.index_copy_(1, blocks, staging)
+        if pool.device.type != "cpu":
+            pool.index_copy_(1, blocks, staging)
+            return
+        # On a CPU index_copy_ goes element by element: in 16 bits it takes four times as long.
+        for place, block in enumerate(blocks.tolist()):
+            pool[:, block].copy_(staging[:, place])
 
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
@@ -67,15 +77,17 @@ class ReferenceOps:
         rows, heads, head_dim = q.shape
         num_kv_heads, context = k.shape[:2]
         group = heads // num_kv_heads
+        if mask is not None and q.is_cuda and rows % QUERY_BLOCK == 1:
+            q, mask = (torch.cat((tensor, tensor[-1:])) for tensor in (q, mask))
         out = F.scaled_dot_product_attention(
-            q.view(rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
+            q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
             k[:, None].expand(num_kv_heads, group, context, head_dim),
             v[:, None].expand(num_kv_heads, group, context, head_dim),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
         )
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+        return out.permute(2, 0, 1, 3)[:rows].reshape(rows, heads, head_dim)
 
     def decode_attention(
         self,

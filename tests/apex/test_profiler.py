@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from apex.perf_model import ProfileMismatch
-from apex.systems import build_system, load_or_measure, profile_identity
+from apex.systems import build_system, load_or_measure, make_workbench, profile_identity
 from swiftllm.config import EngineConfig
 from swiftllm.request import SamplingParams
 from swiftllm.torch_backend import TorchBackend
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import FakeWorker
 from tests.reference.tiny_model import make_tiny_llama
 
 
@@ -63,3 +65,17 @@ def test_cached_table_is_used_and_foreign_ones_are_refused(model_dir: Path, own_
     foreign.write_text(cached.read_text().replace(profile_identity(options, backend)["cpu"], "another machine"))
     with pytest.raises(ProfileMismatch, match="another machine"):
         build_system("apex", options, profile=foreign)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir: Path, seed: int) -> None:
+    """The worker writes the blocks to the CPU tier: no device waits for that, but the next chunk of a prompt does."""
+    with fake_gpu(seed) as cuda:
+        options = config(model_dir, 40, 200, max_num_seqs=1)
+        backend = TorchBackend(options, FakeWorker(cuda))
+        bench = make_workbench(options, backend)
+        with bench.in_use():
+            sample = bench.swap(32)
+            for _ in range(10):
+                sample()
+                assert not cuda.workers[-1].tickets

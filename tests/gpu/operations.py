@@ -15,7 +15,7 @@ REFERENCE = ReferenceOps()
 EPS = 1e-5
 BLOCK_SIZE = 16
 HEADS = ((32, 8, 128), (32, 32, 128), (9, 3, 64), (12, 4, 80))  # query heads, KV heads, head dim
-CHUNKS = ((1, 1), (2, 2), (33, 33), (300, 300), (1, 33), (40, 65), (96, 513))  # rows, tokens of context
+CHUNKS = ((1, 1), (2, 2), (33, 33), (300, 300), (1, 33), (33, 40), (65, 200), (40, 65), (96, 513))  # rows, context
 CONTEXTS = (1, 2, 15, 16, 17, 255, 257, 7, 2100)  # the last one has several splits
 
 

@@ -31,6 +31,7 @@ from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStrea
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
 REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 @torch.inference_mode()
@@ -98,6 +99,7 @@ class FakeCuda(TorchDispatchMode):
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []
         self.capturing = False
+        self.random_state: torch.Tensor | None = None
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
@@ -119,6 +121,7 @@ class FakeCuda(TorchDispatchMode):
         }
         for name, function in simple.items():
             self._patches.setattr(torch.cuda, name, function)
+        self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -354,6 +357,12 @@ class FakeCuda(TorchDispatchMode):
 def _waits_on_its_own(filename: str) -> bool:
     """Whether a file is the engine's and not the thin layer over torch.cuda, which waits for others."""
     return filename.startswith(PACKAGE) and not filename.endswith("device.py")
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    if isinstance(q, DeviceTensor) and how["attn_mask"] is not None and q.shape[2] % 32 == 1 and k.stride(1) == 0:
+        raise Hazard("torch's kernel reads beyond the mask where K and V are broadcast and its last block is one row")
+    return ATTENTION(q, k, v, **how)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,10 @@ class FakeGraph:
         assert self.cuda.current is not self.cuda.compute, "the default stream cannot be captured"
         assert not gc.isenabled(), "a collection in the middle of a capture may destroy a graph, and ends it"
         assert not self.cuda.current.queue
+        # As torch, which has a random state for captures on the device: made at the first one, written at each.
+        if self.cuda.random_state is None:
+            self.cuda.random_state = torch.zeros(1)
+        self.cuda.random_state.zero_()
         self.stream, self.cuda.capturing = self.cuda.current, True
 
     def capture_end(self) -> None:

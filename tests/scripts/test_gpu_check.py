@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,8 +14,11 @@ import pytest
 from benchmarks import bench_gpu
 from evaluation import gpu_check
 from evaluation.gpu_check import CASES
+from swiftllm import torch_backend
 from swiftllm.config import EngineConfig
 from swiftllm.memory import InsufficientMemory
+from swiftllm.torch_backend import TorchBackend
+from tests.reference.fake_gpu import fake_gpu
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -36,6 +40,19 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*")) < 2 << 20, "too large to commit"
 
 
+def test_a_python_without_torch_is_no_missing_gpu(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    command = [str(REPO / "scripts/gpu_check.sh"), str(tmp_path / "run")]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": str(bare)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"gpu_check: {bare} has no torch: set PYTHON=.venv/bin/python")
+    assert not (tmp_path / "run").exists()
+    told = subprocess.run([command[0], "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.startswith("Checks and measures the GPU path") and "usage: scripts/gpu_check.sh" in told
+
+
 def test_a_system_without_a_cpu_worker_profiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others would take what it measured for their own, hand-overs as long as the attention itself among it."""
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
@@ -49,6 +66,26 @@ def test_what_was_measured_is_there_before_what_comes_after_it(tmp_path: Path, m
     record = next(run := gpu_check.run("apex", CASES["rehearsal"], tmp_path, limit_s=20.0))
     assert record["measured"]["completed"] and record["simulated"] is None and record["timeline"] is None
     run.close()
+
+
+def test_the_benchmark_captures_beside_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu(0) as cuda, gpu_check.model_folder(CASES["rehearsal"]) as model:
+        options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
+        backend = TorchBackend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
+        captured = cuda.captures
+        monkeypatch.setattr(bench_gpu, "open_device", torch_backend.open_device)
+        monkeypatch.setattr(bench_gpu, "select_ops", torch_backend.select_ops)
+        monkeypatch.setattr(bench_gpu, "ATTENTION_SHAPES", ((4, 64),))
+        monkeypatch.setattr(bench_gpu, "GIB", 1 << 20)
+        gc.disable()
+        try:
+            (row,) = bench_gpu.decode_attention(
+                bench_gpu.Timer(backend.device), backend.model_config, backend.dtype, copy_gb_s=1.0, quick=False
+            )
+        finally:
+            gc.enable()
+        assert cuda.captures == captured + 1 and row["us"] > 0
+        backend.close()
 
 
 def test_the_benchmark_takes_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
