@@ -10,6 +10,12 @@ StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronou
 
 @dataclass(frozen=True)
 class StrategyConfig:
+    """Which strategies a scheduler may use for CPU requests, and the limits within which it chooses.
+
+    Raises:
+        ValueError: a field lies outside its range, or a strategy is both forced and disabled.
+    """
+
     strategy: StrategyName = "auto"
     """Force one strategy for CPU requests, whatever the model predicts; auto leaves it to the system's own rule."""
     disable_asymmetric_pipelining: bool = False

@@ -182,7 +182,7 @@ def gpus() -> Iterator[Finding]:
                 if driver
                 else "and there is no NVIDIA driver"
             )
-        yield Finding("CUDA", f"{reason}. Without a GPU the lane runs on one CPU core", "note")
+        yield Finding("CUDA", f"{reason}. Without a GPU the lane runs on the CPU's cores", "note")
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

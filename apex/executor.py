@@ -34,6 +34,11 @@ class _Run:
 
 
 class OverlapExecutor:
+    """Moves the lane through all layers, and cohorts beside it as their stepping rules have it.
+
+    Cohorts live from the plan that first names them until their token is done, however many plans that takes.
+    """
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._cohorts: dict[int, Cohort] = {}

@@ -54,6 +54,7 @@ class TimelineRecorder:
         self.executor.abandon()
 
     def run(self, plan: IterationPlan) -> StepResult:
+        """Have the wrapped executor carry out the plan, and note what it did."""
         backend = self.backend
         notes = backend.notes = Notes(self._count, tuple(backend.outstanding.values()))
         start_s = backend.now()

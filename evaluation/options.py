@@ -98,7 +98,7 @@ class MeasuredOptions:
     cpu_threads: Given[int] = None
     """Threads of the CPU attention worker."""
     cpu_kernel: Given[str] = None
-    """CPU attention kernel (native, ispc)."""
+    """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
     repeats: Given[int] = None
     """Measure every point so often and take medians."""
     trace_dir: Folder = None

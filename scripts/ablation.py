@@ -23,6 +23,7 @@ from apex.cli.profile import attention_rate
 from apex.config import StrategyConfig
 from apex.inequality import offload_bound_tokens_per_s
 from evaluation.experiment import Point, PointResult, RunPoint, run_experiment
+from evaluation.options import Folder
 from evaluation.paths import RESULTS_DIR, default_model
 from evaluation.provenance import model_identity
 from evaluation.results import FlatRecord
@@ -78,7 +79,7 @@ class Options:
     where the last one stopped.
     """
 
-    model: Path | None = None
+    model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
     rows: tuple[str, ...] = tuple(ROWS)
     """Rows of the table to measure."""

@@ -10,6 +10,10 @@
 # stopping the others; all of it ends within 9 minutes, so what tells most comes first. The exit status is that of the
 # worst part.
 set -uo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit
+fi
 cd "$(dirname "$0")/.."
 
 PYTHON="${PYTHON:-python3}"
@@ -21,6 +25,10 @@ fi
 export PYTHONUNBUFFERED=1
 unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # float32 is checked to its last bits
 
+if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    echo "gpu_check: $PYTHON has no torch: set PYTHON=.venv/bin/python, or another Python that has it" >&2
+    exit 2
+fi
 gpu=rehearsal
 if [ "$DEVICE" = cuda ]; then
     if ! gpu=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))'); then

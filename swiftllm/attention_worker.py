@@ -10,6 +10,8 @@ from swiftllm.backend import Ticket, TicketTimes
 
 
 class AttentionWorker(Protocol):
+    """Runs the CPU attention that a backend hands over, task after task in the order in which they come."""
+
     restarts: int
     """How often the worker ended by itself and was started again."""
 

@@ -47,12 +47,12 @@ class EngineConfig:
     max_model_len: int | None = None
     """Prompt plus output tokens of one request at most; by default what the model was made for."""
     lane_threads: int | None = None
-    """Threads of the lane (linear layers, GPU-tier attention) where a CPU computes it; by default one for every core in
-    GPU-only systems, in the others as many as decode fastest on this machine, measured on the first start."""
+    """Threads of the lane (linear layers, GPU-tier attention) where a CPU computes it; by default one for every core
+    in GPU-only systems, in the others as many as decode fastest on this machine, measured on the first start."""
     cpu_threads: int | None = None
     """Threads of the CPU attention worker; by default every core but the lane's, or all where the lane has them all."""
     cpu_kernel: str | None = None
-    """pacpu kernel (native, ispc, ...); by default the best for this machine and dtype."""
+    """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
     seed: int = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
     synchronous: bool = False

@@ -11,7 +11,10 @@ from swiftllm.request import Request
 
 
 class Executor(Protocol):
-    def run(self, plan: IterationPlan) -> StepResult: ...
+    """Carries out a scheduler's plans on a backend, one iteration after the other."""
+
+    def run(self, plan: IterationPlan) -> StepResult:
+        """Carry out one plan: the lane is through all layers when this returns, cohorts may be under way."""
 
     @property
     def is_idle(self) -> bool:

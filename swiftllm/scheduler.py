@@ -113,6 +113,12 @@ class Scheduler:
                 "ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks"
             )
 
+    @property
+    def longest_request(self) -> int:
+        """Prompt and output tokens of the longest request that passes :meth:`check`; never changes."""
+        largest_tier = max(self.kv.capacity(tier) for tier in self.decode_tiers) * self.kv.block_size
+        return min(self.limits.max_model_len, largest_tier + 1)  # the last token is never stored
+
     def can_hold(self, tier: Tier, request: Request) -> bool:
         """Whether the tier, empty, could hold the request to its last token."""
         return self.kv.blocks_for(request.max_kv_tokens) <= self.kv.capacity(tier)

@@ -31,7 +31,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` name (by default those of the process) and return its exit status."""
+    """Run the command that ``arguments`` name (by default those of the process) and return its exit status.
+
+    Raises:
+        SystemExit: the parser's, with 2 for flags it cannot understand, and with 0 after a command's ``--help``.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = arguments[0] if arguments else "--help"
     try:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import tyro
 
 from apex.cli.errors import InputError
+from apex.cli.hints import HINTS
 
 Command = TypeVar("Command")
 
@@ -23,7 +24,7 @@ class ConfigFile:
     """A command whose options may come from a file."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = field(default=None, kw_only=True)
-    """Take options from this YAML file, under the names of the flags; those on the command line win."""
+    """Take options from this YAML file, under the names of the flags; the command line wins."""
 
 
 def parse(command: type[Command], prog: str, arguments: Sequence[str]) -> Command:
@@ -38,7 +39,7 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str]) -> Comman
     default = {} if path is None else {"default": command_with(command, read(path, command))}
     # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64 | None`; `--synchronous` without a `--no-synchronous`.
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    return tyro.cli(command, prog=prog, args=list(arguments), config=config, **default)
+    return tyro.cli(command, prog=prog, args=list(arguments), config=config, registry=HINTS, **default)
 
 
 def file_in(arguments: Sequence[str]) -> Path | None:

@@ -96,7 +96,10 @@ class LlamaModel:
         return self._qkv(layer + 1, normed, rotary_rows, out)
 
     def leave(self, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The rest of the last layer, final norm and vocabulary: logits ``[rows, vocab_size]`` in the model's dtype."""
+        """The rest of the last layer, final norm and vocabulary: logits ``[rows, vocab_size]`` in the model's dtype.
+
+        ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
+        """
         ffn = self._ffn(self.config.num_layers - 1, attention_out, residual)
         return self._lm_head(self._norm_of_sum(ffn, residual, self._final_norm))
 

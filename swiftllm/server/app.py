@@ -113,7 +113,7 @@ def api_routes(context: ServingContext) -> APIRouter:
         strings = None
         if body.return_token_strs:
             strings = await context.beside(context.needed_tokenizer().token_strings, tokens)
-        count = {"count": len(tokens), "max_model_len": context.max_model_len}
+        count = {"count": len(tokens), "max_model_len": context.longest_request}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
     @router.post("/detokenize")
@@ -154,7 +154,7 @@ def model_card(context: ServingContext) -> dict[str, Any]:
         "owned_by": "swiftllm",
         "root": context.model_path,
         "parent": None,
-        "max_model_len": context.max_model_len,
+        "max_model_len": context.longest_request,
     }
 
 

@@ -30,10 +30,7 @@ class ServingContext:
         self.settings = settings
         self.model_path = str(engine.describe().get("model", "model"))
         self.model_name = settings.served_model_name or Path(self.model_path).name
-        self.max_model_len = engine.scheduler.limits.max_model_len
-        kv = engine.kv
-        largest_pool = max(kv.capacity(tier) for tier in engine.scheduler.decode_tiers) * kv.block_size
-        self.longest_request = min(self.max_model_len, largest_pool + 1)  # the last token is never stored
+        self.longest_request = engine.scheduler.longest_request
         self.created = int(time.time())
         self._tokenizer = engine.tokenizer
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")

@@ -134,6 +134,7 @@ class Metrics(Collector):
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
+        """Put an iteration, and the tokens it sampled, into the histograms."""
         predicted_s = plan.predicted.get("iteration_s", 0.0)
         num_tokens = len(result.tokens) + sum(item.num_tokens for item in plan.prefills)
         with self._lock:
@@ -149,6 +150,7 @@ class Metrics(Collector):
                     self._first_token.observe(times_s[0] - request.arrival_s)
 
     def on_finish(self, request: Request, reason: str) -> None:
+        """Put a request that has ended, for whatever ``reason``, into the histograms."""
         times_s = request.token_times_s
         with self._lock:
             self._prompt.observe(request.prompt_len)

@@ -47,7 +47,7 @@ class ServiceLimits:
     max_queued_requests: int = 1024
     """Requests waiting or running at once; one more is refused."""
     request_timeout_s: float | None = None
-    """Seconds after which a request that is not done is failed, unless it brings a time of its own. None: never."""
+    """Seconds after which a request that is not done fails, unless it brings a time of its own; by default never."""
     stall_timeout_s: float = 60.0
     """Seconds without any progress after which the watchdog reports the state of things and acts."""
     drain_timeout_s: float = 30.0

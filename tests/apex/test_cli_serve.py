@@ -62,7 +62,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path):
     model = make_tiny_llama(tmp_path / "tiny", vocab_size=256)
     options = tmp_path / "serve.yaml"
     options.write_text(
-        f"model: {model}\nserved-model-name: tiny\nnum-gpu-blocks: 8\nnum-cpu-blocks: 32\ndtype: float32\n"
+        f"model: {model}\nserved-model-name: tiny\nnum-gpu-blocks: 8\nnum-cpu-blocks: 16\ndtype: float32\n"
         "lane-threads: 1\n"
     )
     flags = ["--config", str(options), "--port", "0", "--max-num-batched-tokens", "32"]
@@ -77,13 +77,14 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path):
             said.append(process.stdout.readline())
             assert said[-1], process.stderr.read()
         text = "".join(said)
-        assert "apex serves" in text and "256 requests with KV cache at once, 1024 running or waiting" in text
+        assert "apex serves" in text
+        assert "257 tokens a request, 256 requests with KV cache at once, 1024 running or waiting" in text
         url = re.search(r"http://127\.0\.0\.1:\d+", text).group()
         said = []
         while not said or "running on" not in said[-1]:
             said.append(process.stderr.readline())
             assert said[-1], "".join(said)
-        assert "GPU tier: 8 blocks of 16" in "".join(said) and "CPU tier: 32 blocks" in "".join(said)
+        assert "GPU tier: 8 blocks of 16" in "".join(said) and "CPU tier: 16 blocks" in "".join(said)
         answer = json.loads(ask(f"{url}/v1/completions", {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4,
                                                           "ignore_eos": True}))  # fmt: skip
         assert answer["usage"]["completion_tokens"] == 4

@@ -74,7 +74,7 @@ function showNow({ model, engine, now }) {
   pill.title = now.health.reason;
   byId("facts").textContent =
     `System ${engine.system}, ${engine.dtype}, lane on ${engine.device}, CPU attention with ${counted(engine.cpu_threads, "", "thread")} of kernel ` +
-    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". There is no GPU here: a CPU core plays its part." : ".");
+    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". There is no GPU here: the CPU's cores play its part." : ".");
   byId("cpu-note").textContent = engine.decodes_on_cpu
     ? "Their attention is computed by the CPU worker, while the lane goes on."
     : "They wait here until GPU memory is free again: this system computes nothing on the CPU.";

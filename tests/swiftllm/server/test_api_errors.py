@@ -6,8 +6,9 @@ import logging
 import openai
 import pytest
 
-from swiftllm import LLM, RequestRefused
+from swiftllm import LLM, RequestRefused, SamplingParams
 from swiftllm.server import protocol
+from swiftllm.server.app import model_card
 from swiftllm.server.body import parse
 from swiftllm.server.context import ServingContext
 from swiftllm.server.errors import ApiError, as_api_error
@@ -223,10 +224,13 @@ def test_a_model_without_chat_template_says_so(tmp_path):
         assert "no chat template" in error_of(server.post(CHAT, {"messages": HELLO}))["message"]
 
 
-def test_a_chat_asks_for_no_more_than_the_pools_hold():
+def test_clients_are_told_no_more_than_the_pools_hold():
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=0, block_size=4, max_model_len=100)
     context = ServingContext(EngineService(engine), ServerSettings())
-    assert (context.max_model_len, context.longest_request) == (100, 33)
+    assert context.longest_request == model_card(context)["max_model_len"] == 33
+    engine.make_request("fits", [1] * 30, SamplingParams(max_tokens=3))
+    with pytest.raises(RequestRefused):
+        engine.make_request("does not", [1] * 31, SamplingParams(max_tokens=3))
 
 
 @pytest.mark.parametrize(
