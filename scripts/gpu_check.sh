@@ -73,14 +73,15 @@ part tokens 90 "$PYTHON" -m tests.gpu --device "$DEVICE" tokens-float32 tokens-f
 part kernels 90 "$PYTHON" benchmarks/bench_gpu.py "${REHEARSE[@]}" --output "$FOLDER/kernels.json"
 part random-load 75 "$PYTHON" -m tests.gpu --device "$DEVICE" --seconds "$RANDOM_LOAD_S" random-load
 for case in "${CASES[@]}"; do
+    # Between the models: the second one has what time is left.
+    if [ "$case" = "${CASES[-1]}" ] && [ "$DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
+        part compute-sanitizer 60 compute-sanitizer --error-exitcode 3 "$PYTHON" -m tests.gpu rows blocks
+    fi
     for system in apex swiftllm neo; do  # apex first: the others find the profile that it has measured
         part "$system-$case" 75 "$PYTHON" evaluation/gpu_check.py \
             --system "$system" --case "$case" --limit 25 --folder "$FOLDER/end_to_end"
     done
 done
-if [ "$DEVICE" = cuda ] && command -v compute-sanitizer > /dev/null; then
-    part compute-sanitizer 60 compute-sanitizer --error-exitcode 3 "$PYTHON" -m tests.gpu rows blocks
-fi
 "$PYTHON" evaluation/gpu_report.py "$FOLDER" || worst=1
 echo "gpu_check: $((SECONDS - start)) s, results in $FOLDER (to commit them: git add --force $FOLDER)"
 exit "$worst"
