@@ -61,6 +61,7 @@ def draw(timeline: Timeline) -> Figure:
     zero_s = timeline.iterations[0].start_s
     draw_rows(overview, timeline, rows, (zero_s, timeline.iterations[-1].end_s), zero_s, labels=False)
     draw_rows(detail, timeline, rows, zoom, zero_s, labels=True)
+    overview.xaxis.set_major_formatter("{x:g} ms")
     mark_iterations(overview, timeline.iterations, zero_s)
     edges_ms = [(edge_s - zero_s) * 1e3 for edge_s in zoom]
     overview.axvspan(*edges_ms, color=ZOOM_COLOUR, zorder=0, linewidth=0)

@@ -5,7 +5,7 @@ operations take turns within a round. Medians of the rounds count, of CPU time, 
 of its own. The floor of a part is the longer of two: to stream its weights (for attention: K and V) from memory once,
 and to do its multiply-adds in float32 at the rate of a product that stays in the cache.
 
-OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_lane.py --model MODEL_DIR
+OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_lane.py [--help]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import pacpu
+from evaluation.paths import default_model
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
@@ -136,11 +137,13 @@ def timed(run: Callable[[], object]) -> float:
     return time.thread_time() - start_s
 
 
-def main(model: Path, num_rows: int = 64, context_len: int = 192, rounds: int = 7, dtype: str = "bfloat16") -> None:
+def main(
+    model: Path | None = None, num_rows: int = 64, context_len: int = 192, rounds: int = 7, dtype: str = "bfloat16"
+) -> None:
     """Print the table.
 
     Args:
-        model: folder with a config.json; the weights are random.
+        model: folder with a config.json, the weights are random; by default SmolLM2-135M-Instruct from the cache.
         num_rows: decodes in the lane.
         context_len: tokens of each.
         rounds: medians are of so many.
@@ -148,7 +151,7 @@ def main(model: Path, num_rows: int = 64, context_len: int = 192, rounds: int = 
     """
     torch.set_num_threads(1)
     element = getattr(torch, dtype)
-    config = ModelConfig.from_folder(model)
+    config = ModelConfig.from_folder(model or default_model())
     lane = Lane(config, dummy_weights(config, "cpu", element), element, num_rows, context_len)
     ours, torchs = (lane.parts(ops) for ops in (CpuOps(), ReferenceOps()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}

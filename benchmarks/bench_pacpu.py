@@ -9,6 +9,7 @@ over rounds count. Calls rotate over the caches of several layers, more than the
 
 from __future__ import annotations
 
+import datetime
 import os
 import statistics
 import sys
@@ -27,13 +28,14 @@ import torch
 import tyro
 
 import pacpu
+from apex.cli.hints import HINTS
 from apex.doctor import last_level_cache_bytes
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
 from benchmarks.pacpu_peers import peers
 from benchmarks.pacpu_report import Progress, figure, markdown, print_medians, verdicts
 from evaluation.figures import save
 from evaluation.paths import RESULTS_DIR
-from evaluation.provenance import usable_cores
+from evaluation.provenance import cpu_model, usable_cores
 from evaluation.results import FlatRecord, ResultFolder
 from swiftllm.memory import available_host_bytes
 
@@ -205,7 +207,8 @@ def main(options: Options) -> None:
     measure(points, seconds)
     rows = [row for point in points for row in point.rows()]
     folder.save_summary(rows, markdown(rows))
-    save(figure(rows), folder.path)
+    made = f"{cpu_model()}, {usable_cores()} cores, {datetime.date.today()}"
+    save(figure(rows, made), folder.path)
     print_medians(rows)
     for line in verdicts(rows):
         print(line)
@@ -213,4 +216,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(Options, description=__doc__, registry=HINTS, config=(tyro.conf.DisallowNone,)))

@@ -4,7 +4,7 @@ The engine runs on predicted times, so the executor's work is not in the way; th
 the CPU time of its thread: it never waits, so that is its real time on a core of its own. What else runs here still
 slows it down through caches and memory.
 
-python benchmarks/bench_scheduler.py
+python benchmarks/bench_scheduler.py [--help]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tyro
 from rich.progress import track
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
@@ -39,6 +40,14 @@ WARM_UP_ITERATIONS = 1200
 ROUNDS = 8
 ITERATIONS = 50  # of a round
 BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure what every system's scheduler costs an iteration, with three mixes of requests; some minutes."""
+
+    results_dir: Path = RESULTS_DIR
+    """Results go to scheduler/<run>/ in this folder."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,8 @@ def cells(record: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def main() -> None:
+def main(options: Options) -> None:
+    """Measure, print, save."""
     configuration = {
         "benchmark": "scheduler",
         "mixes": [asdict(mix) for mix in MIXES],
@@ -190,7 +200,7 @@ def main() -> None:
         "iterations": ITERATIONS,
         "clock": "thread CPU time",
     }
-    folder = ResultFolder("scheduler", configuration | {"date": time.ctime()}, RESULTS_DIR)
+    folder = ResultFolder("scheduler", configuration | {"date": time.ctime()}, options.results_dir)
     folder.note_invocation()
     state = git_state()
     print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
@@ -213,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, prog="benchmarks/bench_scheduler.py"))

@@ -15,25 +15,18 @@ Flat out, where the next step begins as soon as the server keeps pace, the limit
 against both. The other paces, with a step every so many milliseconds as on real hardware, show what it costs that the
 processor has had the time to become cold.
 
-python benchmarks/bench_server_overhead.py
+python benchmarks/bench_server_overhead.py [--help]
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import itertools
-import json
 import multiprocessing
-import re
-import selectors
-import socket
-import struct
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,12 +38,14 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import tyro
 
+from apex.cli.hints import HINTS
 from apex.perf_model import FREE, ProfileTable, Surface
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
 from evaluation.drivers.launch import free_port
 from evaluation.drivers.server import connect
 from evaluation.paths import RESULTS_DIR, default_model
-from evaluation.results import ResultFolder, flat_record
+from evaluation.results import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.workloads import load_prompt_tokens
 from swiftllm.engine import Engine
 from swiftllm.request import RequestOutput
@@ -62,13 +57,19 @@ from swiftllm.tokenizer import Tokenizer
 LIMIT_MS = 2.0
 NUM_LAYERS = 4
 VOCAB_SIZE = 49_152
-PROMPT_LEN = 16
-TIMEOUT_S = 30.0
-SO_TIMESTAMPNS = 35  # Linux: the time at which what is read came in; Python has no name for it
-TIMESTAMP = struct.Struct("qq")
-EVENT = re.compile(rb"data: (\{.*?\})\n\n")
-LAST_EVENT = b"data: [DONE]"
 BLOCK_SIZE = 16
+COLUMNS = (
+    ("pace", "pace", "{}"),
+    ("round", "round", "{}"),
+    ("added_ms_p50", "added to a token: p50 (ms)", "{:.2f}"),
+    ("added_ms_p90", "p90", "{:.2f}"),
+    ("added_ms_p99", "p99", "{:.2f}"),
+    ("added_ms_max", "max", "{:.2f}"),
+    ("added_ms_p99_of_all", "p99 of all tokens", "{:.2f}"),
+    ("per_token_ms_p50", "per-token latency: p50 (ms)", "{:.2f}"),
+    ("per_token_ms_p99", "p99", "{:.2f}"),
+    ("output_tokens_per_s", "tokens/s", "{:.0f}"),
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class Options:
             raise ValueError(f"system={self.system!r} must be one of {', '.join(SIMULATED_SYSTEMS)}")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds!r} must be at least 1")
+
+
+class TooFewTokens(ValueError):
+    """The streams were too short to be open all at once; the message says what to do."""
 
 
 class TimedEngine:
@@ -151,78 +156,12 @@ def serve(options: Options, pace_s: float, port: int, results: Connection) -> No
     results.send(dict(timed.ready))
 
 
-# -- the clients -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Stream:
-    """A connection and what has come through it; each part with the time at which the last of it had come in."""
-
-    connection: socket.socket
-    sent_s: float = 0.0
-    times_s: list[float] = field(default_factory=list)
-    parts: list[bytes] = field(default_factory=list)
-
-    def is_over(self) -> bool:
-        return LAST_EVENT in b"".join(self.parts[-2:])
-
-    def read(self) -> bool:
-        """What there is. False if that was the end."""
-        part, stamps, _, _ = self.connection.recvmsg(65_536, socket.CMSG_SPACE(TIMESTAMP.size))
-        seconds, nanoseconds = TIMESTAMP.unpack(stamps[0][2]) if stamps else (time.time(), 0)  # an end has no stamp
-        self.parts.append(part)
-        self.times_s.append(seconds + 1e-9 * nanoseconds)
-        return bool(part) and not self.is_over()
-
-    def arrivals(self) -> tuple[str, list[float]]:
-        """The engine's name of the request, and when each of its tokens had arrived."""
-        ends = list(itertools.accumulate(map(len, self.parts)))
-        arrived_s: list[float] = []
-        name = ""
-        for match in EVENT.finditer(b"".join(self.parts)):
-            event = json.loads(match[1])
-            if event["choices"]:
-                name = f"{event['id']}-0"
-                new = event["usage"]["completion_tokens"] - len(arrived_s)
-                arrived_s += [self.times_s[bisect.bisect_left(ends, match.end())]] * new
-        return name, arrived_s
-
-
-def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
-    """Send all requests, read until all are over. Reading is all that happens meanwhile."""
-    body = {
-        "prompt": [5] * PROMPT_LEN, "max_tokens": output_len, "ignore_eos": True, "temperature": 0.0, "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-        streams = []
-        for _ in range(num_streams):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-            streams.append(Stream(connection))
-            selector.register(connection, selectors.EVENT_READ, streams[-1])
-        for stream in streams:
-            stream.sent_s = time.time()
-            stream.connection.sendall(head + data)
-        left = num_streams
-        while left:
-            ready = selector.select(TIMEOUT_S)
-            if not ready:
-                raise RuntimeError(f"{left} of {num_streams} streams got nothing for {TIMEOUT_S:g} s")
-            for key, _ in ready:
-                if not key.data.read():
-                    selector.unregister(key.fileobj)
-                    left -= 1
-    return streams
-
-
 def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     """One run.
 
     Raises:
         RuntimeError: not every token has arrived.
+        TooFewTokens: not one came while all streams were open.
     """
     context, port = multiprocessing.get_context("spawn"), free_port()
     here, there = context.Pipe(duplex=False)
@@ -239,6 +178,18 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     finally:
         process.kill()
         process.join()
+    return summarise(options, pace_ms, streams, ready, seconds)
+
+
+def summarise(
+    options: Options, pace_ms: float, streams: Sequence[Stream], ready: Mapping[str, Sequence[float]], seconds: float
+) -> FlatRecord:
+    """The figures of a run from when each token was ready, by the engine's name of its request, and had arrived.
+
+    Raises:
+        RuntimeError: not every token has arrived.
+        TooFewTokens: not one came while all streams were open.
+    """
     ready_s, arrived_s = np.empty((2, options.streams, options.output_len))
     for number, stream in enumerate(streams):
         name, times_s = stream.arrivals()
@@ -250,12 +201,18 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
         ready_s[number], arrived_s[number] = ready[name], times_s
     added_ms = 1e3 * (arrived_s - ready_s)
     all_are_open = (ready_s >= ready_s[:, 0].max()) & (ready_s <= ready_s[:, -1].min())
+    if not all_are_open.any():
+        raise TooFewTokens(
+            f"no token came while all {options.streams} streams were open, the first being over before the last began: "
+            f"use more tokens than --output-len {options.output_len}, or fewer --streams"
+        )
     sent_s = np.array([stream.sent_s for stream in streams])
     per_token_ms = 1e3 * (arrived_s[:, -1] - sent_s) / options.output_len
     p50, p90, p99 = np.percentile(added_ms[all_are_open], (50, 90, 99))
     return flat_record(
         {
-            "system": options.system, "backend": "simulated", "num_requests": options.streams, "pace_ms": pace_ms,
+            "system": options.system, "backend": "measured: server overhead", "num_requests": options.streams,
+            "pace_ms": pace_ms, "pace": pace_name(pace_ms),
             "output_len": options.output_len, "output_tokens_per_s": options.streams * options.output_len / seconds,
             "added_ms_p50": float(p50), "added_ms_p90": float(p90), "added_ms_p99": float(p99),
             "added_ms_max": float(added_ms[all_are_open].max()),
@@ -268,7 +225,10 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
 
 
 def main(options: Options) -> int:
-    """Measure at every pace, print, save. Returns 1 if the limit is exceeded flat out."""
+    """Measure at every pace, print, save.
+
+    Returns the exit status: 1 if the limit is exceeded flat out, 2 for options that do not fit.
+    """
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
     folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
     folder.note_invocation()
@@ -276,9 +236,13 @@ def main(options: Options) -> int:
     records = []
     for number in range(options.rounds):
         for pace_ms in options.pace_ms:
-            records.append(measure(options, pace_ms) | {"round": number})
+            try:
+                records.append(measure(options, pace_ms) | {"round": number})
+            except TooFewTokens as error:
+                print(f"bench_server_overhead: {error}", file=sys.stderr)
+                return 2
             print(f"round {number + 1} of {options.rounds}, {pace_name(pace_ms)}", file=sys.stderr, flush=True)
-    folder.save_summary(records)
+    folder.save_summary(records, markdown_table(records, COLUMNS))
     medians = {pace_ms: median_of([r for r in records if r["pace_ms"] == pace_ms]) for pace_ms in options.pace_ms}
     print("                   added to a token, all streams open   of all   per-token latency")
     print("       pace         p50     p90     p99     max     p99         p50     p99   tokens/s")
@@ -308,4 +272,10 @@ def median_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="benchmarks/bench_server_overhead.py")))
+    sys.exit(
+        main(
+            tyro.cli(
+                Options, prog="benchmarks/bench_server_overhead.py", registry=HINTS, config=(tyro.conf.DisallowNone,)
+            )
+        )
+    )

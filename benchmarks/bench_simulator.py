@@ -1,6 +1,6 @@
 """How fast the simulator goes: iterations of a 32-layer model per second of real time, and where that time goes.
 
-python benchmarks/bench_simulator.py
+python benchmarks/bench_simulator.py [--help]
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import cProfile
 import pstats
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -18,7 +21,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.perf_model import Curve, ProfileTable, Surface
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from evaluation.paths import RESULTS_DIR
-from evaluation.results import ResultFolder, flat_record
+from evaluation.results import ResultFolder, flat_record, markdown_table
 from swiftllm.engine import Engine
 from swiftllm.request import SamplingParams
 
@@ -26,6 +29,23 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
+COLUMNS = (
+    ("system", "system", "{}"),
+    ("gpu_requests", "requests on the GPU", "{}"),
+    ("cpu_requests", "requests on the CPU", "{}"),
+    ("iterations_per_s", "iterations/s", "{:.0f}"),
+    ("schedule_share", "in schedule", "{:.0%}"),
+    ("run_share", "in run", "{:.0%}"),
+    ("update_share", "in update", "{:.0%}"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure how fast every system is simulated, at three sizes; about two minutes."""
+
+    results_dir: Path = RESULTS_DIR
+    """Results go to bench_simulator/<run>/ in this folder."""
 
 
 def table() -> ProfileTable:
@@ -89,9 +109,10 @@ def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(options: Options) -> None:
+    """Measure, print, save."""
     configuration = {"benchmark": "simulator", "sizes": SIZES, "iterations": ITERATIONS, "date": time.ctime()}
-    folder = ResultFolder("bench_simulator", configuration, RESULTS_DIR)
+    folder = ResultFolder("bench_simulator", configuration, options.results_dir)
     folder.note_invocation()
     records = []
     for num_gpu, num_cpu in SIZES:
@@ -101,9 +122,9 @@ def main() -> None:
             spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in ("schedule", "run", "update"))
             rate = record["iterations_per_s"]
             print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {rate:6.0f} iterations/s; {spent}", flush=True)
-    folder.save_summary(records)
+    folder.save_summary(records, markdown_table(records, COLUMNS))
     print(f"summary and provenance: {folder.path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, prog="benchmarks/bench_simulator.py"))

@@ -14,6 +14,11 @@ from swiftllm.paths import cache_dir
 
 MAX_SDPA_BYTES = 160 << 20  # without AMX it takes a second for more, and a round shall end soon
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
+PEER_NOTES = {
+    "torch SDPA": "torch SDPA: scaled_dot_product_attention over contiguous K and V, without a block table. It takes "
+    f"no ragged batches, and is left out where a call reads over {MAX_SDPA_BYTES >> 20} MiB, to keep rounds short.",
+    "vLLM": "vLLM, vec: its kernel of vector instructions, the one it has for float16 and, without AMX, for bfloat16.",
+}
 
 
 def peers() -> tuple[list[Contender], dict[str, str]]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from benchmarks.pacpu_cases import HEAD_DIM
+from benchmarks.pacpu_peers import PEER_NOTES
+from evaluation.figures.style import FAINT, INK, FigureText, set_words, style, tidy
 from evaluation.results import FlatRecord
 
 PLAIN_LINE_EVERY_S = 15.0
@@ -25,6 +26,8 @@ PLAIN_LINE_EVERY_S = 15.0
 COLOURS = {"native": "#0072B2", "llamafile": "#D55E00", "ispc": "#009E73"}
 LINES = {"avx2": "--", "avx512bf16": ":", "amx": "-."}
 PEER_COLOURS = ("#8C8C8C", "#CC79A7")
+LEGEND_ENTRY, LEGEND_LINE = 1.5, 0.2
+"""Inches."""
 
 
 @dataclass(frozen=True)
@@ -126,59 +129,77 @@ def markdown(rows: Sequence[FlatRecord]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def figure(rows: Sequence[FlatRecord]) -> plt.Figure:
-    """Share of the read limit over shapes: a column for each kind of heads and dtype, a row for each team size."""
+def figure(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
+    """Share of the read limit over shapes: a column for each kind of heads and dtype, a row for each team size.
+
+    ``made`` says on what machine and when the rows were measured.
+    """
     columns = list(dict.fromkeys((heads_name(row), row["dtype"]) for row in rows))
     teams = sorted({row["threads"] for row in rows})
     shapes = list(dict.fromkeys((row["batch"], row["context"], row["ragged"]) for row in rows))
     contenders = list(dict.fromkeys((row["kernel"], row["isa"]) for row in rows))
     peers = [name for name in dict.fromkeys(kernel for kernel, _ in contenders) if name not in COLOURS]
     colours = COLOURS | dict(zip(peers, PEER_COLOURS, strict=False))
-    style = {"font.family": "DejaVu Sans", "font.size": 9, "pdf.fonttype": 42}
-    with plt.rc_context(style):
-        drawing, axes = plt.subplots(
-            len(teams), len(columns), figsize=(3.3 * len(columns) + 0.6, 2.7 * len(teams) + 1.3),
-            sharex=True, sharey=True, squeeze=False,
-        )  # fmt: skip
-        for line, threads in enumerate(teams):
-            for place, (heads, dtype) in enumerate(columns):
-                ax = axes[line][place]
+    contenders.sort(key=lambda contender: list(colours).index(contender[0]))
+    notes = [PEER_NOTES[name] for name in peers if name in PEER_NOTES]
+    text = FigureText("CPU decode attention against memory", f"{made}; head dimension {HEAD_DIM}", "\n".join(notes))
+    width = 3.3 * max(2, len(columns)) + 0.6
+    legend_columns = int(width / LEGEND_ENTRY)
+    legend_height = LEGEND_LINE * -(-len(contenders) // legend_columns)
+    height = 2.5 * len(teams) + 1.9 + legend_height
+    highest = max(110.0, *(105 * row["fraction_of_read"] for row in rows))
+    with style():
+        drawing = plt.figure(figsize=(width, height))
+        bottom, top = set_words(drawing, text, width, height)
+        axes = drawing.subplots(len(teams), len(columns), sharex=True, sharey=True, squeeze=False)
+        for line, threads in zip(axes, teams, strict=True):
+            for ax, (heads, dtype) in zip(line, columns, strict=True):
                 here = [r for r in rows if (heads_name(r), r["dtype"], r["threads"]) == (heads, dtype, threads)]
-                for kernel, isa in contenders:
-                    mine = {
-                        (r["batch"], r["context"], r["ragged"]): r["fraction_of_read"]
-                        for r in here
-                        if (r["kernel"], r["isa"]) == (kernel, isa)
-                    }
-                    if not mine:
-                        continue
-                    is_second = isa == "avx2"
-                    ax.plot(
-                        [shapes.index(shape) for shape in mine], [100 * share for share in mine.values()],
-                        color=colours[kernel], marker="o" if not is_second else ".", markersize=4,
-                        linewidth=1.4 if not is_second else 0.9, linestyle=LINES.get(isa, "-"),
-                        label=f"{kernel}, {isa}",
-                    )  # fmt: skip
-                read = statistics.median([r["read_gbps"] for r in here]) if here else float("nan")
-                team = "1 thread" if threads == 1 else f"{threads} threads"
-                ax.set_title(f"{heads}, {dtype}, {team}\n100% = {read:.0f} GB/s", fontsize=9, loc="left")
-                ax.axhline(100, color="#222222", linewidth=0.8)
-                ax.set_ylim(0, 112)
-                ax.grid(axis="y", color="#E2E2E2", linewidth=0.7)
-                ax.spines[["top", "right"]].set_visible(False)
-                labels = [f"{batch}x{'~' if ragged else ''}{context}" for batch, context, ragged in shapes]
-                ax.set_xticks(range(len(shapes)), labels, rotation=60, fontsize=8)
-            axes[line][0].set_ylabel("% of streaming reads")
+                draw_panel(ax, here, shapes, contenders, colours)
+                ax.set_ylim(0, highest)
+            line[0].set_ylabel("% of streaming reads")
         for ax in axes[-1]:
-            ax.set_xlabel("batch x context (~: ragged, mean)")
-        entries = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in axes.flat]
-        handles = {label: handle for ax_entries in entries for handle, label in ax_entries}
+            ax.set_xlabel("batch x context (~: ragged, mean)", color=FAINT)
+        entries = [entry for ax in axes.flat for entry in zip(*ax.get_legend_handles_labels(), strict=True)]
+        handles = {label: handle for handle, label in entries}
+        labels = [label for kernel, isa in contenders if (label := f"{kernel}, {isa}") in handles]
         drawing.legend(
-            handles.values(), handles.keys(), loc="upper right", ncols=min(4, len(handles)), frameon=False, fontsize=8
-        )
-        drawing.suptitle("CPU decode attention against memory", x=0.01, ha="left", fontweight="bold")
-        drawing.tight_layout(rect=(0, 0, 1, 0.95))
+            [handles[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(0.05 / width, top),
+            ncols=legend_columns, frameon=False, fontsize=8, columnspacing=1.4,
+        )  # fmt: skip
+        drawing.tight_layout(rect=(0, bottom, 1, top - legend_height / height))
     return drawing
+
+
+def draw_panel(
+    ax: Axes,
+    rows: Sequence[FlatRecord],
+    shapes: Sequence[tuple[int, int, bool]],
+    contenders: Sequence[tuple[str, str]],
+    colours: Mapping[str, str],
+) -> None:
+    """The rows of one kind of heads, dtype and team size: a line for each contender."""
+    if not rows:
+        return
+    for kernel, isa in contenders:
+        mine = {
+            shapes.index((r["batch"], r["context"], r["ragged"])): 100 * r["fraction_of_read"]
+            for r in rows
+            if (r["kernel"], r["isa"]) == (kernel, isa)
+        }
+        thin = {"marker": ".", "linewidth": 0.9} if isa == "avx2" else {"marker": "o", "linewidth": 1.4}
+        if mine:
+            ax.plot(
+                list(mine), list(mine.values()), color=colours[kernel], markersize=4, linestyle=LINES.get(isa, "-"),
+                label=f"{kernel}, {isa}", **thin,
+            )  # fmt: skip
+    first, read = rows[0], statistics.median(row["read_gbps"] for row in rows)
+    team = "1 thread" if first["threads"] == 1 else f"{first['threads']} threads"
+    ax.set_title(f"{heads_name(first)}, {first['dtype']}, {team}\n100% = {read:.0f} GB/s", fontsize=9, loc="left")
+    ax.axhline(100, color=INK, linewidth=0.8)
+    labels = [f"{batch}x{'~' if ragged else ''}{context}" for batch, context, ragged in shapes]
+    ax.set_xticks(range(len(shapes)), labels, rotation=60, fontsize=8)
+    tidy(ax)
 
 
 class Progress:

@@ -1,8 +1,8 @@
 """Checks the calibrated hardware files against measured tables: fits on two thirds of the rows, predicts the rest.
 
-`python -m evaluation.calibrate` prints the errors and the fitted figures; with `--write-curves` it also writes the
-compact curves of `configs/hardware/measured/`, fitted to all rows. The tables come from Vidur (MIT): columns op,
-num_tokens, time_ms for one layer, and batch_size, num_tokens, context_tokens, time_ms for attention.
+`python -m evaluation.calibrate --tables FOLDER` prints the errors and the fitted figures; with `--write-curves` it also
+writes the compact curves of `configs/hardware/measured/`, fitted to all rows. The tables are published ones
+(evaluation/calibration_tables.py): docs/calibration.md tells where they come from and what they are called here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -31,7 +32,7 @@ from evaluation.calibration_tables import (
     read_rows,
 )
 from evaluation.curve_fit import compact_curve, fit_terms
-from evaluation.paths import REPO_ROOT, RESULTS_DIR
+from evaluation.paths import RESULTS_DIR
 from evaluation.results import ResultFolder, write_atomically
 
 ITEMSIZE = 2
@@ -41,8 +42,9 @@ ITEMSIZE = 2
 class Options:
     """Report how well the calibrated hardware files predict measured operator times."""
 
-    tables: Path = REPO_ROOT.parent / "shared" / "calibration"
-    """Folder of the measured tables."""
+    tables: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+    """Folder of the measured tables, mlp_<gpu>_<model>_tp1.csv and attention_*.csv; docs/calibration.md names the
+    public files they are made from, and how."""
     results_dir: Path = RESULTS_DIR
     """Where calibration/<run>/ goes."""
     write_curves: bool = False
@@ -219,6 +221,7 @@ def markdown(records: Sequence[ErrorRecord]) -> str:
 
 
 def main(options: Options) -> int:
+    """Print and save the errors. Returns the exit status: 1 when a table is missing."""
     try:
         tables = read_layer_tables(options.tables)
         if options.write_curves:
@@ -241,4 +244,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(tyro.cli(Options, prog="python -m evaluation.calibrate")))

@@ -1,7 +1,7 @@
 """The measured tables that hardware files are calibrated with, from Vidur (MIT) and forks of it.
 
 `mlp_<gpu>_<model>_tp1.csv` has columns op, num_tokens, time_ms: operations of one layer in fp16. The attention tables
-have batch_size, num_tokens, context_tokens, time_ms.
+have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md tells how they are made from the public files.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def read_layer_tables(folder: Path) -> list[LayerTable]:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: name the folder of the measured tables with --tables")
+        raise FileNotFoundError(
+            f"{path} is missing: name the folder that has it with --tables; docs/calibration.md tells its origin"
+        )
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -24,15 +24,16 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import tyro
 from rich.console import Console
 
+from apex.cli.hints import HINTS
 from apex.cli.output import stdout_console
 from evaluation.drivers.bench_serve import BenchFailed, bench_serve
 from evaluation.drivers.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
 from evaluation.experiment import Point, PointResult, run_experiment
-from evaluation.figures.servers import BASELINE, cores_text, draw, medians, results_table, with_ratios
+from evaluation.figures.servers import BASELINE, ROUND_COLUMNS, cores_text, draw, medians, results_table, with_ratios
 from evaluation.http_point import HttpTask, run_http_point
 from evaluation.paths import REPO_ROOT, RESULTS_DIR, default_model
 from evaluation.provenance import model_identity
-from evaluation.results import to_json, write_atomically
+from evaluation.results import markdown_table, to_json, write_atomically
 from evaluation.traces import Origin, TraceRow
 from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from swiftllm.paths import cache_dir
@@ -279,6 +280,7 @@ def main(options: Options, console: Console | None = None) -> int:
     rows = with_ratios(outcome.summary)
     if rows:
         write_atomically(outcome.folder / "summary.json", to_json(rows))
+        write_atomically(outcome.folder / "summary.md", markdown_table(rows, ROUND_COLUMNS))
         middle = medians(rows)
         console.print(results_table(middle, rows))
         console.print(f"figure: {draw(middle, outcome.folder)}", highlight=False, soft_wrap=True)
@@ -290,4 +292,6 @@ def main(options: Options, console: Console | None = None) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(main(tyro.cli(Options, prog="evaluation/compare_vllm.py")))
+    sys.exit(
+        main(tyro.cli(Options, prog="evaluation/compare_vllm.py", registry=HINTS, config=(tyro.conf.DisallowNone,)))
+    )

@@ -24,6 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from apex.cli.hints import HINTS
 from apex.cli.output import stdout_console, table
 from evaluation.drivers.launch import ServerCommand, launched, stop_on_sigterm
 from evaluation.drivers.server import Server, connect
@@ -195,4 +196,4 @@ def main(options: Options, console: Console | None = None) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(main(tyro.cli(Options, prog="evaluation/load_test.py")))
+    sys.exit(main(tyro.cli(Options, prog="evaluation/load_test.py", registry=HINTS, config=(tyro.conf.DisallowNone,))))

@@ -123,7 +123,7 @@ class ResultFolder:
         write_atomically(self.path / "errors" / f"{key}.txt", text)
 
     def save_summary(self, records: Sequence[FlatRecord], table: str | None = None) -> None:
-        """Write what there is, as JSON and as a Markdown table (by default that of the systems' figures).
+        """Write what there is, as JSON and as a Markdown table (by default ``markdown_table`` of the records).
 
         A run without a single result does not take the place of the latest one.
         """
@@ -184,8 +184,9 @@ def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
     return [*TABLE[:2], *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
 
 
-def markdown_table(records: Sequence[FlatRecord]) -> str:
-    columns = table_columns(records)
+def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
+    """The records as Markdown, with ``columns`` of name, title and format; by default those of the systems' figures."""
+    columns = table_columns(records) if columns is None else columns
     rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
     for record in records:  # a dash where a value does not apply
         rows.append(["-" if record.get(name) is None else form.format(record[name]) for name, _, form in columns])

@@ -53,6 +53,7 @@ class Draw:
     rng: random.Random = field(default_factory=random.Random)
 
     def next(self) -> Asked:
+        """A request of a kind drawn by its weight in KINDS."""
         kinds, weights = zip(*KINDS.items(), strict=True)
         kind = self.rng.choices(kinds, weights)[0]
         return kind(self)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fetch the original request traces and turn each into request lengths.
 
-    python scripts/download_traces.py --list
+    python scripts/download_traces.py                # lists them: name, origin, licence, size
     python scripts/download_traces.py azure2023-conv osc
     python scripts/download_traces.py all
 
@@ -28,6 +28,7 @@ if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
 
 import tyro
 
+from apex.cli.output import stdout_console
 from evaluation.paths import default_model, trace_dirs
 from evaluation.trace_sources import SOURCES, TextOptions, fetch_trace
 
@@ -45,9 +46,7 @@ class Options:
     """
 
     names: Annotated[tyro.conf.Positional[tuple[Name, ...]], tyro.conf.arg(metavar="NAME ...")] = ()
-    """Traces to fetch, or all; by default they are listed."""
-    list_only: Annotated[bool, tyro.conf.arg(name="list"), tyro.conf.FlagCreatePairsOff] = False
-    """Show name, origin, licence and size, and stop."""
+    """Traces to fetch, or all. Without a name they are listed: origin, licence, size."""
     tokenizer: Path = field(default_factory=default_model)
     """Counts the tokens of text: a tokenizer.json or a folder that has one."""
     max_rows: int = 10_000
@@ -59,10 +58,12 @@ class Options:
 def main(options: Options) -> int:
     """Fetch or list. Returns the exit status: 1 when a source failed; the others are fetched nevertheless."""
     wanted = [source for source in SOURCES if {"all", source.name} & set(options.names)]
-    if options.list_only or not wanted:
+    if not wanted:
+        console = stdout_console()  # ends quietly where what it is piped into has seen enough
         for source in SOURCES:
-            print(f"{source.name:15} {source.title}\n{'':15} {source.origin}")
-            print(f"{'':15} {source.licence}; {source.size}; {source.note}")
+            about = (source.title, source.origin, f"{source.licence}; {source.size}; {source.note}")
+            text = f"{source.name:15} " + f"\n{'':16}".join(about)
+            console.print(text, markup=False, soft_wrap=True)
         return 0
     text = TextOptions(options.tokenizer, options.max_rows, options.livebench_model)
     failed = False

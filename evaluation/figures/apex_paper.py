@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib import pyplot as plt
@@ -10,7 +11,8 @@ from matplotlib import pyplot as plt
 from evaluation.claims import Claim, place_of
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
-from evaluation.figures.style import INK, FigureText, colour
+from evaluation.figures.style import INK, colour
+from evaluation.figures.words import halves_of, is_simulated, lettered, panel_name, unique, words
 from evaluation.results import FlatRecord
 from evaluation.sensitivity import varied_in
 
@@ -25,15 +27,19 @@ def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
         panels = []
         for panel in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == panel]
-            titles = " and ".join(unique(here, "workload_title")) if panel == "a" else "other workloads"
+            names = unique(here, "workload_title")
+            titles = " and ".join(names) if panel == "a" or len(names) == 1 else f"{len(names)} workloads"
             where = f"{here[0]['setting_title']}, " if simulated else ""
-            title = f"({panel}) {where}{titles}" + (", varied output length" if panel == "a" else "")
+            title = lettered(f"{where}{titles}", panel, half) + (", varied output length" if panel == "a" else "")
             x_label = "average output tokens per request" if panel == "a" else "workload, average input / output tokens"
             panels.append(BarPanel(title, x_label, tuple(groups(here))))
         how = "predicted output tokens/s (SIMULATED)" if simulated else "measured output tokens/s"
         baseline = half[0]["baseline"]
         what = f"Output throughput, all requests at once; bars are marked with their ratio to {baseline}"
         text = words(what, half, machine, in_title=False)
+        if absent := [system for system in unique(records, "system") if system not in unique(half, "system")]:
+            where = "simulated" if simulated else "measured"
+            text = replace(text, notes=f"{text.notes}\nNot {where}: {', '.join(absent)}.")
         halves.append(Half(tuple(panels), unique(half, "system"), baseline, how, text))
     return throughput_figure(halves)
 
@@ -47,7 +53,7 @@ def draw_fig6(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
             here = [record for record in half if record["panel"] == letter]
             y_label = "mean per-token latency (s)" + (", SIMULATED" if is_simulated(half) else ", measured")
             lines = tuple(system_lines(here, "request_rate", metric))
-            title = panel_name(letter, here)
+            title = lettered(panel_name(here), letter, half)
             panels.append(LinePanel(title, "request rate (requests/s, Poisson arrivals)", y_label, lines, log_y=True))
     text = words("Mean per-token latency under load", records, machine)
     return line_figure(panels, text)
@@ -63,7 +69,7 @@ def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
         for letter in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == letter]
             lines = tuple(system_lines(here, "output_len", "output_tokens_per_s", baseline))
-            title = panel_name(letter, here)
+            title = lettered(panel_name(here), letter, half)
             panels.append(LinePanel(title, "average output tokens per request", y_label, lines))
     text = words("Throughput over the output length", records, machine)
     return line_figure(panels, text)
@@ -130,20 +136,6 @@ def claim_levels(claims: Sequence[Claim], metric: str, record: FlatRecord) -> It
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def is_simulated(records: Records) -> bool:
-    return records[0]["backend"] == "simulated"
-
-
-def halves_of(records: Records) -> list[list[FlatRecord]]:
-    """Simulated records, then measured ones, where there are any."""
-    parts = [[r for r in records if (r["backend"] == "simulated") is simulated] for simulated in (True, False)]
-    return [part for part in parts if part]
-
-
-def unique(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(record[field] for record in records))
-
-
 def groups(records: Records) -> list[Group]:
     """The bars of one panel, in the order of the records."""
     by_place: dict[tuple[Any, ...], list[FlatRecord]] = {}
@@ -169,101 +161,3 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
             points = [(at, value / base[at]) for at, value in points if base.get(at)]
         lines.append(Series(system, colour(system), tuple(points)))
     return lines
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def panel_name(letter: str, records: Records) -> str:
-    first = records[0]
-    where = first["setting_title"] if is_simulated(records) else f"{first['model']} {measured_where(records)}"
-    return f"({letter}) {where}, {first['workload_title']}"
-
-
-def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
-    """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
-
-    ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
-    """
-    halves = halves_of(records)
-    subtitles, notes = [] if in_title else [what], []
-    for half in halves:
-        subtitles.append(simulated_subtitle(half) if is_simulated(half) else measured_subtitle(half, machine))
-        notes += notes_of(half)
-    if len(halves) == 2:
-        kind = "SIMULATED and MEASURED"
-    elif is_simulated(records):
-        kind = f"SIMULATED: predicted times for {' and '.join(unique(records, 'gpu'))}"
-    else:
-        kind = f"MEASURED {measured_where(records)}: {records[0]['model']}"
-    title = f"{what} \u2014 {kind}" if in_title else kind
-    return FigureText(title, "\n".join(subtitles), "\n".join(dict.fromkeys(notes)))
-
-
-def simulated_subtitle(records: Records) -> str:
-    parts = []
-    for name in unique(records, "setting"):
-        here = [record for record in records if record["setting"] == name]
-        first = here[0]
-        parts.append(
-            f"{first['setting_title']} ({first['dtype']}) in {first['host']}: {gpu_pool(here)} GPU blocks "
-            f"of 16 tokens, {first['cpu_kv_gb']:g} GB of host memory for KV cache"
-        )
-    return "\n".join(parts)
-
-
-def gpu_pool(records: Records) -> str:
-    """Blocks of the GPU pool, or their range."""
-    blocks = sorted({record["num_gpu_blocks"] for record in records if record["num_gpu_blocks"] is not None})
-    return f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else str(blocks[0] if blocks else "-")
-
-
-def measured_where(records: Records) -> str:
-    return "over HTTP" if records[0]["backend"] == "http" else "on this machine"
-
-
-def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
-    first = records[0]
-    if first["backend"] == "http":
-        servers = dict.fromkeys(f"{record['system']}: {record['server']}" for record in records)
-        return f"{first['model']}, timed at the client; {'; '.join(servers)}"
-    device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
-    return (
-        f"{first['model']} ({first['dtype']}), measured on {device}; GPU tier capped at {gpu_pool(records)} KV blocks"
-    )
-
-
-def notes_of(records: Records) -> list[str]:
-    """Where the request lengths come from, and what was cut; CPU attention rates of simulated systems, and pools
-    that no such card holds."""
-    lines = []
-    for record in records:
-        scaled = "" if record["scale"] == 1 else f", lengths \u00d7 {record['scale']:g}"
-        lines.append(
-            f"{record['workload_title']}: {record['num_requests']} requests{scaled}, {record['trace_origin']} trace"
-        )
-    notes = ["; ".join(dict.fromkeys(lines)) + "."]
-    cut = [record for record in records if record.get("num_clipped")]
-    for place in dict.fromkeys(place_of(record) for record in cut):
-        first = next(record for record in cut if place_of(record) == place)
-        notes.append(
-            f"{first['workload_title']}, {first['output_len']:.0f} output tokens: {first['num_clipped']} of "
-            f"{first['num_requests']} requests clipped to {first['max_model_len']} tokens "
-            f"(mean output {first['output_len_mean']:.0f})."
-        )
-    for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
-        rates: dict[str, set[float]] = {}
-        for record in records:
-            if record.get("setting_title") == title and record["cpu_bandwidth_gb_s"] is not None:
-                rates.setdefault(record["system"], set()).add(record["cpu_bandwidth_gb_s"])
-        if rates and all(len(values) == 1 for values in rates.values()):
-            told = ", ".join(f"{system} {min(values):.0f}" for system, values in rates.items())
-            gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
-            notes.append(f"{title}: CPU attention assumed at {told} GB/s, the GPU's at {gpu_rate:.0f} GB/s.")
-    beyond = [r for r in records if r.get("max_gpu_blocks") is not None and r["num_gpu_blocks"] > r["max_gpu_blocks"]]
-    for title in unique(beyond, "setting_title"):
-        most = next(r["max_gpu_blocks"] for r in beyond if r["setting_title"] == title)
-        notes.append(
-            f"{title}: the card itself holds at most {most} blocks beside the weights; more need a larger one."
-        )
-    return notes

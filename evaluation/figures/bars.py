@@ -13,7 +13,7 @@ from evaluation.figures.style import FAINT, INK, FigureText, colour, panel_legen
 from evaluation.results import FlatRecord
 
 WIDTH_ALONE, WIDTH_OF_HALF, HEIGHT_ALONE, HEIGHT_OF_HALVES = 11.5, 8.2, 5.2, 8.6
-AXIS_SPACE = 0.62
+AXIS_SPACE = 0.7
 """Inches below the axes for ticks of two lines and the axis' name."""
 TITLE_SPACE = 0.42
 
@@ -72,10 +72,13 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     shape = (len(panels), 1) if in_column else (1, len(panels))
     widths = None if in_column else [max(len(panel.groups), 2) for panel in panels]
     axes = figure.subplots(*shape, squeeze=False, width_ratios=widths)
-    panel_legend(axes.flat[0] if in_column else axes.flat[-1], half.systems)
+    if not in_column:
+        panel_legend(axes.flat[-1], half.systems)
     for ax, panel in zip(axes.flat, panels, strict=True):
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
+        if in_column:
+            panel_legend(ax, half.systems)
         ax.set_xlabel(panel.x_label, color=FAINT, labelpad=6)
         if in_column or ax is axes.flat[0]:
             ax.set_ylabel(half.y_label)

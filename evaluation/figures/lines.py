@@ -9,14 +9,16 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from evaluation.figures.style import FAINT, FigureText, panel_title, set_words, style, tidy
+from evaluation.figures.style import FAINT, POINTS_PER_INCH, FigureText, panel_title, set_words, style, tidy
 
 PANEL_WIDTH, HEIGHT = 5.6, 5.2
 AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.75
 LABEL_SPACE = 0.95
 """Inches to the right of a panel for the lines' names."""
-MIN_LABEL_GAP = 0.045
-"""Of the axes' height: names of lines that end close together are moved apart."""
+LABEL_SIZE, MIN_LABEL_GAP = 9, 11
+"""Points: names of lines that end close together are moved apart."""
+LABEL_DISTANCE = 0.025
+"""Of the axes' width, from a line's end to its name."""
 
 
 @dataclass(frozen=True)
@@ -122,34 +124,44 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
             color=level.colour,
         )
     panel_title(ax, panel.title)
-    ax.set_xlabel(panel.x_label, color=FAINT, labelpad=5)
-    ax.set_ylabel(panel.y_label)
+    ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)
+    ax.set_ylabel(panel.y_label + ("\nlog scale" if panel.log_y else ""))
     tidy(ax)
     name_lines(ax, drawn)
 
 
 def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
-    """Each line's name beside its end, moved apart where ends are close."""
+    """Each line's name beside its end, in the order of the ends, moved apart where these are close."""
+    ax.autoscale_view()  # limits that are still to be computed would move the ends
     to_axes = ax.transData + ax.transAxes.inverted()
-    ends = []
-    for series in drawn:
-        x, y = max(series.points)
-        ends.append((to_axes.transform((x, y)), series))
+    ends = [(to_axes.transform(max(series.points)), series) for series in drawn]
     ends.sort(key=lambda end: end[0][1])
-    places, lowest = [], -1.0
-    for (x, y), _ in ends:
-        lowest = max(y, lowest + MIN_LABEL_GAP)
-        places.append((x, lowest))
-    overflow = max(0.0, places[-1][1] - 1.0) if places else 0.0
-    for (x, y), (_, series) in zip(places, ends, strict=True):
+    height = POINTS_PER_INCH * ax.figure.get_size_inches()[1] * ax.get_position().height
+    places = spread([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
+    for ((x, y), series), place in zip(ends, places, strict=True):
         ax.annotate(
             series.label,
-            (x, y - overflow),
+            (x, y),
             xycoords="axes fraction",
-            xytext=(6, 0),
-            textcoords="offset points",
+            xytext=(x + LABEL_DISTANCE, place),
+            textcoords="axes fraction",
+            arrowprops={"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
             va="center",
-            fontsize=9,
+            fontsize=LABEL_SIZE,
             fontweight="bold",
             color=series.colour,
         )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Places between 0 and 1, ``gap`` apart at least, that are nearest to ascending ``heights`` (least squares)."""
+    pools: list[tuple[float, int]] = []  # mean and number of neighbours that have to stand as close as they may
+    for number, height in enumerate(heights):
+        mean, count = height - number * gap, 1
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    highest = max(0.0, 1 - (len(heights) - 1) * gap)
+    bases = [min(max(mean, 0.0), highest) for mean, count in pools for _ in range(count)]
+    return [base + number * gap for number, base in enumerate(bases)]

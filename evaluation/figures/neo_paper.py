@@ -9,22 +9,27 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
-from evaluation.figures.apex_paper import panel_name, system_lines, unique, words
+from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, colour
+from evaluation.figures.words import lettered, panel_name, trace_note, unique, words
 from evaluation.results import FlatRecord, read_records, records_file
 
 Records = Sequence[FlatRecord]
 
 PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97)
-# One hue from light to dark, in the order of the hosts: a bigger host is more of the same.
-HOST_COLOURS = ("#F2B950", "#E08A1E", "#B85C0A", "#6E3305")
+# From light to dark in the order of the hosts, a bigger host being more of the same; hues apart enough to tell them.
+HOST_COLOURS = ("#9FB827", "#21A083", "#31688E", "#440154")
 
 
 def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
     """All panels of a figure; ``what`` it shows, in words."""
     letters = unique(records, "panel")
     panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
+    panels = [
+        replace(panel, title=lettered(panel.title, letter, records))
+        for panel, letter in zip(panels, letters, strict=True)
+    ]
     by_host = len(unique(records, "setting")) > len(letters)
     text = host_words(records) if by_host else words(what, records, {})
     notes = (
@@ -42,13 +47,14 @@ def host_words(records: Records) -> FigureText:
         if record["cpu_bandwidth_gb_s"] is not None:
             rate, pool = record["cpu_bandwidth_gb_s"], record["cpu_kv_gb"]
             hosts[record["host"]] = f"{record['host'].split(' (')[0]} {rate:.0f} GB/s, {pool:g} GB"
+    kernels = ", ".join(unique((r for r in records if r["cpu_bandwidth_gb_s"] is not None), "cpu_kernel"))
     machine = first["setting_title"].split(" (")[0]
     return FigureText(
         "",
         f"{machine} ({first['dtype']}): {first['num_gpu_blocks']} GPU blocks of 16 tokens",
-        f"CPU attention (assumed) and KV cache by host: {'; '.join(hosts.values())}.\n"
+        f"CPU attention (assumed, kernel {kernels}) and KV cache by host: {'; '.join(hosts.values())}.\n"
         f"GPU attention {first['gpu_attention_gb_s']:.0f} GB/s. {first['workload_title']}: {first['num_requests']} "
-        f"requests, {first['trace_origin']} trace.",
+        f"requests, {first['trace_origin']} trace. {trace_note(records)}",
     )
 
 
@@ -63,7 +69,7 @@ def draw_panel(records: Records, folder: Path) -> LinePanel:
 def latency_panel(records: Records) -> LinePanel:
     level = records[0]["at_latency_s"]
     return LinePanel(
-        panel_name(records[0]["panel"], records),
+        panel_name(records),
         "request rate (requests/s, Poisson arrivals)",
         "mean per-token latency (s), SIMULATED",
         tuple(system_lines(records, "request_rate", "per_token_latency_s_mean")),
@@ -73,10 +79,11 @@ def latency_panel(records: Records) -> LinePanel:
 
 
 def throughput_panel(records: Records) -> LinePanel:
+    """A line per system over the output length; ratios are to the baseline."""
     baseline = records[0]["baseline"]
     lines = system_lines(records, "output_len", "output_tokens_per_s", baseline)
     return LinePanel(
-        panel_name(records[0]["panel"], records),
+        panel_name(records),
         "average output tokens per request",
         f"throughput relative to {baseline}, SIMULATED",
         tuple(lines),
@@ -99,7 +106,7 @@ def by_host_panel(records: Records) -> LinePanel:
                 lines.append(replace(line, label=label, colour=shade, dashed=line.label != systems[-1]))
     machine = records[0]["setting_title"].split(" (")[0]
     return LinePanel(
-        f"({records[0]['panel']}) {machine}, {records[0]['workload_title']}, {' and '.join(systems)} by host",
+        f"{machine}, {records[0]['workload_title']}, {' and '.join(systems)} by host",
         "average output tokens per request",
         f"throughput relative to {baseline}, SIMULATED",
         tuple(lines),
@@ -121,7 +128,7 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
         points = zip(np.percentile(latencies, PERCENTS).tolist(), PERCENTS, strict=True)
         lines.append(Series(record["system"], colour(record["system"]), tuple(points)))
     return LinePanel(
-        f"{panel_name(records[0]['panel'], records)}, {records[0]['request_rate']:g} requests/s",
+        f"{panel_name(records)}, {records[0]['request_rate']:g} requests/s",
         "per-token latency (s), SIMULATED",
         "percent of requests",
         tuple(lines),

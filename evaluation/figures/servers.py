@@ -43,6 +43,15 @@ COLUMNS = (
     ("cores busy", "server_cores_busy", ".2f"),
     ("failed", "failed", ".0f"),
 )
+# What summary.md tells of every round.
+ROUND_COLUMNS = (
+    ("cores", "cores", "{}"),
+    ("system", "system", "{}"),
+    ("round", "round", "{}"),
+    *((field, title, f"{{:{form}}}") for title, field, form in COLUMNS),
+    ("idle_servers_cores_busy", "idle servers' cores busy", "{:.3f}"),
+    ("resident_gib", "resident GiB", "{:.2f}"),
+)
 
 
 def medians(rows: Sequence[FlatRecord]) -> list[FlatRecord]:

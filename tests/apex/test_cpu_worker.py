@@ -89,3 +89,4 @@ def test_a_worker_that_died_can_be_closed() -> None:
     worker = CpuWorker()
     worker.kill()
     worker.close()
+    assert not worker._thread.is_alive()

@@ -133,6 +133,8 @@ def test_a_whole_run(tmp_path, model, monkeypatch, capsys):
     for r in rows:
         assert r["completed"] == 4 and r["failed"] == 0 and r["output_tokens"] == 24 and r["ratio"] > 0
         assert r["ttft_s_p99"] > 0 and 0 <= r["idle_servers_cores_busy"] < 1 and r["server"] == "version 9.9"
+    titles, _, *lines = (folder / "summary.md").read_text().splitlines()
+    assert titles.startswith("| cores | system | round |") and "cores busy" in titles and len(lines) == 4
     records = read_records(records_file(folder, "vllm-1core-round1"))
     assert [len(record["token_times_s"]) for record in records] == [6] * 4
     told = json.loads((folder / "provenance.json").read_text())["configuration"]["commands"]["vllm-1core"]

@@ -132,11 +132,9 @@ def hangs_on_four(release, exchange, body, index):
 
 def test_a_stall_fails_the_rest_with_the_state():
     release = threading.Event()
-    start = time.monotonic()
     rows = [(4, 2, 0.0), (4, 4, 0.0), (4, 5, 0.1), (4, 2, 60.0)]
     result, _ = replayed(functools.partial(hangs_on_four, release), *rows, stall_timeout_s=0.4)
     release.set()
-    assert time.monotonic() - start < 5
     first, middle, waiting, unsent = result.records
     assert first.completed and middle.output_len == 2 and waiting.output_len == unsent.output_len == 0
     for record in (middle, waiting, unsent):

@@ -57,19 +57,16 @@ def test_refusal_is_a_failed_record_with_the_message():
 
 
 def test_stall_is_an_error_with_the_state():
-    start = time.monotonic()
     with pytest.raises(ReplayStalled, match=r'no progress for 0.2 s.*"waiting": 1'):
         replay(FakeEngine(stuck=True), workload((4, 2, 0.0)), stall_timeout_s=0.2)
-    assert time.monotonic() - start < 2
 
 
 def test_step_that_never_returns_is_a_stall_too():
-    engine = FakeEngine()
-    engine.step = lambda: threading.Event().wait(30)
-    start = time.monotonic()
+    engine, returned = FakeEngine(), []
+    engine.step = lambda: returned.append(threading.Event().wait(60))
     with pytest.raises(ReplayStalled, match="no progress"):
         replay(engine, workload((4, 2, 0.0)), stall_timeout_s=0.2)
-    assert time.monotonic() - start < 5
+    assert not returned  # it was interrupted
 
 
 def test_slow_progress_is_no_stall():

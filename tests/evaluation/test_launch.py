@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -59,12 +58,10 @@ def test_what_decides_is_described(monkeypatch):
 
 def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
     command = ServerCommand("broken", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
-    start = time.monotonic()
     with pytest.raises(ServerNotReady) as error, launched(command, tmp_path / "log", 60.0):
         pass
     assert "broken: it ended with status 1 before it was ready" in str(error.value)
     assert "no such model" in str(error.value) and str(tmp_path / "log") in str(error.value)
-    assert time.monotonic() - start < 30.0
 
 
 def test_a_server_that_never_gets_ready_is_stopped(tmp_path):

@@ -133,6 +133,16 @@ def test_claims_are_held_against_predictions_and_measurements_apart():
     assert ours == {"simulated": "3.00", "measured": "2.00"}
 
 
+def test_rows_need_no_system(tmp_path):
+    """Those of a benchmark of kernels, or of a calibration, are about something else."""
+    folder = ResultFolder("pacpu", {}, tmp_path)
+    folder.note_invocation()
+    folder.save_summary([{"kernel": "native", "gbps": 12.0, "backend": "measured: CPU attention speed"}])
+    section = read_section(tmp_path / "pacpu" / "latest")
+    assert section.claims == [] and section.origins == {"measured": 1}
+    assert "native" in render([section])
+
+
 def test_errors_say_what_to_do(tmp_path, capsys):
     assert main(Options(results_dir=tmp_path, output=tmp_path / "r.html")) == 2
     assert "make fig5" in capsys.readouterr().out

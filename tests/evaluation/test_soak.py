@@ -9,11 +9,11 @@ from collections import Counter
 import httpx
 import pytest
 
-from evaluation.soak import Options, run
+from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run
 from evaluation.soak_requests import KINDS, QUEUE_FULL, SERVED, Draw, Unexpected, exchange, malformed, plain, stream
 from tests.evaluation.fake_server import FakeServer
 
-SHORT = Options(requests=300, memory_allowance_mib=256)  # the first requests fill caches and allocators
+SHORT = Options(requests=300)
 
 
 def test_a_short_soak(tmp_path, monkeypatch):
@@ -26,6 +26,14 @@ def test_a_short_soak(tmp_path, monkeypatch):
         kinds[kind] += count
     assert len(kinds) >= len(KINDS) - 2  # the rarest may not have come
     assert report.ends["plain", SERVED] > 10 and report.ends["stream", SERVED] > 10
+
+
+def test_memory_is_judged_in_long_runs_from_the_first_quarter_on():
+    grown = Report(resident_mib=[100.0, 400.0, 410.0, 420.0, 450.0])
+    assert memory_problems(Options(requests=MEMORY_FROM, memory_allowance_mib=50), grown) == []
+    (problem,) = memory_problems(Options(requests=MEMORY_FROM, memory_allowance_mib=49), grown)
+    assert "memory grew by 50 MiB, more than 49" in problem
+    assert memory_problems(Options(requests=MEMORY_FROM - 1, memory_allowance_mib=0), grown) == []
 
 
 def answered(behave, kind) -> str:

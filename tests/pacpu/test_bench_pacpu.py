@@ -1,5 +1,6 @@
 """The benchmark of the CPU attention kernels: what it counts, what it concludes, and one tiny run."""
 
+import itertools
 import json
 from typing import Any
 
@@ -67,10 +68,16 @@ def test_figure_shows_every_contender_once():
         for threads in (1, 2)
         for batch in (1, 8)
     ]
-    drawing = figure(rows)
+    drawing = figure([*rows, row(fraction_of_read=1.3)], "a machine, 2026-01-01")
     assert len(drawing.axes) == 2
     assert all(len(ax.lines) == 4 for ax in drawing.axes)  # three contenders and the limit
     assert len(drawing.legends[0].get_texts()) == 3
+    assert drawing.axes[0].get_ylim()[1] > 130  # nothing is cut off
+    words = " ".join(text.get_text() for text in drawing.texts)
+    assert "a machine, 2026-01-01; head dimension 128" in words and "torch SDPA: " in words and "vLLM" not in words
+    drawing.draw_without_rendering()
+    boxes = [item.get_window_extent() for item in (*drawing.texts, *drawing.legends)]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     assert markdown(rows).count("\n") == len(rows) + 2
 
 

@@ -1,0 +1,158 @@
+"""Titles, subtitles and notes of the papers' figures: what was made where, at what scale, from which lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evaluation.claims import place_of
+from evaluation.figures.style import FigureText
+from evaluation.results import FlatRecord
+from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+
+Records = Sequence[FlatRecord]
+
+TRACE_WORDS = {
+    "measured": "lengths of a public record",
+    "reconstructed": "drawn from a record's published plots",
+    "fitted": "drawn from a record's quantiles, input and output independently",
+    "synthetic": "made up, with the published or stated averages",
+}
+
+
+def is_simulated(records: Records) -> bool:
+    return records[0]["backend"] == "simulated"
+
+
+def halves_of(records: Records) -> list[list[FlatRecord]]:
+    """Simulated records, then measured ones, where there are any."""
+    parts = [[r for r in records if (r["backend"] == "simulated") is simulated] for simulated in (True, False)]
+    return [part for part in parts if part]
+
+
+def unique(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(record[field] for record in records))
+
+
+def panel_name(records: Records) -> str:
+    first = records[0]
+    where = first["setting_title"] if is_simulated(records) else f"{first['model']} {measured_where(records)}"
+    return f"{where}, {first['workload_title']}"
+
+
+def lettered(title: str, letter: str, records: Records) -> str:
+    """The title of a panel of a figure of these records; a figure of one panel needs no letter."""
+    return f"({letter}) {title}" if len(unique(records, "panel")) > 1 else title
+
+
+def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
+    """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
+
+    ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
+    """
+    halves = halves_of(records)
+    subtitles, notes = [] if in_title else [what], []
+    for half in halves:
+        subtitles.append(simulated_subtitle(half) if is_simulated(half) else measured_subtitle(half, machine))
+        notes += notes_of(half)
+    if len(halves) == 2:
+        kind = "SIMULATED and MEASURED"
+    elif is_simulated(records):
+        kind = f"SIMULATED: predicted times for {' and '.join(unique(records, 'gpu'))}"
+    else:
+        kind = f"MEASURED {measured_where(records)}: {records[0]['model']}"
+    title = f"{what} \u2014 {kind}" if in_title else kind
+    return FigureText(title, "\n".join(subtitles), "\n".join(dict.fromkeys(notes)))
+
+
+def simulated_subtitle(records: Records) -> str:
+    parts = []
+    for name in unique(records, "setting"):
+        here = [record for record in records if record["setting"] == name]
+        first = here[0]
+        parts.append(
+            f"{first['setting_title']} ({first['dtype']}) in {first['host']}: {gpu_pool(here)} GPU blocks "
+            f"of 16 tokens, {first['cpu_kv_gb']:g} GB of host memory for KV cache"
+        )
+    return "\n".join(parts)
+
+
+def gpu_pool(records: Records) -> str:
+    """Blocks of the GPU pool, or their range."""
+    blocks = sorted({record["num_gpu_blocks"] for record in records if record["num_gpu_blocks"] is not None})
+    return f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else str(blocks[0] if blocks else "-")
+
+
+def measured_where(records: Records) -> str:
+    return "over HTTP" if records[0]["backend"] == "http" else "on this machine"
+
+
+def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
+    first = records[0]
+    if first["backend"] == "http":
+        servers = dict.fromkeys(f"{record['system']}: {record['server']}" for record in records)
+        return f"{first['model']}, timed at the client; {'; '.join(servers)}"
+    device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
+    return (
+        f"{first['model']} ({first['dtype']}), measured on {device}; GPU tier capped at {gpu_pool(records)} KV blocks"
+    )
+
+
+def notes_of(records: Records) -> list[str]:
+    """Where the request lengths come from, and what was cut; CPU attention, and pools that no such card holds."""
+    return [*length_notes(records), *cpu_attention_notes(records), *pool_notes(records)]
+
+
+def length_notes(records: Records) -> list[str]:
+    lines = []
+    for record in records:
+        scaled = "" if record["scale"] == 1 else f", lengths \u00d7 {record['scale']:g}"
+        lines.append(
+            f"{record['workload_title']}: {record['num_requests']} requests{scaled}, {record['trace_origin']} trace"
+        )
+    notes = ["; ".join(dict.fromkeys(lines)) + ".", trace_note(records)]
+    cut = [record for record in records if record.get("num_clipped")]
+    for place in dict.fromkeys(place_of(record) for record in cut):
+        first = next(record for record in cut if place_of(record) == place)
+        notes.append(
+            f"{first['workload_title']}, {first['output_len']:.0f} output tokens: {first['num_clipped']} of "
+            f"{first['num_requests']} requests clipped to {first['max_model_len']} tokens "
+            f"(mean output {first['output_len_mean']:.0f})."
+        )
+    return notes
+
+
+def trace_note(records: Records) -> str:
+    """What the kinds of traces in the notes mean."""
+    kinds = unique(records, "trace_origin")
+    return "Traces: " + "; ".join(f"{kind}: {TRACE_WORDS[kind]}" for kind in kinds) + "."
+
+
+def cpu_attention_notes(records: Records) -> list[str]:
+    """Who computes attention on the CPU with which kernel; where that is assumed, how fast."""
+    notes = []
+    kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] not in GPU_ONLY_SCHEDULERS}
+    for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
+        rates: dict[str, set[float]] = {}
+        for record in records:
+            if record.get("setting_title") == title and record["cpu_bandwidth_gb_s"] is not None:
+                rates.setdefault(record["system"], set()).add(record["cpu_bandwidth_gb_s"])
+        if rates and all(len(values) == 1 for values in rates.values()):
+            told = ", ".join(f"{system} ({kernels[system]} kernel) {min(v):.0f} GB/s" for system, v in rates.items())
+            gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
+            notes.append(f"{title}: attention on the CPU assumed at {told}; on the GPU {gpu_rate:.0f} GB/s.")
+    if records[0]["backend"].startswith("torch") and kernels:
+        told = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items())
+        notes.append(f"Attention on the CPU: {told}.")
+    return notes
+
+
+def pool_notes(records: Records) -> list[str]:
+    notes = []
+    beyond = [r for r in records if r.get("max_gpu_blocks") is not None and r["num_gpu_blocks"] > r["max_gpu_blocks"]]
+    for title in unique(beyond, "setting_title"):
+        most = next(r["max_gpu_blocks"] for r in beyond if r["setting_title"] == title)
+        notes.append(
+            f"{title}: the card itself holds at most {most} blocks beside the weights; more need a larger one."
+        )
+    return notes

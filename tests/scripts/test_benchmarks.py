@@ -1,0 +1,58 @@
+"""The benchmarks' command lines, and what the one of the server's overhead makes of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
+from benchmarks.overhead_clients import Stream
+from evaluation.paths import REPO_ROOT
+from evaluation.report_tables import MEASURED, origin_of
+from evaluation.results import markdown_table
+
+
+@pytest.mark.parametrize("name", ["bench_scheduler", "bench_simulator"])
+def test_an_argument_it_does_not_know_is_refused(name):
+    command = [sys.executable, f"benchmarks/{name}.py", "--no-such-option"]
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "--no-such-option" in result.stderr
+
+
+def stream(name: str, times_s: list[float]) -> Stream:
+    """One that was sent at 0 s and whose tokens came in at these times."""
+    parts = [
+        f'data: {{"id": "{name}", "choices": [0], "usage": {{"completion_tokens": {number}}}}}\n\n'.encode()
+        for number in range(1, len(times_s) + 1)
+    ]
+    return Stream(connection=None, times_s=times_s, parts=parts)
+
+
+def test_added_is_counted_while_all_streams_are_open():
+    options = Options(streams=2, output_len=4)
+    ready = {"a-0": [1.0, 2.0, 3.0, 4.0], "b-0": [3.0, 4.0, 5.0, 6.0]}  # both are open from 3 s to 4 s
+    late = {"a-0": [0.9, 0.9, 0.001, 0.002], "b-0": [0.001, 0.002, 0.9, 0.9]}
+    streams = [stream(name[0], [at + by for at, by in zip(ready[name], late[name], strict=True)]) for name in ready]
+    record = summarise(options, 5.0, streams, ready, seconds=4.0)
+    assert record["added_ms_max"] == pytest.approx(2.0) and record["added_ms_p50"] == pytest.approx(1.5)
+    assert record["added_ms_p99_of_all"] > 800 and record["fraction_all_open"] == 0.5
+    assert record["per_token_ms_p50"] == pytest.approx((4.002 + 6.9) / 2 / 4 * 1e3)
+    assert record["output_tokens_per_s"] == 2.0 and origin_of(record) == MEASURED
+    titles, _, values = markdown_table([record | {"round": 1}], COLUMNS).splitlines()
+    assert "| pace |" in titles and "per-token latency" in titles and values.startswith("| 5 ms | 1 | 1.50 |")
+
+
+def test_streams_too_short_to_be_open_together_are_told_of(tmp_path, monkeypatch, capsys):
+    ready = {"a-0": [1.0, 2.0], "b-0": [3.0, 4.0]}
+
+    def measure(options: Options, pace_ms: float) -> dict:
+        return summarise(options, pace_ms, [stream(name[0], times_s) for name, times_s in ready.items()], ready, 4.0)
+
+    options = Options(streams=2, output_len=2, results_dir=tmp_path)
+    with pytest.raises(TooFewTokens):
+        measure(options, 0.0)
+    monkeypatch.setattr("benchmarks.bench_server_overhead.measure", measure)
+    assert main(options) == 2
+    assert "use more tokens than --output-len 2" in capsys.readouterr().err
