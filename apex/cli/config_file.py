@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,11 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str]) -> Comman
     default = {} if path is None else {"default": command_with(command, read(path, command))}
     # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64 | None`; `--synchronous` without a `--no-synchronous`.
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    return tyro.cli(command, prog=prog, args=list(arguments), config=config, registry=HINTS, **default)
+    try:
+        return tyro.cli(command, prog=prog, args=list(arguments), config=config, registry=HINTS, **default)
+    except BrokenPipeError:  # the help's reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        raise SystemExit(0) from None
 
 
 def file_in(arguments: Sequence[str]) -> Path | None:

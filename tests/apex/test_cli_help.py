@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +39,13 @@ def test_a_default_from_a_file_is_shown(tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["serve", "simulate"])
 def test_the_kernels_are_the_same_everywhere(verb, capsys):
     assert "--cpu-kernel STR CPU attention kernel: native, ispc or llamafile" in help_of(capsys, verb)
+
+
+def test_a_reader_of_help_may_leave():
+    """As `apex simulate --help | head -1` does."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "apex", "simulate", "--help"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
