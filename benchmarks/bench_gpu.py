@@ -16,8 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,20 +25,16 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import torch
 
-import pacpu
+from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, memory_bandwidth, wake_up
 from evaluation.gpu_check import CASES, Case, model_folder
 from evaluation.provenance import usable_cores
 from swiftllm.config import EngineConfig
-from swiftllm.device import open_device
 from swiftllm.memory import InsufficientMemory
-from swiftllm.ops import select_ops
 from swiftllm.plan import LaneItem
 from swiftllm.request import Request, SamplingParams, Tier
 from swiftllm.sampling import Sampler
 from swiftllm.torch_backend import TorchBackend
 
-ROUNDS = 9
-ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context
 ITERATION_BATCHES = (1, 8, 32, 64)
 ITERATION_CONTEXT = 32  # short: the weights are what an iteration reads
 SAMPLED_ROWS = 64
@@ -51,103 +45,6 @@ HOWS = {
     "top_k=50": ({"temperature": 1.0, "top_k": 50},),
 }
 HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Timer:
-    """Seconds of work on a device."""
-
-    device: torch.device
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, work: Callable[[], None], calls: int = 1) -> float:
-        self.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self.synchronize()
-        return (time.perf_counter() - start_s) / calls
-
-    def median(self, work: Callable[[], None], calls: int = 1) -> float:
-        work()  # the first call compiles and fills caches
-        return statistics.median(self.seconds(work, calls) for _ in range(ROUNDS))
-
-
-def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
-    """GB/s inside the device's memory (bytes read and written) and across the bus from and to pinned memory."""
-    device = timer.device
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    words = source.view(torch.int32)
-    figures = {
-        "copy": 2 * num_bytes / timer.median(lambda: target.copy_(source), calls=4),
-        "read": num_bytes / timer.median(lambda: words.max(), calls=4),
-    }
-    if device.type == "cuda":
-        pinned = torch.empty(num_bytes // 4, dtype=torch.uint8, pin_memory=True)
-        part = source[: len(pinned)]
-        figures["to_device"] = len(pinned) / timer.median(lambda: part.copy_(pinned, non_blocking=True))
-        figures["to_host"] = len(pinned) / timer.median(lambda: pinned.copy_(part, non_blocking=True))
-    return {name: rate / 1e9 for name, rate in figures.items()}
-
-
-def wake_up(timer: Timer) -> dict[str, float]:
-    """How much later a host that sleeps hears of an event than one that spins: what pacing has to hide."""
-    words = torch.zeros(GIB // 16, dtype=torch.int32, device=timer.device)
-
-    def wait(blocking: bool) -> None:
-        words.add_(1)
-        event = torch.cuda.Event(blocking=blocking)
-        event.record()
-        event.synchronize()
-
-    asleep, spinning = (timer.median(partial(wait, blocking)) for blocking in (True, False))
-    return {"us": (asleep - spinning) * 1e6}
-
-
-@torch.inference_mode()  # as the backend captures: torch makes tensors for its first capture and fills them at each
-def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
-    """Paged decode attention over a GiB of K and V, which no cache of the GPU holds, in shuffled blocks of 16."""
-    ops, device, block_size = select_ops(timer.device, dtype), timer.device, 16
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    hardware, graphs, rows = open_device(device.type), [], []
-    for batch, context in ATTENTION_SHAPES[: 2 if quick else None]:
-        blocks = -(-context // block_size)
-        num_blocks = batch * blocks
-        block_bytes = kv_heads * 2 * block_size * dim * dtype.itemsize
-        copies = max(1, (GIB if device.type == "cuda" else GIB // 64) // (num_blocks * block_bytes))
-        shape = (num_blocks, kv_heads, 2, block_size, dim)
-        layers = [torch.randn(shape, dtype=dtype, device=device) for _ in range(copies)]
-        tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(batch, blocks)
-        lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-        q = torch.randn(batch, heads, dim, device=device).to(dtype)
-        k, v = (torch.randn(batch, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(q)
-
-        def attend(layers: list = layers, arguments: tuple = (tables, lens, out, dim**-0.5), new=(q, k, v)) -> None:
-            for layer in layers:
-                ops.decode_attention(*new, layer, *arguments)
-
-        attend()
-        if hardware.can_capture:  # as in the engine: short calls are measured, not their launches
-            graphs.append(hardware.capture(attend))
-            attend = graphs[-1].replay
-        seconds = timer.median(attend, calls=4) / copies
-        gb_s = batch * context * kv_heads * 2 * dim * dtype.itemsize / seconds / 1e9
-        rows.append(
-            {
-                "batch": batch,
-                "context": context,
-                "us": seconds * 1e6,
-                "gb_s": gb_s,
-                "fraction_of_copy": gb_s / copy_gb_s,
-            }
-        )
-    return rows
 
 
 @torch.inference_mode()
@@ -229,38 +126,6 @@ def weight_bytes(backend: TorchBackend) -> int:
     config = backend.model_config
     untied = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return (config.num_parameters - untied) * backend.dtype.itemsize
-
-
-def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int) -> dict[str, Any]:
-    """The default kernel of pacpu over caches in host memory, beside streaming reads of the same memory."""
-    kv_heads, dim, batch, block_size, context = config.num_kv_heads, config.head_dim, 32, 16, 1024
-    blocks = batch * context // block_size
-    layer_bytes = blocks * kv_heads * 2 * block_size * dim * dtype.itemsize
-    layers = torch.empty((max(2, num_bytes // layer_bytes), blocks, kv_heads, 2, block_size, dim), dtype=dtype)
-    noise = torch.randn(1 << 20).to(dtype)
-    for part in layers.view(-1).split(len(noise)):  # billions of random numbers would take longer than all else
-        part.copy_(noise[: len(part)])
-    tables = torch.randperm(blocks).to(torch.int32).view(batch, -1)
-    lens = torch.full((batch,), context, dtype=torch.int32)
-    q = torch.randn(batch, config.num_heads, dim).to(dtype)
-    k, v = (torch.randn(batch, kv_heads, dim).to(dtype) for _ in range(2))
-    out = torch.empty_like(q)
-    rates, reads = [], []
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        for layer in layers:
-            pacpu.paged_attention(q, k, v, layer, tables, lens, out, dim**-0.5, num_threads=threads)
-        rates.append(len(layers) * layer_bytes / (time.perf_counter() - start_s) / 1e9)
-        reads.append(pacpu.read_bandwidth(layers, num_threads=threads) / 1e9)
-    fractions = [rate / read for rate, read in zip(rates, reads, strict=True)]
-    return {
-        "kernel": pacpu.default_kernel(dtype),
-        "isa": pacpu.isa(),
-        "threads": threads,
-        "gb_s": statistics.median(rates),
-        "read_gb_s": statistics.median(reads),
-        "fraction_of_read": statistics.median(fractions),
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

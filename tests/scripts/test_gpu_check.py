@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_gpu
+from benchmarks import bench_gpu, gpu_parts
 from evaluation import gpu_check
 from evaluation.gpu_check import CASES
 from swiftllm import torch_backend
@@ -73,14 +73,14 @@ def test_the_benchmark_captures_beside_a_backend(monkeypatch: pytest.MonkeyPatch
         options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
         backend = TorchBackend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
         captured = cuda.captures
-        monkeypatch.setattr(bench_gpu, "open_device", torch_backend.open_device)
-        monkeypatch.setattr(bench_gpu, "select_ops", torch_backend.select_ops)
-        monkeypatch.setattr(bench_gpu, "ATTENTION_SHAPES", ((4, 64),))
-        monkeypatch.setattr(bench_gpu, "GIB", 1 << 20)
+        monkeypatch.setattr(gpu_parts, "open_device", torch_backend.open_device)
+        monkeypatch.setattr(gpu_parts, "select_ops", torch_backend.select_ops)
+        monkeypatch.setattr(gpu_parts, "ATTENTION_SHAPES", ((4, 64),))
+        monkeypatch.setattr(gpu_parts, "GIB", 1 << 20)
         gc.disable()
         try:
-            (row,) = bench_gpu.decode_attention(
-                bench_gpu.Timer(backend.device), backend.model_config, backend.dtype, copy_gb_s=1.0, quick=False
+            (row,) = gpu_parts.decode_attention(
+                gpu_parts.Timer(backend.device), backend.model_config, backend.dtype, copy_gb_s=1.0, quick=False
             )
         finally:
             gc.enable()
