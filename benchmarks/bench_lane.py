@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import pacpu
+from apex.cli.parser import parse_options
 from evaluation.paths import default_model
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
@@ -137,27 +138,34 @@ def timed(run: Callable[[], object]) -> float:
     return time.thread_time() - start_s
 
 
-def main(
-    model: Path | None = None, num_rows: int = 64, context_len: int = 192, rounds: int = 7, dtype: str = "bfloat16"
-) -> None:
-    """Print the table.
+@dataclass(frozen=True)
+class Options:
+    """Measure every part of a CPU lane's iteration of decodes against its floor."""
 
-    Args:
-        model: folder with a config.json, the weights are random; by default SmolLM2-135M-Instruct from the cache.
-        num_rows: decodes in the lane.
-        context_len: tokens of each.
-        rounds: medians are of so many.
-        dtype: bfloat16, float16 or float32.
-    """
+    model: Path | None = None
+    """Folder with a config.json, the weights are random; by default SmolLM2-135M-Instruct from the cache."""
+    num_rows: int = 64
+    """Decodes in the lane."""
+    context_len: int = 192
+    """Tokens of each."""
+    rounds: int = 7
+    """Medians are of so many."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of weights, activations and KV cache."""
+
+
+def main(options: Options) -> None:
+    """Measure and print the table."""
     torch.set_num_threads(1)
-    element = getattr(torch, dtype)
-    config = ModelConfig.from_folder(model or default_model())
-    lane = Lane(config, dummy_weights(config, "cpu", element), element, num_rows, context_len)
+    element = getattr(torch, options.dtype)
+    config = ModelConfig.from_folder(options.model or default_model())
+    weights = dummy_weights(config, "cpu", element)
+    lane = Lane(config, weights, element, options.num_rows, options.context_len)
     ours, torchs = (lane.parts(ops) for ops in (CpuOps(), ReferenceOps()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
     read_rates, compute_rates = [], []
     with torch.inference_mode():
-        for _ in range(rounds + 1):  # the first one warms up
+        for _ in range(options.rounds + 1):  # the first one warms up
             read_rates.append(pacpu.read_bandwidth(lane.weights.lm_head))
             compute_rates.append(multiply_add_rate())
             for name in ours:
@@ -165,7 +173,7 @@ def main(
                     taken.append(timed(part.run))
     read_rate, compute_rate = statistics.median(read_rates[1:]), statistics.median(compute_rates[1:])
 
-    print(f"{num_rows} decodes of {context_len} tokens, {dtype}")
+    print(f"{options.num_rows} decodes of {options.context_len} tokens, {options.dtype}")
     print(f"one core reads {read_rate / 1e9:.1f} GB/s and computes {compute_rate / 1e9:.0f} GFLOP/s in float32")
     table = Table("part", "ms", "share", "torch ms", "floor ms", "GFLOP/s")
     medians = {name: [statistics.median(taken[1:]) for taken in both] for name, both in seconds.items()}
@@ -181,4 +189,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main(parse_options(Options, prog="benchmarks/bench_lane.py"))

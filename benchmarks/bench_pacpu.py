@@ -25,10 +25,9 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-import tyro
 
 import pacpu
-from apex.cli.hints import HINTS
+from apex.cli.parser import parse_options
 from apex.doctor import last_level_cache_bytes
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
 from benchmarks.pacpu_peers import peers
@@ -216,4 +215,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__, registry=HINTS, config=(tyro.conf.DisallowNone,)))
+    main(parse_options(Options, description=__doc__))

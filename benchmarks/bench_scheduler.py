@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.progress import track
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from apex.cli.parser import parse_options
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from benchmarks.bench_simulator import NUM_LAYERS, table
 from evaluation.paths import RESULTS_DIR
@@ -223,4 +223,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, prog="benchmarks/bench_scheduler.py"))
+    main(parse_options(Options, prog="benchmarks/bench_scheduler.py"))

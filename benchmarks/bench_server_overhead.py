@@ -36,9 +36,8 @@ import numpy as np
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import tyro
 
-from apex.cli.hints import HINTS
+from apex.cli.parser import parse_options
 from apex.perf_model import FREE, ProfileTable, Surface
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
@@ -272,10 +271,4 @@ def median_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            tyro.cli(
-                Options, prog="benchmarks/bench_server_overhead.py", registry=HINTS, config=(tyro.conf.DisallowNone,)
-            )
-        )
-    )
+    sys.exit(main(parse_options(Options, prog="benchmarks/bench_server_overhead.py")))

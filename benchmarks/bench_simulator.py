@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from apex.cli.parser import parse_options
 from apex.perf_model import Curve, ProfileTable, Surface
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from evaluation.paths import RESULTS_DIR
@@ -127,4 +126,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, prog="benchmarks/bench_simulator.py"))
+    main(parse_options(Options, prog="benchmarks/bench_simulator.py"))

@@ -20,6 +20,7 @@ import tyro
 import yaml
 
 from apex.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
+from apex.cli.parser import parse_options
 from apex.hardware import HARDWARE_DIR, Gpu, LayerShape, load_gpu
 from apex.perf_model import Curve
 from evaluation.calibration_tables import (
@@ -244,4 +245,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="python -m evaluation.calibrate")))
+    sys.exit(main(parse_options(Options, prog="python -m evaluation.calibrate")))

@@ -24,8 +24,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import tyro
 from rich.console import Console
 
-from apex.cli.hints import HINTS
 from apex.cli.output import stdout_console
+from apex.cli.parser import parse_options
 from evaluation.drivers.bench_serve import BenchFailed, bench_serve
 from evaluation.drivers.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
 from evaluation.experiment import Point, PointResult, run_experiment
@@ -292,6 +292,4 @@ def main(options: Options, console: Console | None = None) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(
-        main(tyro.cli(Options, prog="evaluation/compare_vllm.py", registry=HINTS, config=(tyro.conf.DisallowNone,)))
-    )
+    sys.exit(main(parse_options(Options, prog="evaluation/compare_vllm.py")))

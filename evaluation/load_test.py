@@ -24,15 +24,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.hints import HINTS
 from apex.cli.output import stdout_console, table
+from apex.cli.parser import parse_options
 from evaluation.drivers.launch import ServerCommand, launched, stop_on_sigterm
 from evaluation.drivers.server import Server, connect
 from evaluation.experiment import Point, run_experiment
 from evaluation.figures.table import cell
 from evaluation.http_point import HttpTask, run_http_point
 from evaluation.metrics import DEFAULT_TARGETS, Targets
-from evaluation.options import Given, HttpOptions, parse_urls
+from evaluation.options import HttpOptions, parse_urls
 from evaluation.paths import RESULTS_DIR, default_model
 from evaluation.provenance import model_identity
 from evaluation.results import FlatRecord
@@ -52,11 +52,11 @@ class Options(HttpOptions):
     start: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=COMMAND")] = ()
     """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL_DIR"; once for each.
     --host and --port are added to the command. They run at the same time: idle servers should be idle."""
-    model: Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")] = None
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the model that the servers serve: its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
-    workload: Given[str] = None
+    workload: str | None = None
     """Lengths of this trace (configs/experiments/workloads.yaml); by default those of --input-len and --output-len."""
-    trace_dir: Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")] = None
+    trace_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder with trace files, searched first."""
     input_len: int = 128
     """Prompt tokens without --workload, 10% more or less."""
@@ -196,4 +196,4 @@ def main(options: Options, console: Console | None = None) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(main(tyro.cli(Options, prog="evaluation/load_test.py", registry=HINTS, config=(tyro.conf.DisallowNone,))))
+    sys.exit(main(parse_options(Options, prog="evaluation/load_test.py")))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 # evaluation/points.py.
 Backend = Literal["simulated", "torch", "http"]
 
-# An option that may be left out. Its help says what holds then; "None" is nothing to show, or to type.
-Value = TypeVar("Value")
-Given = Annotated[Value | None, tyro.conf.DisallowNone, tyro.conf.arg(help_behavior_hint="")]
-Names = Annotated[Given[tuple[str, ...]], tyro.conf.arg(metavar="NAME ...")]
-Folder = Annotated[Given[Path], tyro.conf.arg(metavar="FOLDER")]
-Range = Annotated[Given[str], tyro.conf.arg(metavar="NAME=LOW..HIGH")]
+Names = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME ...")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
 
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
 
@@ -40,21 +37,21 @@ class CommonOptions:
     Line breaks stay in the help: they stand where a sentence or clause ends.
     """
 
-    backend: Given[Backend] = None
+    backend: Backend | None = None
     """simulated predicts the papers' GPUs in virtual time;
     torch measures a small model on this machine, lengths and loads scaled down;
     http sends the same to OpenAI-compatible servers that are running (--url).
     By default what the figure says above."""
-    gpu: Given[Literal["t4", "a10"]] = None
+    gpu: Literal["t4", "a10"] | None = None
     """Only the panels of this GPU (simulated); by default all of them."""
     systems: Names = None
     """Systems to compare, in order; by default from the experiment file."""
-    num_requests: Given[int] = None
+    num_requests: int | None = None
     """Requests of every simulated point, or with --backend torch or http of every measured one;
     by default from the experiment file. The papers used 2000."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals, prompts."""
-    jobs: Given[int] = None
+    jobs: int | None = None
     """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
     sensitivity: Range = None
     """Instead of the figure: how its ratios move with an assumption (simulated).
@@ -74,32 +71,32 @@ class CommonOptions:
 class MeasuredOptions:
     """What only the measured part (backends torch and http) takes."""
 
-    config: Annotated[Given[Path], tyro.conf.arg(metavar="FILE")] = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Experiment file; by default that of the figure in configs/experiments."""
     model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
     With --backend http the model that the servers serve: its tokenizer makes the prompts."""
     workloads: Names = None
     """Measure only these workloads of the experiment file."""
-    scale: Given[float] = None
+    scale: float | None = None
     """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
-    output_lens: Annotated[Given[tuple[float, ...]], tyro.conf.arg(metavar="TOKENS ...")] = None
+    output_lens: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="TOKENS ...")] = None
     """Measured average output lengths, before scaling, where the figure sweeps them."""
-    gpu_requests: Given[int] = None
+    gpu_requests: int | None = None
     """Cap the measured GPU pool to this many requests of average length."""
-    num_gpu_blocks: Given[int] = None
+    num_gpu_blocks: int | None = None
     """Cap the measured GPU pool to this many KV blocks instead."""
-    device: Given[DeviceName] = None
+    device: DeviceName | None = None
     """Where the linear layers run; by default from the experiment file."""
-    dtype: Given[DtypeName] = None
+    dtype: DtypeName | None = None
     """Weights, activations and KV cache; by default from the experiment file."""
-    load_format: Given[LoadFormat] = None
+    load_format: LoadFormat | None = None
     """dummy needs only the model's config.json and draws prompts at random."""
-    cpu_threads: Given[int] = None
+    cpu_threads: int | None = None
     """Threads of the CPU attention worker."""
-    cpu_kernel: Given[str] = None
+    cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
-    repeats: Given[int] = None
+    repeats: int | None = None
     """Measure every point so often and take medians."""
     trace_dir: Folder = None
     """Folder with trace files, searched first (simulated points read it too)."""

@@ -25,7 +25,7 @@ import jinja2
 import tyro
 from rich.console import Console
 
-from apex.cli.hints import HINTS
+from apex.cli.parser import parse_options
 from evaluation.claims import Comparison, compare, load_claims
 from evaluation.paths import RESULTS_DIR
 from evaluation.report_tables import Table, columns_of, make_table, origin_of
@@ -219,4 +219,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, registry=HINTS, config=(tyro.conf.DisallowNone,))))
+    sys.exit(main(parse_options(Options)))

@@ -12,8 +12,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import tyro
 
+from apex.cli.parser import parse_options
 from evaluation.figures.apex_paper import draw_fig6
 from evaluation.options import FigureOptions
 from evaluation.reproduction import PaperFigure, reproduce
@@ -40,4 +40,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(parse_options(Options)))

@@ -17,6 +17,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import tyro
 from rich.console import Console
 
+from apex.cli.parser import parse_options
 from evaluation.claims import load_claims, print_claims
 from evaluation.experiment import Point, run_experiment
 from evaluation.figures.apex_paper import draw_sensitivity
@@ -24,7 +25,7 @@ from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.style import save
 from evaluation.figures.table import print_results
 from evaluation.neo import make_neo_points, with_rates_at_latency
-from evaluation.options import Folder, Given, Names, Range, experiment_settings
+from evaluation.options import Folder, Names, Range, experiment_settings
 from evaluation.paths import RESULTS_DIR
 from evaluation.points import run_point
 from evaluation.reproduction import read_folder
@@ -50,15 +51,15 @@ class Options:
     figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = ALL_FIGURES
     """Figures of the paper. 6: load and latency; 7: distribution of latencies; 8: beside FastDecode+;
     9: throughput over output length; 10a: the same on four hosts."""
-    gpu: Given[Literal["t4", "a10", "2xh100"]] = None
+    gpu: Literal["t4", "a10", "2xh100"] | None = None
     """Only the panels of this GPU; figures without any are left out."""
     systems: Names = None
     """Systems to compare in place of the paper's; the figure's baseline must be among them."""
-    num_requests: Given[int] = None
+    num_requests: int | None = None
     """Requests of every point; by default from the experiment file. NEO sent 2000."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals."""
-    jobs: Given[int] = None
+    jobs: int | None = None
     """Points that run at once; by default one per usable core. Changes the time it takes, not the result."""
     sensitivity: Range = None
     """Instead of Figure 9: how its ratios move with an assumption.
@@ -66,7 +67,7 @@ class Options:
     gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
     trace_dir: Folder = None
     """Folder with trace files, searched first."""
-    config: Annotated[Given[Path], tyro.conf.arg(metavar="FILE")] = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Experiment file in place of configs/experiments/neo.yaml."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to neo-fig<figure>/<run>/ in this folder."""
@@ -157,4 +158,4 @@ def show(folder: Path, rows: Sequence[FlatRecord], settings: dict[str, Any], con
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(parse_options(Options)))

@@ -29,8 +29,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import httpx
-import tyro
 
+from apex.cli.parser import parse_options
 from evaluation.drivers.launch import free_port, stop_on_sigterm
 from evaluation.drivers.server import connect
 from evaluation.progress import format_s
@@ -267,4 +267,4 @@ def main(options: Options) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(main(tyro.cli(Options, prog="evaluation/soak.py")))
+    sys.exit(main(parse_options(Options, prog="evaluation/soak.py")))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from apex.cli.output import mix, number, ratio, stdout_console, table
+from apex.cli.parser import parse_options
 from apex.cli.profile import attention_rate
 from apex.config import StrategyConfig
 from apex.inequality import offload_bound_tokens_per_s
@@ -286,4 +286,4 @@ def main(options: Options, run_point: RunPoint = run_row, console: Console | Non
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="scripts/ablation.py")))
+    sys.exit(main(parse_options(Options, prog="scripts/ablation.py")))

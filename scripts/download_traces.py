@@ -29,6 +29,7 @@ if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
 import tyro
 
 from apex.cli.output import stdout_console
+from apex.cli.parser import parse_options
 from evaluation.paths import default_model, trace_dirs
 from evaluation.trace_sources import SOURCES, TextOptions, fetch_trace
 
@@ -78,4 +79,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="scripts/download_traces.py")))
+    sys.exit(main(parse_options(Options, prog="scripts/download_traces.py")))

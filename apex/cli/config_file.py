@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import tyro
 
 from apex.cli.errors import InputError
-from apex.cli.hints import HINTS
+from apex.cli.parser import parse_options
 
 Command = TypeVar("Command")
 
@@ -39,13 +37,9 @@ def parse(command: type[Command], prog: str, arguments: Sequence[str]) -> Comman
     """
     path = file_in(arguments)
     default = {} if path is None else {"default": command_with(command, read(path, command))}
-    # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64 | None`; `--synchronous` without a `--no-synchronous`.
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    try:
-        return tyro.cli(command, prog=prog, args=list(arguments), config=config, registry=HINTS, **default)
-    except BrokenPipeError:  # the help's reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
-        raise SystemExit(0) from None
+    # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    return parse_options(command, prog, list(arguments), markers, **default)
 
 
 def file_in(arguments: Sequence[str]) -> Path | None:

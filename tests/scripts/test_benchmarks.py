@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
+from apex.cli.parser import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
 from benchmarks.overhead_clients import Stream
 from evaluation.paths import REPO_ROOT
@@ -19,6 +21,24 @@ def test_an_argument_it_does_not_know_is_refused(name):
     command = [sys.executable, f"benchmarks/{name}.py", "--no-such-option"]
     result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "--no-such-option" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"benchmarks.bench_{name}" for name in ("lane", "pacpu", "scheduler", "server_overhead", "simulator")),
+        *(f"evaluation.reproduce_{name}" for name in ("fig5", "fig6", "fig7", "neo")),
+        *(f"evaluation.{name}" for name in ("calibrate", "compare_vllm", "load_test", "report", "soak")),
+        "scripts.ablation",
+        "scripts.download_traces",
+    ],
+)
+def test_help_shows_no_default_that_is_none(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_options(importlib.import_module(name).Options, arguments=["--help"])
+    words = capsys.readouterr().out
+    assert end.value.code == 0 and "--help" in words
+    assert not any(nothing in words for nothing in ("(default: None)", "(default: )", "{None}|"))
 
 
 def stream(name: str, times_s: list[float]) -> Stream:
