@@ -13,8 +13,10 @@ from swiftllm.ops.triton_ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOp
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16_dot
+from tests.triton.memory_check import watch_memory
 
 repair_bfloat16_dot()
+watch_memory()
 
 HOST = torch.device("cpu")
 REFERENCE = ReferenceOps()

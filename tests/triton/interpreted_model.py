@@ -22,8 +22,10 @@ from swiftllm.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.tiny_model import make_tiny_llama
 from tests.triton.interpreter import repair_bfloat16_dot
+from tests.triton.memory_check import watch_memory
 
 repair_bfloat16_dot()
+watch_memory()
 
 NUM_TOKENS = 8
 PROMPT_LENS = (1, 17, 40, 23, 5)

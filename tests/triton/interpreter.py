@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
+@cache
 def repair_bfloat16_dot() -> None:
     """Give ``tl.dot`` the values of bfloat16 operands.
 
