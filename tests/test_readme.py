@@ -1,4 +1,4 @@
-"""What the README shows is what works."""
+"""What the README and the documents show is what works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from swiftllm.paths import cache_dir
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_ten_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,8 +23,7 @@ def test_the_ten_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Paris" in printed
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    for link in links:
-        assert (Path(__file__).parent.parent / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
