@@ -27,7 +27,8 @@ class EngineConfig:
     """What the engine runs and how much memory it may take."""
 
     model: str
-    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
+    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json); for what the hub has,
+    see :func:`swiftllm.model.source.model_folder`."""
     device: DeviceName = "auto"
     """Where the linear layers run; auto takes CUDA when torch sees a GPU."""
     dtype: DtypeName = "auto"

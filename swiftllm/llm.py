@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from swiftllm.config import EngineConfig
+from swiftllm.model.source import model_folder
 from swiftllm.request import RequestOutput, SamplingParams
 from swiftllm.systems import build_engine
 
@@ -18,13 +21,15 @@ class LLM:
     """A model under a scheduler.
 
     Args:
-        model: Hugging Face folder of a Llama-family model.
+        model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
         scheduler: "vllm" or "swiftllm" (GPU only), "neo", "fastdecode" or "apex".
         options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``.
     """
 
-    def __init__(self, model: str, scheduler: str = "swiftllm", **options: Any) -> None:
-        self.engine = build_engine(scheduler, EngineConfig(model=str(model), **options))
+    def __init__(self, model: str | Path, scheduler: str = "swiftllm", **options: Any) -> None:
+        config = EngineConfig(model=str(model), **options)
+        folder = model_folder(model, weights=config.load_format == "auto")
+        self.engine = build_engine(scheduler, replace(config, model=str(folder)))
         self._ids = itertools.count()
 
     def generate(

@@ -63,4 +63,4 @@ def print_overview() -> None:
     console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")
     console.print("part of it, and its attention, on the CPU.\n")
     console.print(table(("command", "what it does"), list(summaries.items()), left=("command", "what it does")))
-    console.print("\nBegin with `apex doctor`, then `apex serve MODEL_DIR`. `apex COMMAND --help` tells all options.")
+    console.print("\nBegin with `apex doctor`, then `apex serve MODEL`. `apex COMMAND --help` tells all options.")

@@ -18,7 +18,7 @@ from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import (
     EngineFlags,
-    ModelDir,
+    ModelName,
     OutputFile,
     ProfileFile,
     StrategyFlags,
@@ -31,6 +31,7 @@ from apex.cli.flags import (
 from apex.cli.output import mix, number, ratio, stdout_console, table
 from apex.cli.validate import optional_module
 from apex.progress import progress_bar
+from swiftllm.model.source import model_name
 from swiftllm.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -59,16 +60,16 @@ class Bench(ConfigFile):
 
     For example:
 
-      apex bench MODEL_DIR --system swiftllm neo apex --num-gpu-blocks 64
-      apex bench MODEL_DIR --num-requests 64 --input-len 128 --output-len 128 --output bench.json
+      apex bench MODEL --system swiftllm neo apex --num-gpu-blocks 64
+      apex bench MODEL --num-requests 64 --input-len 128 --output-len 128 --output bench.json
 
     Each request is decoded greedily to its last token. Cap the GPU tier (--num-gpu-blocks) to see what offloading is
     for: a small model is not short of memory otherwise. Without a GPU the lane stands for one: where several systems
     are compared it has one thread in all of them, unless --lane-threads says otherwise.
     """
 
-    model: ModelDir
-    """Hugging Face folder of a Llama-family model."""
+    model: ModelName
+    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: tuple[SystemName, ...] = ("apex",)
     """Systems to measure one after the other; ratios are to the first."""
     num_requests: int = 16
@@ -118,7 +119,7 @@ class Bench(ConfigFile):
             prompts = self.prompt_file and str(self.prompt_file)
             setting = {"engine": engine_options, "strategy": asdict(strategy), **sizes, "prompt_file": prompts}
             with input_errors():
-                folder = results.keep(self.model, setting, runs, self.output_len, self.results_dir)
+                folder = results.keep(Path(config.model), setting, runs, self.output_len, self.results_dir)
             print(f"summary, raw records and provenance: {folder}")
         return 0
 
@@ -155,7 +156,7 @@ class Bench(ConfigFile):
             "system": description["system"],
             "backend": f"torch-{engine.backend.device.type}",
             "gpu": None if on_cpu else description["device"],
-            "model": self.model.name,
+            "model": model_name(description["model"]),
             "dtype": description["dtype"],
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
             "num_gpu_blocks": description["num_gpu_blocks"],
@@ -197,8 +198,8 @@ class Bench(ConfigFile):
     def _setting(self, engine: Engine) -> str:
         told = engine.describe()
         return (
-            f"{self.model.name} ({told['dtype']}) on {told['device']}; {told['cpu_threads']} CPU attention thread(s), "
-            f"kernel {told['cpu_kernel']}"
+            f"{model_name(told['model'])} ({told['dtype']}) on {told['device']}; "
+            f"{told['cpu_threads']} CPU attention thread(s), kernel {told['cpu_kernel']}"
         )
 
 

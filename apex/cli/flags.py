@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,6 +17,7 @@ from apex.config import StrategyConfig
 from apex.planner import SCHEDULERS
 from apex.timeline import names_file, write_timeline
 from swiftllm.config import EngineConfig
+from swiftllm.model.source import model_folder
 from swiftllm.request import SamplingParams
 from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # Every system is a scheduler; apex.systems, which builds them, cannot be imported without torch.
 SystemName = Literal[(*GPU_ONLY_SCHEDULERS, *SCHEDULERS)]
-ModelDir = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL_DIR")]
+ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
@@ -66,8 +67,14 @@ class EngineFlags(Unchecked, EngineConfig):
 
     model: tyro.conf.Suppress[str] = ""  # an argument of the command itself, before all flags
 
-    def config(self, model: Path) -> EngineConfig:
-        return EngineConfig(**{**asdict(self), "model": str(model)})
+    def config(self, model: str) -> EngineConfig:
+        """
+        Raises:
+            FileNotFoundError: the model is neither here nor to be had.
+            ValueError: a value is out of range.
+        """
+        config = EngineConfig(**{**asdict(self), "model": model})
+        return replace(config, model=str(model_folder(model, weights=config.load_format == "auto")))
 
 
 @dataclass(frozen=True)

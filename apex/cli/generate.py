@@ -13,7 +13,7 @@ from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import (
     EngineFlags,
-    ModelDir,
+    ModelName,
     ProfileFile,
     SamplingFlags,
     StrategyFlags,
@@ -33,15 +33,15 @@ class Generate(ConfigFile):
 
     For example:
 
-      apex generate MODEL_DIR "The capital of France is"
-      apex generate MODEL_DIR --chat --max-tokens 100 "Why is the sky blue?"
-      apex generate MODEL_DIR --temperature 0.8 --system neo < prompts.txt
+      apex generate MODEL "The capital of France is"
+      apex generate MODEL --chat --max-tokens 100 "Why is the sky blue?"
+      apex generate MODEL --temperature 0.8 --system neo < prompts.txt
 
-    MODEL_DIR is a folder of a Llama-family model, such as ~/.cache/apex/models/SmolLM2-135M-Instruct of `make setup`.
+    `make setup` puts a small model at ~/.cache/apex/models/SmolLM2-135M-Instruct.
     """
 
-    model: ModelDir
-    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
+    model: ModelName
+    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; without any, each line of standard input is one."""
     system: SystemName = "apex"

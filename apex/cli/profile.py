@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import input_errors
-from apex.cli.flags import EngineFlags, ModelDir, ProfileFile, check_output_file
+from apex.cli.flags import EngineFlags, ModelName, ProfileFile, check_output_file
 from apex.cli.output import number, ratio, stdout_console, table
 from apex.perf_model import PerfModel, ProfileTable, attention_rate
 
@@ -23,15 +23,15 @@ class Profile(ConfigFile):
 
     For example:
 
-      apex profile MODEL_DIR
-      apex profile MODEL_DIR --num-gpu-blocks 500 --output table.json
+      apex profile MODEL
+      apex profile MODEL --num-gpu-blocks 500 --output table.json
 
     Engines measure one on their first start; run this to see it, to measure again, or to keep it in a file. A table
     is good for one set of engine flags: give the same ones here as to the command that is to use it.
     """
 
-    model: ModelDir
-    """Hugging Face folder of a Llama-family model."""
+    model: ModelName
+    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     output: ProfileFile = None
     """Write the table to this file; by default to the cache, where engines find it."""
     engine: EngineFlags = field(default_factory=EngineFlags)

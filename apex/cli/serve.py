@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import EngineFlags, ModelDir, ProfileFile, StrategyFlags, SystemName, Unchecked, running
+from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running
 from swiftllm.server.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 
@@ -42,8 +42,8 @@ class Serve(ConfigFile):
     For example:
 
       apex serve ~/.cache/apex/models/SmolLM2-135M-Instruct
-      apex serve MODEL_DIR --system vllm --port 8001 --max-model-len 4096
-      apex serve MODEL_DIR --num-gpu-blocks 500 --num-cpu-blocks 20000
+      apex serve MODEL --system vllm --port 8001 --max-model-len 4096
+      apex serve MODEL --num-gpu-blocks 500 --num-cpu-blocks 20000
       apex serve --config serve.yaml
 
     where serve.yaml holds lines such as `model: /models/llama-3.1-8b` and `num-gpu-blocks: 500`. The first start with a
@@ -51,8 +51,8 @@ class Serve(ConfigFile):
     the engine does. Ctrl-C lets the requests under way end, then stops. See docs/serving.md.
     """
 
-    model: ModelDir
-    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json)."""
+    model: ModelName
+    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: SystemName = "apex"
     """How the CPU helps: not at all in vllm and swiftllm, in the others as the papers of these names have it."""
     profile: ProfileFile = None

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
+from swiftllm.model.source import model_name
 from swiftllm.server.errors import ApiError
 from swiftllm.server.protocol import ChatMessage
 from swiftllm.server.service import EngineService
@@ -29,7 +29,7 @@ class ServingContext:
         self.service = service
         self.settings = settings
         self.model_path = str(engine.describe().get("model", "model"))
-        self.model_name = settings.served_model_name or Path(self.model_path).name
+        self.model_name = settings.served_model_name or model_name(self.model_path)
         self.longest_request = engine.scheduler.longest_request
         self.created = int(time.time())
         self._tokenizer = engine.tokenizer

@@ -103,7 +103,7 @@ def test_every_option_of_engine_and_strategy_is_a_flat_flag_with_its_help(capsys
             if item.name not in ("model", "logit_bias", "logprobs", "prompt_logprobs"):
                 assert f"--{item.name.replace('_', '-')} " in text, item.name
     assert "Tokens per KV-cache block, in both tiers." in text
-    assert "--engine." not in text and "MODEL_DIR" in text
+    assert "--engine." not in text and "MODEL" in text
 
 
 def test_unknown_flag_names_the_nearest(capsys, wide_help):
@@ -202,6 +202,14 @@ def test_generate_prints_what_the_model_says(capsys, model, system):
     out, err = capsys.readouterr()
     assert out == expected_texts(model, ["Once upon"], max_tokens=9)[0] + "\n"
     assert "9 tokens in" in err
+
+
+def test_a_model_may_be_named_as_on_the_hub(capsys, model, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or model)
+    assert main(["generate", "some-org/some-model", "Once upon", "--max-tokens", "9", *SMALL]) == 0
+    assert asked == ["some-org/some-model"]
+    assert capsys.readouterr().out == expected_texts(model, ["Once upon"], max_tokens=9)[0] + "\n"
 
 
 def test_generate_reads_lines_and_answers_in_their_order(capsys, model, monkeypatch):

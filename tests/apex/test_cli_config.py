@@ -30,13 +30,13 @@ def test_a_file_gives_what_the_command_line_does_not(write):
         "stall-timeout-s: 5\nstrategy: asynchronous-overlap\nnum-gpu-blocks: null\n"
     )
     command = parse(Serve, "apex serve", ["--config", path, "--port", "8002", "--block-size", "32"])
-    assert command.model == Path("/models/llama") and command.system == "neo" and command.config == Path(path)
+    assert command.model == "/models/llama" and command.system == "neo" and command.config == Path(path)
     assert (command.server.port, command.server.api_key, command.server.host) == (8002, "secret", "127.0.0.1")
     assert command.limits.stall_timeout_s == 5.0 and command.strategy.strategy == "asynchronous-overlap"
     engine = command.engine
     assert (engine.max_model_len, engine.block_size, engine.synchronous) == (4096, 32, True)
     assert engine.num_gpu_blocks is None and engine.max_num_seqs == 256 and engine.model == ""
-    assert parse(Serve, "apex serve", ["/other", f"--config={path}"]).model == Path("/other")
+    assert parse(Serve, "apex serve", ["/other", f"--config={path}"]).model == "/other"
     assert not parse(Serve, "apex serve", [f"--config={path}", "--no-synchronous"]).engine.synchronous
 
 
@@ -55,7 +55,7 @@ def test_a_file_may_be_empty_and_what_is_missing_is_still_asked_for(write, capsy
     )
     with pytest.raises(SystemExit) as end:
         parse(Serve, "apex serve", ["--config", write("port: 1\n")])
-    assert end.value.code == 2 and "MODEL_DIR" in capsys.readouterr().err
+    assert end.value.code == 2 and "MODEL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
