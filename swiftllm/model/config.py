@@ -10,12 +10,14 @@ from typing import Any
 
 from swiftllm.model.rope import RopeScaling
 
-SUPPORTED = "supported are Llama-family folders: architecture LlamaForCausalLM, SiLU, full attention"
+# All of them are Llama but for biases; what their config.json calls itself where it names no architecture.
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+SUPPORTED = f"supported are {', '.join(ARCHITECTURES)} with SiLU and full attention"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family decoder. Sizes are elements; ``max_position_embeddings`` is tokens."""
+    """A decoder of the Llama family. Sizes are elements; ``max_position_embeddings`` is tokens."""
 
     num_layers: int
     hidden_size: int
@@ -29,7 +31,8 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
     initializer_range: float
     eos_token_ids: tuple[int, ...]
@@ -49,7 +52,7 @@ class ModelConfig:
         raw = _read_object(path)
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
-        _refuse_unsupported(raw, path)
+        kind = _supported_kind(raw, path)
         try:
             num_heads = int(raw["num_attention_heads"])
             hidden_size = int(raw["hidden_size"])
@@ -66,7 +69,8 @@ class ModelConfig:
                 rope_theta=_rope_theta(raw),
                 rope_scaling=RopeScaling.from_config(_rope_parameters(raw)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                attention_bias=bool(raw.get("attention_bias", False)),
+                qkv_bias=bool(raw.get("attention_bias", kind == "qwen2")),
+                o_bias=bool(raw.get("attention_bias", False)),
                 mlp_bias=bool(raw.get("mlp_bias", False)),
                 initializer_range=float(raw.get("initializer_range", 0.02)),
                 eos_token_ids=_eos_token_ids(generation, raw),
@@ -116,18 +120,29 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
-    architectures = raw.get("architectures")
-    is_llama = architectures == ["LlamaForCausalLM"] or (not architectures and raw.get("model_type") == "llama")
+def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
+    """One of the values of ``ARCHITECTURES``.
+
+    Raises:
+        ValueError: the model is none of them, or one with something that is not built.
+    """
+    architectures = raw.get("architectures") or [
+        name for name, kind in ARCHITECTURES.items() if kind == raw.get("model_type")
+    ]
+    kind = ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
+    # Qwen2 names a window and says beside it whether it is used; Mistral has one unless it says null.
+    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
+    has_window = window is not None and raw.get("use_sliding_window", kind != "qwen2")
     reasons = (
-        (not is_llama, f"architectures={architectures} with model_type={raw.get('model_type')!r}"),
+        (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
-        (raw.get("sliding_window") is not None, f"sliding_window={raw.get('sliding_window')}"),
+        (has_window, f"sliding_window={window}"),
         (raw.get("quantization_config") is not None, "quantization_config (quantised weights)"),
     )
     for applies, what in reasons:
         if applies:
             raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}, unquantised")
+    return kind
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,8 +63,8 @@ class LlamaWeights:
                 post_norm=new(hidden),
                 gate_up=new(2 * ffn, hidden),
                 down=new(hidden, ffn),
-                qkv_bias=new(config.qkv_size) if config.attention_bias else None,
-                o_bias=new(hidden) if config.attention_bias else None,
+                qkv_bias=new(config.qkv_size) if config.qkv_bias else None,
+                o_bias=new(hidden) if config.o_bias else None,
                 gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
                 down_bias=new(hidden) if config.mlp_bias else None,
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 import apex.systems
 import swiftllm
@@ -125,6 +125,24 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     assert outputs == expected
     if variant not in GPU_ONLY_SCHEDULERS:
         assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+
+
+@pytest.mark.parametrize(
+    "kind, overrides",
+    [
+        (MistralConfig, {"sliding_window": None}),
+        (Qwen2Config, {"hidden_size": 112, "num_attention_heads": 14}),  # biases, and seven heads on each KV head
+    ],
+    ids=["mistral", "qwen2"],
+)
+def test_other_architectures_equal_transformers(tmp_path, kind, overrides) -> None:
+    model_dir = make_tiny_llama(tmp_path, kind=kind, **overrides)
+    draw = random.Random(5)
+    prompts = [[draw.randrange(3, 128) for _ in range(draw.choice([1, 17, 40, 60]))] for _ in range(10)]
+    expected = judge(model_dir, prompts, 12)
+    tokens, stats = serve(model_dir, "apex-overlap", prompts, 12, num_gpu_blocks=12, num_cpu_blocks=80)
+    assert tokens == expected
+    assert stats.cpu_busy_s > 0
 
 
 @pytest.fixture(scope="module")

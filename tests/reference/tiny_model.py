@@ -1,4 +1,4 @@
-"""A tiny random Llama folder, written with transformers: the judge and the engine read the same files."""
+"""A tiny random model folder, written with transformers: the judge and the engine read the same files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 TINY = {
     "vocab_size": 128,
@@ -24,13 +24,20 @@ TINY = {
 }
 
 
-def make_tiny_llama(path: str | Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any) -> Path:
+def make_tiny_llama(
+    path: str | Path,
+    *,
+    kind: type[PretrainedConfig] = LlamaConfig,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
     """Write config.json, generation_config.json and float32 safetensors to ``path`` and return it.
 
-    ``overrides`` replace fields of the LlamaConfig; ``max_shard_size`` below the model's size gives shards.
+    ``overrides`` replace fields of the configuration; ``max_shard_size`` below the model's size gives shards.
     """
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**TINY, **overrides})).float()
+    model = AutoModelForCausalLM.from_config(kind(**{**TINY, **overrides})).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.device import CudaDevice, HostDevice
@@ -68,7 +69,9 @@ def test_the_plan_says_what_the_tiers_hold():
     assert cpu.startswith("CPU tier: 10,000 blocks of 16 = 160,000 tokens, 19.53 GiB, 1,428.6 requests")
 
 
-@pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"kind": Qwen2Config}]
+)
 def test_the_bytes_of_weights_are_those_that_get_loaded(tiny_model_dir, overrides):
     folder = tiny_model_dir(**overrides)
     model = ModelConfig.from_folder(folder)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
@@ -30,6 +30,8 @@ VARIANTS = {
     "llama3 rope": {"rope_parameters": LLAMA3},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     "sharded": {"max_shard_size": "100KB"},
+    "mistral": {"kind": MistralConfig, "sliding_window": None},
+    "qwen2": {"kind": Qwen2Config, "hidden_size": 112, "num_attention_heads": 14, "sliding_window": 64},  # not used
 }
 
 
@@ -54,7 +56,7 @@ def test_logits_equal_transformers(tiny_model_dir, overrides, ops):
     config = ModelConfig.from_folder(folder)
     model = LlamaModel(config, load_weights(folder, config, "cpu", torch.float32), ops)
     token_ids = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
-    judge = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         expected = judge(torch.tensor([token_ids])).logits[0]
     assert expected.std() > 0.5  # else the tolerance would say nothing
@@ -72,14 +74,14 @@ def test_half_precision_is_no_less_exact_than_transformers(tiny_model_dir, dtype
 
     exact, logits = ours(torch.float32), ours(dtype)
     with torch.inference_mode():
-        judge = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)(torch.tensor([token_ids])).logits[0]
+        judge = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(torch.tensor([token_ids])).logits[0]
     assert logits.dtype is judge.dtype is dtype
     error, error_of_judge = ((x.float() - exact).square().mean().sqrt() for x in (logits, judge))
     assert 0 < error < 1.2 * error_of_judge
 
 
 def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):
-    judge = LlamaForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    judge = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     backend = TorchBackend(
         EngineConfig(str(smollm2_dir), device="cpu", dtype="float32", num_gpu_blocks=16, num_cpu_blocks=0)
     )

@@ -132,7 +132,9 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(copy_of):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM.*LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window=4096"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
