@@ -10,8 +10,13 @@ from typing import Any
 
 from swiftllm.model.rope import RopeScaling
 
-# All of them are Llama but for biases; what their config.json calls itself where it names no architecture.
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+# Each is Llama but for biases and norms, and its model_type.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 SUPPORTED = f"supported are {', '.join(ARCHITECTURES)} with SiLU and full attention"
 
 
@@ -34,6 +39,8 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    norms_heads: bool
+    """Whether Q and K are normed, head by head, before they are turned."""
     initializer_range: float
     eos_token_ids: tuple[int, ...]
 
@@ -62,7 +69,7 @@ class ModelConfig:
                 intermediate_size=int(raw["intermediate_size"]),
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-                head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+                head_dim=int(raw.get("head_dim") or (128 if kind == "qwen3" else hidden_size // num_heads)),
                 vocab_size=int(raw["vocab_size"]),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
@@ -72,6 +79,7 @@ class ModelConfig:
                 qkv_bias=bool(raw.get("attention_bias", kind == "qwen2")),
                 o_bias=bool(raw.get("attention_bias", False)),
                 mlp_bias=bool(raw.get("mlp_bias", False)),
+                norms_heads=kind == "qwen3",
                 initializer_range=float(raw.get("initializer_range", 0.02)),
                 eos_token_ids=_eos_token_ids(generation, raw),
             )
@@ -130,9 +138,9 @@ def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
         name for name, kind in ARCHITECTURES.items() if kind == raw.get("model_type")
     ]
     kind = ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
-    # Qwen2 names a window and says beside it whether it is used; Mistral has one unless it says null.
+    # Qwen names a window and says beside it whether it is used; Mistral has one unless it says null.
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
-    has_window = window is not None and raw.get("use_sliding_window", kind != "qwen2")
+    has_window = window is not None and raw.get("use_sliding_window", kind not in ("qwen2", "qwen3"))
     reasons = (
         (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),

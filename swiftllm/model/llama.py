@@ -28,9 +28,15 @@ class Layer:
     post_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    head_norms: torch.Tensor | None
+    """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
 
     @classmethod
-    def of(cls, weights: LayerWeights, ops: Ops) -> Layer:
+    def of(cls, weights: LayerWeights, config: ModelConfig, ops: Ops) -> Layer:
+        head_norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = ((weights.q_norm, config.num_heads), (weights.k_norm, config.num_kv_heads))
+            head_norms = torch.cat([norm.expand(heads, -1) for norm, heads in norms])
         return cls(
             input_norm=weights.input_norm,
             qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
@@ -38,6 +44,7 @@ class Layer:
             post_norm=weights.post_norm,
             gate_up=ops.make_linear(weights.gate_up, weights.gate_up_bias),
             down=ops.make_linear(weights.down, weights.down_bias),
+            head_norms=head_norms,
         )
 
 
@@ -56,7 +63,7 @@ class LlamaModel:
         self._lm_head = ops.make_linear(weights.lm_head, None)
         self._layers: list[Layer] = []
         while weights.layers:
-            self._layers.append(Layer.of(weights.layers.pop(0), ops))
+            self._layers.append(Layer.of(weights.layers.pop(0), config, ops))
         table = rotary_table(
             max_model_len or config.max_position_embeddings,
             config.head_dim,
@@ -111,11 +118,13 @@ class LlamaModel:
     def _qkv(
         self, layer: int, normed: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        config, linear = self.config, self._layers[layer].qkv
-        qkv = linear(normed) if out is None else linear(normed, out=out.flatten(1))
+        config, weights = self.config, self._layers[layer]
+        qkv = weights.qkv(normed) if out is None else weights.qkv(normed, out=out.flatten(1))
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        # Q and K are neighbours: one call turns both.
-        self.ops.rotary_(heads[:, : config.num_heads + config.num_kv_heads], rotary_rows)
+        q_and_k = heads[:, : config.num_heads + config.num_kv_heads]  # neighbours: one call for both
+        if weights.head_norms is not None:
+            self.ops.norm_heads_(q_and_k, weights.head_norms, config.rms_norm_eps)
+        self.ops.rotary_(q_and_k, rotary_rows)
         return heads
 
     def _ffn(self, layer: int, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
 
 
 @dataclass
@@ -67,6 +69,8 @@ class LlamaWeights:
                 o_bias=new(hidden) if config.o_bias else None,
                 gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
                 down_bias=new(hidden) if config.mlp_bias else None,
+                q_norm=new(config.head_dim) if config.norms_heads else None,
+                k_norm=new(config.head_dim) if config.norms_heads else None,
             )
             for _ in range(config.num_layers)
         ]
@@ -83,6 +87,9 @@ class LlamaWeights:
             prefix = f"model.layers.{index}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
             places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            if config.norms_heads:
+                places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
+                places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
             matrices = (
                 ("self_attn", ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), layer.qkv, layer.qkv_bias),
                 ("self_attn", ("o_proj",), (hidden,), layer.o, layer.o_bias),

@@ -45,6 +45,10 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """``residual += addend`` in place, rounded to its dtype; returns ``rms_norm`` of that."""
 
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        """``rms_norm`` of each head of ``x [rows, heads, head_dim]`` in place, with its row of ``weights [heads,
+        head_dim]``."""
+
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         """Turn ``x [rows, heads, head_dim]`` in place by ``rotary_rows``, float32 ``[rows, 2, head_dim]``."""
 

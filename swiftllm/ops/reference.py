@@ -33,6 +33,9 @@ class ReferenceOps:
     ) -> torch.Tensor:
         return F.rms_norm(residual.add_(addend), weight.shape, weight, eps)
 
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        torch.mul(F.rms_norm(x.float(), x.shape[-1:], None, eps), weights, out=x)
+
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         wide = x.float()
         exchanged = wide.roll(x.shape[-1] // 2, -1)

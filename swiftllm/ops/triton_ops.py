@@ -20,7 +20,13 @@ from swiftllm.ops.triton_attention import (
     decode_partials_lanes_kernel,
 )
 from swiftllm.ops.triton_cache import copy_blocks_kernel, store_kv_kernel
-from swiftllm.ops.triton_rows import add_rms_norm_kernel, rms_norm_kernel, rotary_kernel, silu_and_mul_kernel
+from swiftllm.ops.triton_rows import (
+    add_rms_norm_kernel,
+    norm_heads_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    silu_and_mul_kernel,
+)
 
 LOG2_E = math.log2(math.e)
 TENSOR_CORES = 80  # lowest compute capability for which Triton emits tensor-core code
@@ -78,6 +84,13 @@ class TritonOps(ReferenceOps):
             tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))
             _launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
         return out
+
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        rows, heads, head_dim = x.shape
+        if rows:
+            grid = (rows, cdiv(heads, HEADS_TILE))
+            sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim)
+            _launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, *sizes, num_warps=1)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows, heads, head_dim = x.shape

@@ -1,4 +1,4 @@
-"""Triton kernels that work on rows (tokens): norms, rotary embedding, SiLU-and-mul.
+"""Triton kernels that work on rows (tokens): norms of rows and of heads, rotary embedding, SiLU-and-mul.
 
 Layout: every row is contiguous in its last dimensions; rows may lie apart by ``*_stride`` elements. Float16, bfloat16
 and float32 with sums in float32 and one rounding at the end. A program owns what it writes, so nothing is shared
@@ -42,6 +42,29 @@ def add_rms_norm_kernel(
     values = rounded.to(tl.float32)
     inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
     tl.store(out + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+
+
+@triton.jit
+def norm_heads_kernel(
+    x,
+    weights,
+    x_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):
+    """Grid ``(rows, head tiles)``; ``x [rows, NUM_HEADS, HEAD_DIM]`` in place, ``weights [NUM_HEADS, HEAD_DIM]``."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    dims = tl.arange(0, DIM_TILE)
+    inside = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    values = tl.load(x + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    scales = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
+    inverse_norms = tl.rsqrt(tl.sum(values * values, 1) / HEAD_DIM + eps)
+    tl.store(x + row * x_stride + offsets, values * inverse_norms[:, None] * scales, mask=inside)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 import apex.systems
 import swiftllm
@@ -132,8 +132,9 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     [
         (MistralConfig, {"sliding_window": None}),
         (Qwen2Config, {"hidden_size": 112, "num_attention_heads": 14}),  # biases, and seven heads on each KV head
+        (Qwen3Config, {"head_dim": 32}),  # norms of Q and K
     ],
-    ids=["mistral", "qwen2"],
+    ids=["mistral", "qwen2", "qwen3"],
 )
 def test_other_architectures_equal_transformers(tmp_path, kind, overrides) -> None:
     model_dir = make_tiny_llama(tmp_path, kind=kind, **overrides)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.device import CudaDevice, HostDevice
@@ -70,7 +70,14 @@ def test_the_plan_says_what_the_tiers_hold():
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"kind": Qwen2Config}]
+    "overrides",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"kind": Qwen2Config},
+        {"kind": Qwen3Config},
+    ],
 )
 def test_the_bytes_of_weights_are_those_that_get_loaded(tiny_model_dir, overrides):
     folder = tiny_model_dir(**overrides)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
@@ -32,6 +32,7 @@ VARIANTS = {
     "sharded": {"max_shard_size": "100KB"},
     "mistral": {"kind": MistralConfig, "sliding_window": None},
     "qwen2": {"kind": Qwen2Config, "hidden_size": 112, "num_attention_heads": 14, "sliding_window": 64},  # not used
+    "qwen3": {"kind": Qwen3Config, "head_dim": 32},
 }
 
 

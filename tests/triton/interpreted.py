@@ -71,6 +71,17 @@ def test_norms(dtype, size):
 
 @pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_heads_leave_other_heads_alone(dtype, heads, head_dim):
+    qkv = strided_rows(4, heads + 2, head_dim, dtype=dtype)
+    weights = torch.rand(heads, head_dim).to(dtype) + 0.5
+    expected = qkv.double()
+    REFERENCE.norm_heads_(expected[:, :heads], weights.double(), EPS)
+    make_ops().norm_heads_(qkv[:, :heads], weights, EPS)
+    assert_close(qkv, expected, dtype)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotary_turns_some_heads_and_leaves_the_others(dtype, heads, head_dim):
     qkv = strided_rows(4, heads + 2, head_dim, dtype=dtype)
     rotary_rows = torch.randn(4, 2, head_dim)
@@ -199,6 +210,7 @@ def test_no_rows_are_no_work():
     tables, lens = torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     layer = torch.zeros(2, 4, 2, 16, 16)
     ops.rotary_(rows, torch.empty(0, 2, 16))
+    ops.norm_heads_(rows, torch.ones(4, 16), EPS)
     ops.store_kv(rows, rows, layer, tables.long()[:, 0:0].flatten(), lens.long())
     ops.decode_attention(rows, rows, rows, layer, tables, lens, rows, 1.0)
     assert ops.rms_norm(rows.flatten(1), torch.ones(64), EPS).shape == (0, 64)
