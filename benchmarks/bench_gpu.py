@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +29,7 @@ import torch
 from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, memory_bandwidth, wake_up
 from evaluation.gpu_check import CASES, Case, model_folder
 from evaluation.provenance import usable_cores
+from evaluation.results import write_atomically
 from swiftllm.config import EngineConfig
 from swiftllm.memory import InsufficientMemory
 from swiftllm.plan import LaneItem
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for figures in measure(CASES["rehearsal" if options.rehearse else "llama-3.1-8b"], options.rehearse):
         if options.output:
-            options.output.write_text(json.dumps(figures, indent=1) + "\n")
+            write_atomically(options.output, json.dumps(figures, indent=1) + "\n")
     return 1 if figures["failed"] else 0
 
 
@@ -143,15 +145,20 @@ def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
     """The figures there are after each part; one that fails is named in ``failed``, and the others go on."""
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
     timer = Timer(device)
-    backend = open_backend(case)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        backend = open_backend(case)
     config, graphs = backend.model_config, backend.graphs
     figures = {
         "device": backend.device_name,
         "model": case.model or "rehearsal",
         "num_layers": config.num_layers,
         "dtype": case.dtype,
+        "warnings": [str(warning.message) for warning in warned],
         "failed": [],
     }
+    for warning in figures["warnings"]:
+        print(f"warning: {warning}", flush=True)
     if graphs is not None:
         figures["captured"] = {"graphs": len(graphs), "seconds": graphs.seconds, "bytes": graphs.num_bytes}
     memory: dict[str, float] = {}

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from evaluation.paths import REPO_ROOT
+from evaluation.results import write_atomically
+from swiftllm.cores import usable_cores
 from swiftllm.request import SamplingParams, Tier
 
 if TYPE_CHECKING:
@@ -34,16 +38,19 @@ if TYPE_CHECKING:
     from swiftllm.engine import Engine
 
 SYSTEMS = ("swiftllm", "neo", "apex")
-WARM_UP_REQUESTS = 4
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 TIMELINE_ITERATIONS = 3
 TELL_EVERY_S = 5.0
-TIMELINE_S = 10.0
+# Of the time that is left when it begins, each may take so much; a measurement more where no timeline is to follow.
+# What is simulated takes well below a second.
+WARM_UP_SHARE, MEASURED_SHARE, MEASURED_ALONE_SHARE, TIMELINE_SHARE = 0.2, 0.7, 0.95, 0.8
+END_S = 5.0  # a process that gives gigabytes back takes a moment
 
 
 @dataclass(frozen=True)
 class Case:
     """A model's shape, the GPU blocks of a paper's machine, and equal requests that are all there at once. The CPU
-    blocks are fewer on a machine with little memory."""
+    blocks hold all of them, or what a machine with little memory has room for: the system clears every one."""
 
     model: str
     """Folder of config.json below configs/models; empty: a tiny shape, which only rehearses."""
@@ -59,8 +66,8 @@ class Case:
 
 
 CASES = {
-    "llama-2-7b": Case("llama-2-7b", 54, 1200, 96, 64, 96, 832, "54 GPU blocks: NEO's artifact for the T4"),
-    "llama-3.1-8b": Case("llama-3.1-8b", 1650, 16000, 128, 1000, 128, 4096, "1,650 GPU blocks: NEO's for the A10"),
+    "llama-2-7b": Case("llama-2-7b", 54, 640, 64, 64, 96, 832, "54 GPU blocks: NEO's artifact for the T4"),
+    "llama-3.1-8b": Case("llama-3.1-8b", 1650, 4544, 64, 1000, 128, 4096, "1,650 GPU blocks: NEO's for the A10"),
     "rehearsal": Case("", 12, 300, 12, 24, 12, 512, "a tiny model: shows that this works, no more", "cpu", "float32"),
 }
 REHEARSAL_MODEL = {
@@ -93,12 +100,19 @@ def model_folder(case: Case) -> Iterator[Path]:
 def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Measure one system, record a timeline where the CPU takes part, simulate the same.
 
-    Yields the record after each of these, so that what is done is not lost with what is not. A run that ``limit_s``
-    cuts short is told as it stands, without a simulated twin. What fails after the measurement is told in ``failed``.
+    Yields the record after each of these, so that what is done is not lost with what is not. All of it has
+    ``limit_s``; a measurement that this cuts short is told as it stands, and its simulated twin ends at the same
+    second. What fails after the measurement is told in ``failed``.
     """
+    end_s = time.monotonic() + limit_s
+    import torch
+
     from apex.perf_model import ProfileTable
     from apex.systems import build_system, profile_identity, profile_path
     from swiftllm.config import EngineConfig
+
+    def part_of_rest_s(share: float) -> float:
+        return share * (end_s - time.monotonic())
 
     def attempt(what: str, work: Callable[[], Any]) -> Any:
         try:
@@ -127,9 +141,12 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[
             profile = profile_path(identity)
             table = ProfileTable.load(profile, identity) if profile.exists() else None
             # As after an hour of serving: the system clears a page for whoever writes to it first.
-            engine.backend.kv_pools.tensors[Tier.CPU].zero_()
-            replay(engine, case, "warm-up", WARM_UP_REQUESTS, limit_s)
-            measured = replay(engine, case, "measured", case.num_requests, limit_s)
+            with ThreadPoolExecutor(usable_cores()) as pool:
+                list(pool.map(torch.Tensor.zero_, engine.backend.kv_pools.layers[Tier.CPU]))
+            warm_up = replace(case, num_requests=WARM_UP_REQUESTS, output_len=min(case.output_len, WARM_UP_TOKENS))
+            replay(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
+            share = MEASURED_ALONE_SHARE if system == "swiftllm" else MEASURED_SHARE
+            measured = replay(engine, case, "measured", part_of_rest_s(share))
             description, num_layers = engine.describe(), engine.backend.num_layers
             record = {
                 "system": system,
@@ -147,11 +164,13 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[
             }
             yield record
             if system != "swiftllm":
-                record["timeline"] = attempt("timeline", lambda: trace(engine, case, folder, min(limit_s, TIMELINE_S)))
+                timeline_s = part_of_rest_s(TIMELINE_SHARE)
+                record["timeline"] = attempt("timeline", lambda: trace(engine, case, folder, timeline_s))
                 yield record
-    if measured["completed"] and table is not None:
-        simulated = attempt("simulation", lambda: simulate(system, case, table, num_layers, config))
-        if simulated and simulated["completed"]:
+    if measured["output_tokens"] and table is not None:
+        virtual_s = math.inf if measured["completed"] else measured["seconds"]
+        simulated = attempt("simulation", lambda: simulate(system, case, table, num_layers, config, virtual_s))
+        if simulated:
             record["simulated"] = simulated
             record["simulated_error"] = simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0
         yield record
@@ -166,8 +185,8 @@ def most_cpu_blocks(model: Path) -> int:
     return memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
 
-def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: float) -> dict[str, Any]:
-    """Send the requests all at once and step until they are done, or until ``limit_s`` is over."""
+def replay(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
+    """Send the requests all at once and step until they are done, or for ``limit_s`` of the engine's clock."""
     draw, vocab_size = random.Random(0), 500
     sampling = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
     before = engine.stats()
@@ -177,12 +196,11 @@ def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: fl
         before.cpu_busy_s,
         dict(before.strategy_iterations),
     )
-    start_s = told_s = engine.now()
-    real_start_s = time.monotonic()
-    for index in range(num_requests):
+    start_s, told_s = engine.now(), time.monotonic()
+    for index in range(case.num_requests):
         prompt = [draw.randrange(3, vocab_size) for _ in range(case.input_len)]
         engine.add_request(f"{name}-{index}", prompt, sampling, start_s)
-    while engine.has_unfinished() and time.monotonic() - real_start_s < limit_s:
+    while engine.has_unfinished() and engine.now() - start_s < limit_s:
         engine.step()
         if time.monotonic() - told_s > TELL_EVERY_S:
             told_s = time.monotonic()
@@ -190,7 +208,7 @@ def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: fl
     completed = not engine.has_unfinished()
     seconds = engine.now() - start_s
     if not completed:
-        for index in range(num_requests):
+        for index in range(case.num_requests):
             engine.abort(f"{name}-{index}")
         while engine.has_unfinished():
             engine.step()
@@ -208,19 +226,22 @@ def replay(engine: Engine, case: Case, name: str, num_requests: int, limit_s: fl
 
 
 def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | None:
-    """The name of a picture of some iterations, None where none of them moved CPU requests."""
-    from apex.timeline import write_timeline
+    """The name of a picture of some iterations, None where none of them moved CPU requests. Requests that fill the GPU
+    tier one and a half times are enough for that."""
+    from apex.timeline_files import write_timeline
     from apex.timeline_recorder import recording
 
-    start_tokens, total = engine.stats().output_tokens, case.num_requests * case.output_len // 4
+    output_len = max(4, case.output_len // 4)
+    fitting = case.num_gpu_blocks * engine.kv.block_size // (case.input_len + output_len)
+    shorter = replace(case, num_requests=min(case.num_requests, fitting * 3 // 2), output_len=output_len)
+    start_tokens, total = engine.stats().output_tokens, shorter.num_requests * output_len
 
     def progress() -> float:
         return min(1.0, (engine.stats().output_tokens - start_tokens) / total)
 
-    shorter = Case(**{**asdict(case), "output_len": max(4, case.output_len // 4)})
     name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
     with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
-        replay(engine, shorter, "timeline", case.num_requests, limit_s)
+        replay(engine, shorter, "timeline", limit_s)
     try:
         setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
         timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
@@ -237,7 +258,9 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
     return target.name
 
 
-def simulate(system: str, case: Case, table: ProfileTable, num_layers: int, config: EngineConfig) -> dict[str, Any]:
+def simulate(
+    system: str, case: Case, table: ProfileTable, num_layers: int, config: EngineConfig, limit_s: float
+) -> dict[str, Any]:
     from apex.simulation import build_simulated
 
     engine = build_simulated(
@@ -251,14 +274,14 @@ def simulate(system: str, case: Case, table: ProfileTable, num_layers: int, conf
         max_num_seqs=config.max_num_seqs,
         max_model_len=case.max_model_len,
     )
-    return replay(engine, case, "simulated", case.num_requests, limit_s=30.0)
+    return replay(engine, case, "simulated", limit_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=SYSTEMS, required=True, help="what schedules")
     parser.add_argument("--case", choices=CASES, required=True, help="model, pools and requests")
-    parser.add_argument("--limit", type=float, default=45.0, help="seconds after which a run is cut short")
+    parser.add_argument("--limit", type=float, default=75.0, help="seconds that all of it has; default %(default)g")
     parser.add_argument("--folder", type=Path, required=True, help="the run's record goes here")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -267,10 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from swiftllm.memory import InsufficientMemory
 
     def save(record: dict[str, Any]) -> None:
-        (options.folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_atomically(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
     try:
-        for record in run(options.system, CASES[options.case], options.folder, options.limit):
+        for record in run(options.system, CASES[options.case], options.folder, options.limit - END_S):
             save(record)
     except InsufficientMemory as error:
         save({"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)})

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from evaluation.provenance import git_state, machine_identity, software, source_hash
+from evaluation.results import write_atomically
 
 FIGURE = "end_to_end.png"
 KERNELS = "kernels.json"
@@ -54,7 +56,7 @@ def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
 
 
 def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, runs: list[dict[str, Any]]) -> str:
-    told = machine_identity()
+    told = provenance()["machine"]
     device = kernels["device"] if kernels else ", ".join(told["gpus"]) or "no GPU"
     lines = [
         f"# {device}, {folder.name}",
@@ -83,6 +85,7 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
                 f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
                 f"{captured['bytes'] / 2**20:,.0f} MiB."
             )
+        lines += [f"Warning: {warning}." for warning in kernels["warnings"]]
         if wake_up := kernels.get("wake_up"):
             lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
         if draws := kernels.get("sampling"):
@@ -105,8 +108,9 @@ def run_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     if "skipped" in run:
         return f"| {name} | {run['system']} | | | | | | {run['skipped']} |"
     measured, error = run["measured"], run["simulated_error"]
-    ratio = rate_of(run) / base if (base := baseline(run, runs)) else None
-    note = "" if measured["completed"] else "cut short by the time limit"
+    # Of runs that were cut short at different times there is nothing to compare.
+    ratio = rate_of(run) / base if measured["completed"] and (base := baseline(run, runs)) else None
+    note = "" if measured["completed"] else "cut short by the time limit, and so is the simulation"
     cells = (
         name,
         run["system"],
@@ -125,10 +129,11 @@ def rate_of(run: dict[str, Any]) -> float:
 
 
 def baseline(run: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
-    """What swiftllm gave in the same case."""
-    return next(
-        (rate_of(r) for r in runs if r["system"] == "swiftllm" and r["case"] == run["case"] and "measured" in r), None
-    )
+    """What swiftllm gave in the same case, if it came to the end."""
+    for other in runs:
+        if other["system"] == "swiftllm" and other["case"] == run["case"] and "measured" in other:
+            return rate_of(other) if other["measured"]["completed"] else None
+    return None
 
 
 def draw(runs: list[dict[str, Any]], folder: Path) -> None:
@@ -148,7 +153,8 @@ def draw(runs: list[dict[str, Any]], folder: Path) -> None:
                 if run["simulated"]:
                     rate = run["simulated"]["output_tokens_per_s"]
                     ax.plot([place - 0.42, place + 0.42], [rate, rate], color="black", linewidth=1.5)
-            ax.set_xticks(range(len(of_case)), [run["system"] for run in of_case])
+            names = [run["system"] + ("" if run["measured"]["completed"] else "\ncut short") for run in of_case]
+            ax.set_xticks(range(len(of_case)), names)
             ax.set_title(f"{case}, {of_case[0]['case']['num_gpu_blocks']} GPU blocks", loc="left", fontsize=9)
             ax.set_ylabel("output tokens/s")
             tidy(ax)
@@ -158,29 +164,45 @@ def draw(runs: list[dict[str, Any]], folder: Path) -> None:
         figure.savefig(folder / FIGURE, dpi=160)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="results/<gpu>/<date> of scripts/gpu_check.sh")
-    folder = parser.parse_args(arguments).folder
+@cache
+def provenance() -> dict[str, Any]:
+    """Asked for once: a GPU that nobody uses takes seconds to say its name."""
+    return {"machine": machine_identity(), "software": software(), "git": git_state(), "source": source_hash()}
+
+
+def write_page(folder: Path) -> None:
+    """``summary.json`` and ``README.md`` of what is in the folder by now."""
     kernels = json.loads((folder / KERNELS).read_text()) if (folder / KERNELS).exists() else None
+    runs = read_runs(folder)
+    parts = [line.split("\t") for line in (folder / PARTS).read_text().splitlines()]
+    summary = {"parts": parts, "kernels": kernels, "runs": runs, "provenance": provenance()}
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    text = page(folder, parts, kernels, runs)
+    if (folder / FIGURE).exists():
+        text += f"\n![tokens per second]({FIGURE})\n"
+    write_atomically(folder / "README.md", text)
+
+
+def read_runs(folder: Path) -> list[dict[str, Any]]:
     runs = [json.loads(path.read_text()) for path in sorted((folder / "end_to_end").glob("*.json"))]
     runs.sort(key=lambda run: (run["case"]["model"], ("swiftllm", "neo", "apex").index(run["system"])))
     for run in runs:
         if run.get("timeline"):
             run["timeline"] = f"end_to_end/{run['timeline']}"
-    parts = [line.split("\t") for line in (folder / PARTS).read_text().splitlines()]
-    provenance = {"machine": machine_identity(), "software": software(), "git": git_state(), "source": source_hash()}
-    summary = {"parts": parts, "kernels": kernels, "runs": runs, "provenance": provenance}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = page(folder, parts, kernels, runs)
-    if measured := [run for run in runs if "measured" in run]:
+    return runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="results/<gpu>/<date> of scripts/gpu_check.sh")
+    folder = parser.parse_args(arguments).folder
+    if measured := [run for run in read_runs(folder) if "measured" in run]:
         try:
             draw(measured, folder)
-            text += f"\n![tokens per second]({FIGURE})\n"
         except ImportError as error:
-            text += f"\nNo figure: {error}.\n"
-    (folder / "README.md").write_text(text)
-    print(text)
+            print(f"no figure: {error}", file=sys.stderr)
+    write_page(folder)
+    print((folder / "README.md").read_text())
     return 0
 
 

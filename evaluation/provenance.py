@@ -72,7 +72,10 @@ def gpu_names() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except subprocess.TimeoutExpired:  # as it does where a GPU is lost
+        return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
 
 

@@ -115,6 +115,9 @@ class TorchBackend:
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
         else:
+            # What torch copies in host memory: threads of its own would wait actively, after each copy, on the cores
+            # of the worker. In a copy of scattered blocks they are no faster.
+            torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
     @property

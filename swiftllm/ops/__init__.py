@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -131,4 +135,10 @@ def why_no_triton(capability: int) -> str | None:
         return f"the Triton kernels are checked from sm_{TRITON_CAPABILITY} on, and this GPU is sm_{capability}"
     if find_spec("triton") is None:
         return "Triton is not installed: type `pip install triton`"
+    # It compiles a launcher in C for every kernel.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler: install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's headers, and there is no {header}: install python3-dev"
     return None

@@ -23,6 +23,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "prefill-attention": operations.check_prefill_attention,
         "decode-attention": operations.check_decode_attention,
         "sampling": operations.check_sampling,
+        "graphs": tokens.check_graphs,
         "tokens-float32": tokens.check_tokens_float32,
         "tokens-float16": tokens.check_tokens_float16,
         "random-load": partial(random_load.check_random_load, seconds=seconds),

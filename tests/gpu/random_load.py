@@ -1,25 +1,35 @@
-"""Random load with swaps and aborts, every free block poisoned after each step: no wrong token may come out."""
+"""Random load with swaps and aborts, every free block poisoned after each step: no wrong token may come out.
+
+Half of the requests ask for something beside the likeliest tokens: draws, penalties, biases, log-probabilities, tokens
+to stop at.
+"""
 
 from __future__ import annotations
 
 import random
 import time
 from contextlib import closing
+from typing import Any
 
 import torch
 
 from swiftllm.engine import Engine
-from swiftllm.request import Request, SamplingParams, Tier
-from tests.gpu.judge import Judge, tiny_model
+from swiftllm.request import FinishReason, Request, SamplingParams, Tier, TokenLogprob
+from swiftllm.sampling import Sampler
+from tests.gpu.judge import CONFIG, Judge, tiny_model
 from tests.gpu.tokens import build, make_prompts
 
 VARIANTS = ("swiftllm", "neo", "apex, overlap", "fastdecode")
+VOCAB_SIZE = CONFIG["vocab_size"]
 MOST_UNFINISHED = 40
 ABORTED = 0.1
 STEPS_BETWEEN_LOOKS = 50
 # As tokens.NEAR_TIE, for rounding alone: float32 logits differ by up to 1e-5 from machine to machine, and of a hundred
 # thousand tokens some lie that near to the next.
 ROUNDING = 1e-4
+# Of a request's tokens that are drawn, or have penalties: rounding moves the edge between two tokens too.
+MOST_ON_AN_EDGE = 1
+LOGPROB_ERROR = 1e-3
 
 
 def check_random_load(device: torch.device, seconds: float = 20.0) -> None:
@@ -38,8 +48,7 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
     while time.monotonic() < end_s or engine.has_unfinished():
         while time.monotonic() < end_s and len(unfinished) < MOST_UNFINISHED and draw.random() < 0.7:
             prompt = prompts[num_requests % len(prompts)]
-            sampling = SamplingParams(max_tokens=draw.randint(1, 60), ignore_eos=True)
-            request = engine.add_request(str(num_requests), prompt, sampling)
+            request = engine.add_request(str(num_requests), prompt, random_sampling(draw))
             unfinished[request.request_id] = request
             num_requests += 1
         if unfinished and draw.random() < ABORTED:
@@ -65,9 +74,54 @@ def poison_free_blocks(engine: Engine) -> None:
         pool[:, free.to(pool.device)] = torch.nan
 
 
+def random_sampling(draw: random.Random) -> SamplingParams:
+    how: dict[str, Any] = {"max_tokens": draw.randint(1, 60), "seed": draw.randrange(1 << 30), "ignore_eos": True}
+    if draw.random() < 0.3:
+        how |= {"temperature": draw.choice((0.7, 1.3)), "top_k": draw.choice((0, 5)), "top_p": draw.choice((0.9, 1.0))}
+        how["min_p"] = draw.choice((0.0, 0.05))
+    if draw.random() < 0.2:
+        how |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": draw.choice((0.0, 0.4))}
+        how["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-3.0, 3.0) for _ in range(draw.randrange(4))}
+    if draw.random() < 0.2:
+        how |= {"logprobs": draw.randrange(5), "prompt_logprobs": draw.randrange(5)}
+    if draw.random() < 0.2:
+        how |= {"ignore_eos": False, "stop_token_ids": tuple(draw.sample(range(VOCAB_SIZE), 3))}
+    return SamplingParams(**how)
+
+
 def check_some(judge: Judge, finished: list[Request], draw: random.Random, where: str) -> None:
     """The judge is slow: it looks at a few, and at all there are when they are few."""
     for request in draw.sample(finished, min(8, len(finished))):
         if request.output_token_ids:
-            below = judge.distance_below_best(request.prompt_token_ids, request.output_token_ids)
-            assert below <= ROUNDING, f"{where}: request {request.request_id}: {below} below the best: {request}"
+            check_request(judge, request, f"{where}: {request}")
+
+
+def check_request(judge: Judge, request: Request, where: str) -> None:
+    prompt, output, how = request.prompt_token_ids, request.output_token_ids, request.sampling
+    logits = judge.logits([*prompt, *output])[:-1]
+    own = logits[len(prompt) - 1 :]
+    if how.takes_likeliest:
+        below = judge.distance_below_best(prompt, output)
+        assert below <= ROUNDING, f"{where}: {below} below the best"
+    else:
+        before = [Request("", prompt, how, output_token_ids=output[:place]) for place in range(len(output))]
+        expected = Sampler().sample(own, before)
+        assert sum(map(int.__ne__, output, expected)) <= MOST_ON_AN_EDGE, f"{where}: {expected} would be right"
+
+    stops = () if how.ignore_eos else (*how.stop_token_ids, *request.eos_token_ids)
+    assert not set(output[:-1]).intersection(stops), f"{where}: it went on behind a token to stop at"
+    if request.finish_reason is not FinishReason.ABORT:
+        ended = FinishReason.STOP if output[-1] in stops else FinishReason.LENGTH
+        assert request.finish_reason is ended and (ended is FinishReason.STOP or len(output) == how.max_tokens), where
+
+    if how.logprobs is not None:
+        told = [*request.prompt_logprobs, *request.logprobs[: len(output)]]
+        assert len(told) == len(logits), f"{where}: {len(told)} log-probabilities of {len(logits)} tokens"
+        for likely, next_token, entry in zip(logits.log_softmax(-1), (*prompt[1:], *output), told, strict=True):
+            assert entry.token_id == next_token and logprob_error(likely, entry) < LOGPROB_ERROR, f"{where}: {entry}"
+
+
+def logprob_error(likely: torch.Tensor, told: TokenLogprob) -> float:
+    """The largest among what a place tells; ``likely [vocab_size]`` is what the judge thinks."""
+    pairs = ((told.token_id, told.logprob), *told.top)
+    return max(abs(float(likely[token]) - logprob) for token, logprob in pairs)

@@ -62,6 +62,13 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]
     return [request.output_token_ids for request in requests]
 
 
+def check_graphs(device: torch.device) -> None:
+    """Where nothing can be captured a backend warns and computes all the same, slower: no other check would tell."""
+    with tiny_model() as model, closing(build(model, "swiftllm", device, "float16")) as engine:
+        if engine.backend.hardware.can_capture:
+            assert len(engine.backend.graphs) > 0, "nothing was captured: the warning says why"
+
+
 def check_tokens_float32(device: torch.device) -> None:
     """The same tokens under every strategy, each of them the judge's own choice."""
     check_tokens(device, "float32", near_tie=0.0)

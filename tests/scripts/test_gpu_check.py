@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import bench_gpu, gpu_parts
-from evaluation import gpu_check
+from evaluation import gpu_check, gpu_report
 from evaluation.gpu_check import CASES
 from swiftllm import torch_backend
 from swiftllm.config import EngineConfig
 from swiftllm.memory import InsufficientMemory
 from swiftllm.torch_backend import TorchBackend
+from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 
 REPO = Path(__file__).resolve().parents[2]
@@ -29,7 +33,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert [result for _, result, _ in summary["parts"]] == ["ok"] * 8
+    assert [result for _, result, _ in summary["parts"]] == ["ok"] * 9
     parts = [name for name, _, _ in summary["parts"]]
     assert parts.index("apex-rehearsal") < parts.index("swiftllm-rehearsal"), "who has no CPU worker profiles none"
     assert [run["system"] for run in summary["runs"]] == ["swiftllm", "neo", "apex"]
@@ -47,7 +51,7 @@ def test_a_python_without_torch_is_no_missing_gpu(tmp_path: Path) -> None:
     command = [str(REPO / "scripts/gpu_check.sh"), str(tmp_path / "run")]
     done = subprocess.run(command, env={**os.environ, "PYTHON": str(bare)}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"gpu_check: {bare} has no torch: set PYTHON=.venv/bin/python")
+    assert "has no torch, numpy, pybind11" in done.stderr and "set PYTHON=.venv/bin/python" in done.stderr
     assert not (tmp_path / "run").exists()
     told = subprocess.run([command[0], "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert told.startswith("Checks and measures the GPU path") and "usage: scripts/gpu_check.sh" in told
@@ -59,6 +63,46 @@ def test_a_system_without_a_cpu_worker_profiles_nothing(tmp_path: Path, monkeypa
     *_, record = gpu_check.run("swiftllm", CASES["rehearsal"], tmp_path, limit_s=20.0)
     assert record["measured"]["completed"] and record["profile"] is None and record["simulated"] is None
     assert not (tmp_path / "cache/profiles").exists()
+
+
+def test_a_start_that_took_all_the_time_leaves_a_record(tmp_path: Path) -> None:
+    (tmp_path / "parts.txt").write_text("swiftllm-rehearsal\tok\t9\n")
+    *_, record = gpu_check.run("swiftllm", CASES["rehearsal"], tmp_path, limit_s=0.0)
+    assert not record["measured"]["completed"] and record["measured"]["output_tokens"] == 0
+    (tmp_path / "end_to_end").mkdir()
+    (tmp_path / "end_to_end/swiftllm-rehearsal.json").write_text(json.dumps(record))
+    gpu_report.write_page(tmp_path)
+    assert "| rehearsal | swiftllm | 0 |  |" in (page := (tmp_path / "README.md").read_text())
+    assert "cut short by the time limit" in page
+
+
+def test_a_replay_ends_with_its_time_on_a_virtual_clock_too() -> None:
+    case = CASES["rehearsal"]
+
+    def rehearse(limit_s: float) -> dict:
+        config = EngineConfig("", max_num_batched_tokens=64)
+        return gpu_check.simulate("apex", case, flat_table(cpu_token_s=2e-6), 3, config, limit_s)
+
+    whole = rehearse(math.inf)
+    assert whole["completed"] and whole["output_tokens"] == case.num_requests * case.output_len
+    part = rehearse(whole["seconds"] / 2)
+    assert not part["completed"] and 0 < part["output_tokens"] < whole["output_tokens"]
+    assert whole["seconds"] / 2 <= part["seconds"] < whole["seconds"]
+
+
+def test_a_system_is_measured_on_a_gpu_that_is_late_and_out_of_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
+    monkeypatch.setattr("swiftllm.graphs.ROW_BUCKETS", (1, 4, 16))
+    sizes = {"num_requests": 5, "input_len": 12, "output_len": 4, "num_gpu_blocks": 4, "num_cpu_blocks": 24}
+    case = replace(CASES["rehearsal"], max_model_len=48, **sizes)
+    with fake_gpu(1) as cuda:
+        *_, record = gpu_check.run("neo", case, tmp_path, limit_s=90.0)
+    measured = record["measured"]
+    assert cuda.captures and measured["completed"] and measured["output_tokens"] == 20 and not record["failed"]
+    assert measured["strategy_iterations"]["asymmetric-pipelining"] and (tmp_path / record["timeline"]).is_file()
 
 
 def test_what_was_measured_is_there_before_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +130,23 @@ def test_the_benchmark_captures_beside_a_backend(monkeypatch: pytest.MonkeyPatch
             gc.enable()
         assert cuda.captures == captured + 1 and row["us"] > 0
         backend.close()
+
+
+def test_what_a_backend_warns_of_is_in_the_figures_and_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_and_warn(case: gpu_check.Case) -> TorchBackend:
+        warnings.warn("kernels are launched one by one", stacklevel=1)
+        return open_backend(case)
+
+    open_backend = bench_gpu.open_backend
+    monkeypatch.setattr(bench_gpu, "open_backend", open_and_warn)
+    figures = next(run := bench_gpu.measure(CASES["rehearsal"], small=True))
+    run.close()
+    (tmp_path / "kernels.json").write_text(json.dumps(figures))
+    (tmp_path / "parts.txt").touch()
+    gpu_report.write_page(tmp_path)
+    assert "Warning: kernels are launched one by one." in (tmp_path / "README.md").read_text()
 
 
 def test_the_benchmark_takes_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:

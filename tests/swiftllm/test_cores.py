@@ -9,6 +9,7 @@ from swiftllm import cores
 from swiftllm.config import EngineConfig
 from swiftllm.cores import CoreDivision, core_divisions, usable_cores
 from swiftllm.torch_backend import TorchBackend
+from tests.reference.fake_gpu import fake_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,16 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
     backend.use_cores(CoreDivision(2, 1, "for the test"))
     assert set_threads == [3, 2] and backend._ops.num_threads == 2
     assert backend.cores.describe_lane() == "2 threads (for the test)"
+
+
+def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
+    config = EngineConfig(str(tiny_model_dir()), dtype="float32", **options)
+    torch.set_num_threads(2)
+    try:
+        with fake_gpu(0, can_capture=False):
+            backend = TorchBackend(config)
+        assert torch.get_num_threads() == backend.cores.lane_threads == 1 and backend._ops.num_threads == 3
+    finally:
+        torch.set_num_threads(1)

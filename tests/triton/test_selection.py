@@ -57,6 +57,18 @@ def test_what_keeps_triton_away_is_said(pretend_gpu, gpu, reason):
     assert reason in why_no_triton(10 * gpu[1] + gpu[2])
 
 
+def test_what_triton_compiles_its_launchers_with_is_looked_for(pretend_gpu, monkeypatch, tmp_path):
+    pretend_gpu("NVIDIA A10", 8, 6)
+    assert why_no_triton(86) is None
+    monkeypatch.setattr(ops_module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert f"no {tmp_path}/Python.h: install python3-dev" in why_no_triton(86)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "install gcc" in why_no_triton(86)
+    monkeypatch.setenv("CC", "cc-of-my-own")
+    assert "Python.h" in why_no_triton(86)
+
+
 def test_a_gpu_without_bfloat16_says_what_to_use(pretend_gpu):
     pretend_gpu("Tesla T4", 7, 5)
     with pytest.raises(ValueError, match="float16"):
