@@ -25,7 +25,7 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def check_rows(device: torch.device) -> None:
-    """Norms, rotary, SiLU-and-mul."""
+    """Norms of rows and of heads, rotary, SiLU-and-mul."""
     for dtype in dtypes(device):
         ops = select_ops(device, dtype)
         for rows, size in ((1, 4096), (70, 576), (3, 11008)):
@@ -39,10 +39,14 @@ def check_rows(device: torch.device) -> None:
             gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
             assert_close(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up.double()), dtype)
         heads = torch.randn(33, 12, 128, device=device).to(dtype)
+        untouched = heads[:, 10:].clone()
+        weights, expected = (torch.rand(10, 128, device=device) + 0.5).to(dtype), heads.double()[:, :10]
+        REFERENCE.norm_heads_(expected, weights.double(), EPS)
+        ops.norm_heads_(heads[:, :10], weights, EPS)
+        assert_close(heads[:, :10], expected, dtype)
         rotary_rows = torch.randn(33, 2, 128, device=device)
         wide = heads.double()[:, :10]
         expected = wide * rotary_rows[:, None, 0] + wide.roll(64, -1) * rotary_rows[:, None, 1]
-        untouched = heads[:, 10:].clone()
         ops.rotary_(heads[:, :10], rotary_rows)
         assert_close(heads[:, :10], expected, dtype)
         assert torch.equal(heads[:, 10:], untouched)
