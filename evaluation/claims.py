@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,24 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim and our ratios for it, one per point it covers; ``systems`` are the two compared here."""
+    """A claim and our ratios for it, by place (:func:`place_of`); ``systems`` are the two compared here."""
 
     claim: Claim
     systems: tuple[str, str]
-    ours: tuple[float, ...]
+    by_place: Mapping[tuple[Any, ...], float]
+
+    @property
+    def ours(self) -> tuple[float, ...]:
+        return tuple(self.by_place.values())
+
+    @property
+    def best_at(self) -> str:
+        """Where the best of an "up to" was, in words."""
+        if not self.claim.up_to or len(self.by_place) < 2:
+            return ""
+        _, workload, output_len, rate = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
+        where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
+        return where if self.claim.workload else f"{workload}, {where}"
 
     @property
     def summary(self) -> float | None:
@@ -107,7 +120,7 @@ def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comp
         pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
         points = [record for record in summary if claim.covers(record)]
         ratios = ratios_by_point(points, claim.metric, *pair)
-        comparisons.append(Comparison(claim, pair, tuple(ratios.values())))
+        comparisons.append(Comparison(claim, pair, ratios))
     return comparisons
 
 
@@ -138,8 +151,9 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
         for metric in dict.fromkeys(claim.metric for claim in claims):
             wanted = [claim for claim in claims if claim.metric == metric]
             title = f"{METRIC_WORDS.get(metric, metric).capitalize()}: the papers' claims and {kind}"
-            table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-            for column in ("claim", "about", "says", "ours", "range", "differs"):
+            console.print(title, highlight=False, markup=False, soft_wrap=True)
+            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            for column in ("claim", "about", "says", "ours", "range", "best at", "differs"):
                 table.add_column(column, justify="right" if column in ("ours", "differs") else "left")
             for item in compare(wanted, records):
                 claim, ours = item.claim, item.summary
@@ -149,6 +163,7 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
                     claim.stated(),
                     "not run" if ours is None else f"{ours:.2f}",
                     f"{min(item.ours):.2f}-{max(item.ours):.2f}" if len(item.ours) > 1 else "",
+                    item.best_at,
                     "" if item.difference is None else f"{item.difference:+.0%}",
                 )
             console.print(table)

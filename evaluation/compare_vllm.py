@@ -28,12 +28,12 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.drivers.bench_serve import BenchFailed, bench_serve
 from evaluation.drivers.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
-from evaluation.experiment import Point, PointResult, run_experiment
+from evaluation.experiment import Point, PointResult, print_failure, run_experiment
 from evaluation.figures.servers import BASELINE, ROUND_COLUMNS, cores_text, draw, medians, results_table, with_ratios
 from evaluation.http_point import HttpTask, run_http_point
-from evaluation.paths import REPO_ROOT, RESULTS_DIR, default_model
+from evaluation.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.provenance import model_identity
-from evaluation.results import markdown_table, to_json, write_atomically
+from evaluation.results import markdown_table, write_atomically
 from evaluation.traces import Origin, TraceRow
 from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from swiftllm.paths import cache_dir
@@ -140,7 +140,9 @@ def make_systems(options: Options, model: Path) -> list[System]:
             systems.append(vllm("vllm-all-cores", everything, ",".join(map(str, everything))))
     names = {system.name for system in systems}
     if unknown := set(options.systems) - names:
-        raise ValueError(f"no systems {', '.join(sorted(unknown))} here; there are {', '.join(sorted(names))}")
+        install = "" if options.vllm.is_file() else f"; vLLM itself comes with {INSTALL}"
+        there = ", ".join(sorted(names))
+        raise ValueError(f"no systems {', '.join(sorted(unknown))} here; there are {there}{install}")
     return [system for system in systems if not options.systems or system.name in options.systems]
 
 
@@ -250,10 +252,8 @@ def main(options: Options, console: Console | None = None) -> int:
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
-    model = options.model or default_model()
     try:
-        if not (model / "config.json").is_file():
-            raise ValueError(f"no model in {model}: point --model at a Hugging Face folder, or type `make setup`")
+        model = model_folder(options.model)
         if options.bench_serve and not options.vllm.is_file():
             raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
         systems = make_systems(options, model)
@@ -273,19 +273,20 @@ def main(options: Options, console: Console | None = None) -> int:
     }
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
-        outcome = run_experiment(NAME, configuration, points, servers.run_point, options.results_dir, console)
+        outcome = run_experiment(
+            NAME, configuration, points, servers.run_point, options.results_dir, console, complete=with_ratios
+        )
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
             problems += judged_by_vllm(options, systems, model, servers, outcome.folder, console)
-    rows = with_ratios(outcome.summary)
+    rows = outcome.summary
     if rows:
-        write_atomically(outcome.folder / "summary.json", to_json(rows))
         write_atomically(outcome.folder / "summary.md", markdown_table(rows, ROUND_COLUMNS))
         middle = medians(rows)
         console.print(results_table(middle, rows))
         console.print(f"figure: {draw(middle, outcome.folder)}", highlight=False, soft_wrap=True)
     for problem in problems:
-        console.print(f"failed: {problem}", style="bold red", highlight=False, markup=False)
+        print_failure(problem, console)
     console.print(f"summary, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
     return 1 if problems or any(row["failed"] for row in rows) else 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from apex.cli.output import stdout_console
+from evaluation.other_work import DISTURBING_CORES
 from evaluation.progress import RunProgress
 from evaluation.records import RequestRecord, RequestSummary
 from evaluation.results import FlatRecord, ResultFolder, flat_record, median_record
@@ -52,6 +55,11 @@ class PointResult:
 RunPoint = Callable[[Point, str, Console], PointResult]
 """Runs a point; takes the point, the label for its progress bar, and the console."""
 
+Complete = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
+"""Adds to the rows of a summary what only all of them together tell."""
+
+as_they_are: Complete = list
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -60,6 +68,22 @@ class Outcome:
     folder: Path
     summary: list[FlatRecord]
     failed: list[str]
+
+    def tell(self, console: Console) -> int:
+        """Print what failed and where everything is. Returns the exit status: 0 when every point is finished."""
+        for label in self.failed:
+            print_failure(f"{label}, see errors/ in the results", console)
+        console.print(f"summary, raw records and provenance: {self.folder}", highlight=False, soft_wrap=True)
+        return 1 if self.failed else 0
+
+
+def print_failure(text: str, console: Console) -> None:
+    console.print(f"failed: {text}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_error(error: object, console: Console) -> None:
+    """Say why nothing was run; the exit status that goes with it is 2."""
+    console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
 def run_experiment(
@@ -70,20 +94,43 @@ def run_experiment(
     results_dir: Path,
     console: Console | None = None,
     jobs: int = 1,
+    complete: Complete = as_they_are,
 ) -> Outcome:
     """Run all points that are not finished yet and write the summary.
 
     A point that raises is reported with its traceback in ``errors/`` and tried again by the next invocation;
     the others still run. At most ``jobs`` concurrent points run at a time, before those that want the machine alone.
+
+    Raises:
+        SystemExit: it was interrupted, or nothing can be written there; the user has been told.
     """
     keys = [point.key for point in points]
     if len(set(keys)) < len(keys):
         raise ValueError(f"points share keys: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
-    console = console or Console()
-    folder = ResultFolder(name, configuration, results_dir)
-    folder.note_invocation()
+    console = console or stdout_console()
+    try:
+        folder = ResultFolder(name, configuration, results_dir)
+        folder.note_invocation()
+    except OSError as error:
+        print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
+        raise SystemExit(2) from None
+    try:
+        failed = run_what_is_left(folder, points, run_point, jobs, console)
+    except KeyboardInterrupt:
+        kept = sum(folder.finished_point(key) is not None for key in keys)
+        text = f"interrupted: {kept} of {len(points)} points are kept in {folder.path}; the same command goes on there"
+        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        raise SystemExit(128 + signal.SIGINT) from None
+    summary = complete(summarise(folder, points))
+    folder.save_summary(summary)
+    return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
+
+
+def run_what_is_left(
+    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, jobs: int, console: Console
+) -> list[str]:
+    """Run the points that are not finished. Returns the labels of those that failed."""
     progress = RunProgress(len(points), console)
-    failed: list[str] = []
     left = []
     for point in points:
         if folder.finished_point(point.key) is None:
@@ -92,14 +139,11 @@ def run_experiment(
             progress.skip_point(point.label)
     together = [point for point in left if point.concurrent and jobs > 1]
     alone = [point for point in left if point not in together]
+    progress.announce(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
-    if together:
-        failed += run_together(folder, together, run_point, progress, jobs)
-    failed += run_one_by_one(folder, alone, run_point, progress, console)
-    summary = summarise(folder, points)
-    folder.save_summary(summary)
-    return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
+    failed = run_together(folder, together, run_point, progress, jobs) if together else []
+    return failed + run_one_by_one(folder, alone, run_point, progress, console)
 
 
 def run_one_by_one(
@@ -126,7 +170,9 @@ def run_together(
     failed = []
     # A fresh interpreter for each process: forking one that has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context) as pool:
+    # Ctrl-C reaches every process of the terminal: these end at once, and their parent tells what is kept.
+    at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context, **at_once) as pool:
         try:
             with progress.beside_each_other(sum(point.cost for point in points)) as lines:
                 by_cost = sorted(points, key=lambda point: -point.cost)
@@ -158,7 +204,9 @@ def save(folder: ResultFolder, point: Point, result: PointResult, details: Mappi
     rate = values["output_tokens_per_s"]
     kind = "SIMULATED output tok/s" if values["backend"] == "simulated" else "output tok/s"
     outcome = "no tokens" if rate is None else f"{rate:.1f} {kind}"
-    return outcome + (f", {values['failed']} failed" if values["failed"] else "")
+    others = values.get("others_busy_cores") or 0.0
+    disturbed = f", other work kept {others:.1f} cores busy" if others > DISTURBING_CORES else ""
+    return outcome + disturbed + (f", {values['failed']} failed" if values["failed"] else "")
 
 
 def save_failure(folder: ResultFolder, point: Point, error: Exception) -> str:

@@ -29,11 +29,11 @@ from apex.cli.parser import parse_options
 from evaluation.drivers.launch import ServerCommand, launched, stop_on_sigterm
 from evaluation.drivers.server import Server, connect
 from evaluation.experiment import Point, run_experiment
-from evaluation.figures.table import cell
+from evaluation.figures.table import LATENCY_COLUMNS, cell
 from evaluation.http_point import HttpTask, run_http_point
 from evaluation.metrics import DEFAULT_TARGETS, Targets
 from evaluation.options import HttpOptions, parse_urls
-from evaluation.paths import RESULTS_DIR, default_model
+from evaluation.paths import RESULTS_DIR, model_folder
 from evaluation.provenance import model_identity
 from evaluation.results import FlatRecord
 from evaluation.traces import Trace, UniformTrace, load_trace
@@ -131,10 +131,7 @@ COLUMNS = (
     ("tok/s", "output_tokens_per_s", ".1f"),
     ("req/s", "requests_per_s", ".2f"),
     ("goodput", "goodput_requests_per_s", ".2f"),
-    ("TTFT p50", "ttft_s_p50", ".2f"),
-    ("p99 (s)", "ttft_s_p99", ".2f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"),
+    *LATENCY_COLUMNS,
     ("failed", "failed", ".0f"),
 )
 
@@ -160,11 +157,9 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
 def main(options: Options, console: Console | None = None) -> int:
     """Measure and tell. Returns the exit status: 0 when every point is finished, 2 for options that do not fit."""
     console = console or stdout_console()
-    model = options.model or default_model()
     with contextlib.ExitStack() as stack:
         try:
-            if not (model / "config.json").is_file():
-                raise ValueError(f"no model in {model}: point --model at the folder of the model that is served")
+            model = model_folder(options.model)
             urls, commands = parse_urls(options.url), parse_commands(options.start)
             names = [*urls, *(command.name for command in commands)]
             if not names or len(set(names)) < len(names):
@@ -188,10 +183,7 @@ def main(options: Options, console: Console | None = None) -> int:
         console.print(results_table(outcome.summary))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s that keep {keep}")
-    for label in outcome.failed:
-        console.print(f"failed: {label}, see errors/ in the results", style="bold red", markup=False)
-    console.print(f"summary, raw records and provenance: {outcome.folder}", soft_wrap=True)
-    return 1 if outcome.failed else 0
+    return outcome.tell(console)
 
 
 if __name__ == "__main__":

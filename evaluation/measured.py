@@ -12,7 +12,7 @@ from evaluation.experiment import Point
 from evaluation.http_point import HttpTask
 from evaluation.provenance import cpu_kernels, model_identity
 from evaluation.torch_point import TorchTask
-from evaluation.traces import UniformTrace, load_trace
+from evaluation.traces import UniformTrace, load_trace, synthetic_name
 from evaluation.workloads import Lengths, WorkloadSpec, make_lengths
 from swiftllm.config import EngineConfig
 
@@ -35,6 +35,10 @@ class WorkloadPlan:
     input_len: int | None = None
     output_lens: tuple[float, ...] = ()
     request_rates: tuple[float, ...] = ()
+
+    @property
+    def workload_name(self) -> str:
+        return self.name or synthetic_name(self.input_len)
 
 
 @dataclass(frozen=True)

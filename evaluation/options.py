@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,9 +12,10 @@ import tyro
 import yaml
 
 from evaluation.measured import MeasuredPlan, WorkloadPlan
-from evaluation.paths import EXPERIMENTS_DIR, RESULTS_DIR, default_model
-from evaluation.provenance import usable_cores
+from evaluation.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
+from evaluation.workloads import only_named
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
+from swiftllm.cores import usable_cores
 
 if TYPE_CHECKING:
     from evaluation.drivers.server import Server
@@ -46,17 +47,26 @@ class CommonOptions:
     """Only the panels of this GPU (simulated); by default all of them."""
     systems: Names = None
     """Systems to compare, in order; by default from the experiment file."""
+    workloads: Names = None
+    """Only these workloads of the experiment file; by default all of them."""
     num_requests: int | None = None
     """Requests of every simulated point, or with --backend torch or http of every measured one;
-    by default from the experiment file. The papers used 2000."""
+    by default from the experiment file. NEO sent 2000; APEX does not say."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals, prompts."""
+    repeats: int | None = None
+    """Run every point so often, simulated ones with this seed and the next ones; by default once.
+    Tables have the medians, figures the whole span, too."""
     jobs: int | None = None
     """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
     sensitivity: Range = None
     """Instead of the figure: how its ratios move with an assumption (simulated).
     cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
     gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    trace_dir: Folder = None
+    """Folder with trace files, searched first."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Experiment file; by default that of the figure in configs/experiments."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to <figure>/<run>/ in this folder. The same command again goes on where the last one stopped."""
     from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
@@ -71,13 +81,9 @@ class CommonOptions:
 class MeasuredOptions:
     """What only the measured part (backends torch and http) takes."""
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Experiment file; by default that of the figure in configs/experiments."""
     model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
     With --backend http the model that the servers serve: its tokenizer makes the prompts."""
-    workloads: Names = None
-    """Measure only these workloads of the experiment file."""
     scale: float | None = None
     """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
     output_lens: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="TOKENS ...")] = None
@@ -96,10 +102,6 @@ class MeasuredOptions:
     """Threads of the CPU attention worker."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
-    repeats: int | None = None
-    """Measure every point so often and take medians."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched first (simulated points read it too)."""
     stall_timeout_s: float = 120.0
     """Give a measured point up after so many seconds without progress."""
 
@@ -138,6 +140,18 @@ def experiment_settings(figure: str, config: Path | None = None) -> dict[str, An
     return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
 
 
+def refuse_what_nothing_takes(options: FigureOptions, backends: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: an option was given that none of these backends takes.
+    """
+    unused = [] if "http" in backends else [(HttpOptions, "--backend http")]
+    unused += [] if {"torch", "http"}.intersection(backends) else [(MeasuredOptions, "--backend torch or http")]
+    for group, remedy in unused:
+        if names := [field.name for field in fields(group) if getattr(options, field.name) != field.default]:
+            raise ValueError(f"{flags(names)}: only {remedy} takes that")
+
+
 def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
     """The ``torch`` section of the experiment file with the options laid over it; servers are asked what they serve.
 
@@ -146,56 +160,60 @@ def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
         ServerNotReady: a server does not answer; the message says what to start.
     """
     settings = experiment_settings(figure, options.config)["torch"]
-    lists = ("output_lens", "request_rates")
-    workloads = [
-        WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
-    ]
-    if options.workloads is not None:
-        known = [workload.name for workload in workloads]
-        if unknown := set(options.workloads) - set(known):
-            raise ValueError(f"workloads {sorted(unknown)} are not in the experiment file: {known}")
-        workloads = [workload for workload in workloads if workload.name in options.workloads]
-    changes = given(num_requests=options.num_requests, scale=options.scale)
-    workloads = [replace(workload, **changes) for workload in workloads]
-    if options.output_lens is not None:
-        workloads = [replace(w, output_lens=options.output_lens) if w.output_lens else w for w in workloads]
+    workloads = chosen_workloads(settings, options)
     servers = connect_servers(options) if options.backend == "http" else ()
     systems = tuple(server.name for server in servers) or options.systems or tuple(settings["systems"])
     baseline = settings["baseline"]
-    model = options.model or default_model()
-    if not (model / "config.json").is_file():
-        remedy = (
-            "point --model at a Hugging Face folder"
-            if options.model
-            else "type `make setup` to fetch the default model"
-        )
-        raise ValueError(f"no model in {model}: {remedy}")
-    engine = {
-        "lane_threads": 1,  # without a GPU the lane stands for one: left to themselves systems would differ in its size
-        **settings["engine"],
-        **given(
-            num_gpu_blocks=options.num_gpu_blocks,
-            device=options.device,
-            dtype=options.dtype,
-            load_format=options.load_format,
-            cpu_threads=options.cpu_threads,
-            cpu_kernel=options.cpu_kernel,
-        ),
-    }
     return MeasuredPlan(
         systems=systems,
         baseline=systems[0] if servers and baseline not in systems else baseline,
         seed=options.seed,
         repeats=options.repeats or settings["repeats"],
-        workloads=tuple(workloads),
+        workloads=workloads,
         gpu_requests=options.gpu_requests or settings["pool"]["gpu_requests"],
-        engine=EngineConfig(model=str(model), **engine),
+        engine=engine_config(settings, options),
         trace_dir=options.trace_dir,
         stall_timeout_s=options.stall_timeout_s,
         servers=servers,
         request_timeout_s=options.request_timeout_s,
         ready_timeout_s=options.ready_timeout_s,
     )
+
+
+def chosen_workloads(settings: Mapping[str, Any], options: FigureOptions) -> tuple[WorkloadPlan, ...]:
+    """The workloads of the ``torch`` section that are wanted, at the sizes that are wanted.
+
+    Raises:
+        ValueError: there is no workload of a name.
+    """
+    lists = ("output_lens", "request_rates")
+    workloads = [
+        WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
+    ]
+    workloads = only_named(workloads, options.workloads)
+    changes = given(num_requests=options.num_requests, scale=options.scale)
+    workloads = [replace(workload, **changes) for workload in workloads]
+    if options.output_lens is not None:
+        workloads = [replace(w, output_lens=options.output_lens) if w.output_lens else w for w in workloads]
+    return tuple(workloads)
+
+
+def engine_config(settings: Mapping[str, Any], options: FigureOptions) -> EngineConfig:
+    """The engine of measured points.
+
+    Raises:
+        ValueError: there is no model; the message says what to do.
+    """
+    chosen = given(
+        num_gpu_blocks=options.num_gpu_blocks,
+        device=options.device,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        cpu_threads=options.cpu_threads,
+        cpu_kernel=options.cpu_kernel,
+    )
+    # Without a GPU the lane stands for one: left to themselves systems would differ in its size.
+    return EngineConfig(str(model_folder(options.model)), **{"lane_threads": 1, **settings["engine"], **chosen})
 
 
 def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
@@ -210,9 +228,8 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
     if not options.url:
         raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")
     if unfit := [name for name in SERVER_DECIDES if getattr(options, name) is not None]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise ValueError(
-            f"{flags}: with --backend http that is the server's to decide; give it when you start the server"
+            f"{flags(unfit)}: with --backend http that is the server's to decide; give it when you start the server"
         )
     urls = parse_urls(options.url)
     if unknown := set(options.systems or ()) - set(urls):
@@ -237,6 +254,11 @@ def parse_urls(texts: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
         urls[match[1]] = match[2]
     return urls
+
+
+def flags(names: Sequence[str]) -> str:
+    """Options as they are typed."""
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def given(**options: object) -> dict[str, object]:

@@ -19,6 +19,19 @@ def default_model() -> Path:
     return cache_dir() / "models" / "SmolLM2-135M-Instruct"
 
 
+def model_folder(given: Path | None) -> Path:
+    """The model folder that was given, or the default one.
+
+    Raises:
+        ValueError: there is no model; the message says what to do.
+    """
+    folder = given or default_model()
+    if not (folder / "config.json").is_file():
+        remedy = "point --model at a Hugging Face folder" if given else "type `make setup` to fetch the default model"
+        raise ValueError(f"no model in {folder}: {remedy}")
+    return folder
+
+
 def python_command() -> str:
     """This Python as it is typed where commands are typed: ``.venv/bin/python`` in the repository's root."""
     typed = os.path.relpath(sys.executable)

@@ -12,6 +12,7 @@ from rich.progress import (
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -93,6 +94,13 @@ class RunProgress:
         self.finished_s.append(time.monotonic() - self.point_start)
         self._print(f"{label}: {outcome}")
 
+    def announce(self, together: int, processes: int, alone: int) -> None:
+        """Say what is to come: points in parallel processes, then points one after the other."""
+        parts = [f"{together} points {processes} at a time"] * bool(together)
+        parts += [f"{alone} points one after the other"] * bool(alone)
+        if parts:
+            self.console.print(f"to run: {', then '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
+
     def beside_each_other(self, total_cost: float) -> PoolProgress:
         """For points that run at once, in any order; ``total_cost`` is the sum of theirs."""
         return PoolProgress(self, total_cost)
@@ -110,22 +118,23 @@ class PoolProgress:
         self.total_cost = total_cost
         self.done_cost = 0.0
         self.start = time.monotonic()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        terminal = run.console.is_terminal
-        self.bar = Progress(*columns, TimeRemainingColumn(), console=run.console, transient=True, disable=not terminal)
+        texts = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+        columns = (SpinnerColumn(), texts[0], BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), texts[1])
+        self.bar = Progress(*columns, console=run.console, transient=True, disable=not run.console.is_terminal)
 
     def __enter__(self) -> PoolProgress:
         self.bar.start()
-        self.task = self.bar.add_task("all points", total=self.total_cost)
+        self.task = self.bar.add_task("these points", total=self.total_cost, left="")
         return self
 
     def finish_point(self, label: str, outcome: str, cost: float) -> None:
         self.run.index += 1
         self.done_cost += cost
-        self.bar.advance(self.task, cost)
         passed = time.monotonic() - self.start
-        left = passed * (self.total_cost - self.done_cost) / self.done_cost
-        self.run._print(f"{label}: {outcome}" + (f" (~{format_s(left)} left)" if left > 0 else ""))
+        left_s = passed * (self.total_cost - self.done_cost) / self.done_cost
+        left = f"~{format_s(left_s)} left" if left_s > 0 else ""
+        self.bar.update(self.task, advance=cost, left=left)
+        self.run._print(f"{label}: {outcome}" + (f" ({left} of these)" if left else ""))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from apex.cli.parser import parse_options
 from evaluation.claims import Comparison, compare, load_claims
+from evaluation.experiment import print_error
 from evaluation.paths import RESULTS_DIR
 from evaluation.report_tables import Table, columns_of, make_table, origin_of
 from evaluation.results import FlatRecord, write_atomically
@@ -123,7 +124,9 @@ def claim_row(comparison: Comparison, origin: str) -> ClaimRow:
         section=claim.section,
         claimed=claim.stated(),
         ours="not run" if comparison.summary is None else f"{comparison.summary:.2f}",
-        span=f"{min(ours):.2f} to {max(ours):.2f}" if len(ours) > 1 else "",
+        span=f"{min(ours):.2f} to {max(ours):.2f}" + (f", best at {comparison.best_at}" if comparison.best_at else "")
+        if len(ours) > 1
+        else "",
         difference="" if difference is None else f"{difference:+.0%}",
     )
 
@@ -210,7 +213,7 @@ def main(options: Options) -> int:
             raise ValueError(f"no results in {options.results_dir}: type `make fig5` first, or name result folders")
         sections = [read_section(folder) for folder in folders]
     except ValueError as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        print_error(error, console)
         return 2
     write_atomically(options.output, render(sections))
     shown = ", ".join(f"{section.experiment}/{section.run}" for section in sections)

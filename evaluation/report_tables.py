@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from evaluation.metrics import compute_metrics
-from evaluation.results import SWEPT, TABLE, FlatRecord
+from evaluation.results import DRAWN, SWEPT, TABLE, FlatRecord
 
 SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
 
 # What replays report beside the summary table's columns: shown under "all columns", not in the short table.
 SIDE_METRICS = {
     *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
-    "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s",
+    "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
+    *(f"{metric}_{end}" for metric in DRAWN for end in ("low", "high")),
 }  # fmt: skip
 
 

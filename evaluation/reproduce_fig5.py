@@ -19,7 +19,12 @@ from evaluation.options import FigureOptions
 from evaluation.reproduction import PaperFigure, reproduce
 
 FIGURE = PaperFigure(
-    "fig5", "Figure 5: throughput", draw_fig5, "output_tokens_per_s", "throughput", backends=("simulated", "torch")
+    "fig5",
+    "Figure 5: throughput",
+    lambda run: draw_fig5(run.summary, run.machine),
+    "output_tokens_per_s",
+    "throughput",
+    backends=("simulated", "torch"),
 )
 
 

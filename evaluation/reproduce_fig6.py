@@ -19,7 +19,11 @@ from evaluation.options import FigureOptions
 from evaluation.reproduction import PaperFigure, reproduce
 
 FIGURE = PaperFigure(
-    "fig6", "Figure 6: latency under load", draw_fig6, "per_token_latency_s_mean", "mean per-token latency"
+    "fig6",
+    "Figure 6: latency under load",
+    lambda run: draw_fig6(run.summary, run.machine),
+    "per_token_latency_s_mean",
+    "mean per-token latency",
 )
 
 

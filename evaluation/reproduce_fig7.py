@@ -19,7 +19,11 @@ from evaluation.options import FigureOptions
 from evaluation.reproduction import PaperFigure, reproduce
 
 FIGURE = PaperFigure(
-    "fig7", "Figure 7: throughput over the output length", draw_fig7, "output_tokens_per_s", "throughput"
+    "fig7",
+    "Figure 7: throughput over the output length",
+    lambda run: draw_fig7(run.summary, run.machine),
+    "output_tokens_per_s",
+    "throughput",
 )
 
 

@@ -6,7 +6,7 @@ python evaluation/reproduce_neo.py [--figure 6 10a] [--help]
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,28 +15,21 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import tyro
-from rich.console import Console
 
+from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.claims import load_claims, print_claims
-from evaluation.experiment import Point, run_experiment
-from evaluation.figures.apex_paper import draw_sensitivity
+from evaluation.experiment import Point, print_error
 from evaluation.figures.neo_paper import draw_neo
-from evaluation.figures.style import save
-from evaluation.figures.table import print_results
 from evaluation.neo import make_neo_points, with_rates_at_latency
 from evaluation.options import Folder, Names, Range, experiment_settings
 from evaluation.paths import RESULTS_DIR
-from evaluation.points import run_point
-from evaluation.reproduction import read_folder
-from evaluation.results import FlatRecord, to_json, write_atomically
-from evaluation.sensitivity import parse_sensitivity, varied_in
+from evaluation.reproduction import SENSITIVITY, PaperFigure, read_run, run_and_show, show
+from evaluation.sensitivity import parse_sensitivity
 from evaluation.sweeps import describe
 from swiftllm.cores import usable_cores
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
 ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")
-SENSITIVITY = "_sensitivity"
 
 
 @dataclass(frozen=True)
@@ -59,6 +52,8 @@ class Options:
     """Requests of every point; by default from the experiment file. NEO sent 2000."""
     seed: int = 0
     """Seed of everything drawn: lengths, arrivals."""
+    repeats: int = 1
+    """Run every point so often, with this seed and the next ones. Tables have the medians, figures the span, too."""
     jobs: int | None = None
     """Points that run at once; by default one per usable core. Changes the time it takes, not the result."""
     sensitivity: Range = None
@@ -77,20 +72,50 @@ class Options:
 
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for options that do not fit."""
-    console = Console()
-    settings = experiment_settings("neo", options.config)
-    failed = []
+    console = stdout_console()
+    status = 0
     try:
+        settings = experiment_settings("neo", options.config)
+        figures = {f"neo-{section}": paper_figure(section, settings) for section in settings}
         if options.from_folder is not None:
-            folder, summary, _ = read_folder(options.from_folder)
-            show(folder, summary, settings, console)
+            run = read_run(options.from_folder, list(figures))
+            show(figures[name_of_figure(run.experiment)], run, console)
             return 0
-        for name, points in chosen_points(settings, options).items():
-            failed += run_figure(name, points, settings, options, console)
+        chosen = chosen_points(settings, options)
+        for number, (name, points) in enumerate(chosen.items(), start=1):
+            configuration = {"simulated": describe(points)}
+            jobs = options.jobs or usable_cores()
+            figure = figures[name_of_figure(name)]
+            console.rule(f"{number} of {len(chosen)}: {figure.title}", align="left")
+            status |= run_and_show(figure, name, points, configuration, options.results_dir, jobs, console)
     except (ValueError, FileNotFoundError) as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        print_error(error, console)
         return 2
-    return 1 if failed else 0
+    return status
+
+
+def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
+    """The figure of a section of the experiment file."""
+    shows = settings[section]["shows"]
+    return PaperFigure(
+        f"neo-{section}",
+        shows,
+        lambda run: draw_neo(shows, run.summary, run.folder),
+        "output_tokens_per_s",
+        "throughput",
+        complete=with_rates_at_latency,
+    )
+
+
+def name_of_figure(experiment: str | None) -> str:
+    """The figure behind the name of a result folder.
+
+    Raises:
+        ValueError: the folder does not tell.
+    """
+    if experiment is None:
+        raise ValueError("the folder has no provenance.json: which of NEO's figures it holds is not known")
+    return experiment.removesuffix(SENSITIVITY)
 
 
 def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[Point]]:
@@ -112,6 +137,7 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
             systems=options.systems,
             num_requests=options.num_requests,
             seed=options.seed,
+            repeats=options.repeats,
             trace_dir=options.trace_dir,
         )
         if points:
@@ -119,42 +145,6 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
     if not chosen:
         raise ValueError(f"--figure {' '.join(options.figure)} has no panel on {options.gpu}: leave one of the two out")
     return chosen
-
-
-def run_figure(
-    name: str, points: Sequence[Point], settings: dict[str, Any], options: Options, console: Console
-) -> list[str]:
-    """Run what is not there yet, draw, tell. Returns the labels of failed points."""
-    configuration = {"experiment": name, "simulated": describe(points)}
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(name, configuration, points, run_point, options.results_dir, console, jobs)
-    if outcome.summary:
-        rows = with_rates_at_latency(outcome.summary)
-        write_atomically(outcome.folder / "summary.json", to_json(rows))
-        show(outcome.folder, rows, settings, console)
-    for label in outcome.failed:
-        console.print(f"failed: {label}", style="bold red", highlight=False, markup=False)
-    console.print(f"summary, figure, records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
-    return outcome.failed
-
-
-def show(folder: Path, rows: Sequence[FlatRecord], settings: dict[str, Any], console: Console) -> None:
-    """Draw a figure into its folder; print its rows and NEO's claims beside them."""
-    name = folder.parent.name.removesuffix(SENSITIVITY)
-    section = settings.get(name.removeprefix("neo-"))
-    if section is None:
-        raise ValueError(f"{folder} is none of NEO's figures: give a folder like {RESULTS_DIR.name}/neo-fig6/latest")
-    claims = load_claims(name)
-    varied = varied_in(rows)
-    if varied:
-        drawing = draw_sensitivity(rows, claims, "output_tokens_per_s", "throughput", {})
-    else:
-        drawing = draw_neo(section["shows"], rows, folder)
-    png, _ = save(drawing, folder)
-    print_results(section["shows"], rows, console)
-    if not varied:
-        print_claims(claims, rows, console)
-    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -11,62 +11,83 @@ from typing import Any
 from matplotlib import pyplot as plt
 from rich.console import Console
 
+from apex.cli.output import stdout_console
 from apex.systems import SYSTEMS
 from evaluation import measured, sweeps
 from evaluation.claims import load_claims, print_claims
-from evaluation.experiment import Point, run_experiment
+from evaluation.experiment import Complete, Point, as_they_are, print_error, run_experiment
 from evaluation.figures.apex_paper import draw_sensitivity
 from evaluation.figures.style import save
 from evaluation.figures.table import print_results
-from evaluation.options import FigureOptions, experiment_settings, make_measured_plan
+from evaluation.options import FigureOptions, experiment_settings, make_measured_plan, refuse_what_nothing_takes
 from evaluation.points import run_point
 from evaluation.provenance import machine_identity
 from evaluation.results import FlatRecord
 from evaluation.sensitivity import parse_sensitivity, varied_in
 
 MEASURED = frozenset({"torch", "http"})
+SENSITIVITY = "_sensitivity"
+"""Ends the name of a result folder in which an assumption was varied."""
 
-Draw = Callable[[Sequence[FlatRecord], Mapping[str, Any]], plt.Figure]
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. ``experiment`` is the name of what was run, None where the folder does not tell."""
+
+    folder: Path
+    experiment: str | None
+    summary: Sequence[FlatRecord]
+    machine: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class PaperFigure:
     """A figure of a paper: ``name`` is that of its experiment file, its result folder and its claims.
 
-    ``draw`` takes summary records and the machine they were measured on. ``metric`` is what its sensitivity is about,
-    ``what`` that metric in words. ``backends`` run when none is asked for.
+    ``metric`` is what its sensitivity is about, ``what`` that metric in words. ``backends`` run when none is asked for.
+    ``complete`` adds what only all rows together tell.
     """
 
     name: str
     title: str
-    draw: Draw
+    draw: Callable[[Run], plt.Figure]
     metric: str
     what: str
     backends: tuple[str, ...] = ("simulated",)
+    complete: Complete = as_they_are
 
 
 def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
     """Run what is not there yet, draw, tell. Returns the exit status: 0 when every point is finished, 2 for options
     that do not fit."""
-    console = Console()
+    console = stdout_console()
     try:
         if options.from_folder is not None:
-            folder, summary, machine = read_folder(options.from_folder)
-            show(figure, folder, summary, machine, console)
+            show(figure, read_run(options.from_folder, [figure.name]), console)
             return 0
-        name = figure.name if options.sensitivity is None else f"{figure.name}_sensitivity"
         points, configuration = make_points(figure, options, console)
     except (ValueError, FileNotFoundError, ConnectionError) as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        print_error(error, console)
         return 2
+    name = figure.name if options.sensitivity is None else figure.name + SENSITIVITY
+    return run_and_show(figure, name, points, configuration, options.results_dir, options.num_jobs, console)
+
+
+def run_and_show(
+    figure: PaperFigure,
+    name: str,
+    points: Sequence[Point],
+    configuration: Mapping[str, Any],
+    results_dir: Path,
+    jobs: int,
+    console: Console,
+) -> int:
+    """Run what is not there yet under the name of a result folder, draw, tell. Returns the exit status."""
     described = {"experiment": name, **configuration}
-    outcome = run_experiment(name, described, points, run_point, options.results_dir, console, options.num_jobs)
+    outcome = run_experiment(name, described, points, run_point, results_dir, console, jobs, figure.complete)
     if outcome.summary:
-        show(figure, outcome.folder, outcome.summary, machine_identity(), console)
-    for label in outcome.failed:
-        console.print(f"failed: {label}", style="bold red", highlight=False, markup=False)
-    console.print(f"summary, figure, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)
-    return 1 if outcome.failed else 0
+        show(figure, Run(outcome.folder, name, outcome.summary, machine_identity()), console)
+    return outcome.tell(console)
 
 
 def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -> tuple[list[Point], dict[str, Any]]:
@@ -77,12 +98,11 @@ def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -
         ConnectionError: a server does not answer; the message says what to start.
     """
     backends = figure.backends if options.backend is None else (options.backend,)
-    if options.url and options.backend != "http":
-        raise ValueError("--url goes with --backend http")
     if options.sensitivity is not None:
         if options.backend in MEASURED:
             raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
         backends = ("simulated",)
+    refuse_what_nothing_takes(options, backends)
     points: list[Point] = []
     configuration: dict[str, Any] = {}
     if "simulated" in backends:
@@ -108,8 +128,10 @@ def simulated_points(name: str, options: FigureOptions) -> list[Point]:
         experiment_settings(name, options.config)["simulated"],
         gpu=options.gpu,
         systems=options.systems,
+        workloads=options.workloads,
         num_requests=options.num_requests,
         seed=options.seed,
+        repeats=options.repeats,
         trace_dir=options.trace_dir,
     )
     if options.sensitivity is None:
@@ -135,31 +157,38 @@ def measured_options(options: FigureOptions) -> FigureOptions:
     )
 
 
-def read_folder(folder: Path) -> tuple[Path, list[FlatRecord], dict[str, Any]]:
-    """Folder, summary and machine of a finished run.
+def read_run(folder: Path, wanted: Sequence[str]) -> Run:
+    """A finished run of one of the ``wanted`` experiments, or of what an assumption changes in it.
 
     Raises:
-        ValueError: it holds no results.
+        ValueError: it holds no results, or others.
     """
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
     if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
-        raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as results/fig7/latest")
-    machine = json.loads(provenance_file.read_text())["machine"] if provenance_file.is_file() else machine_identity()
-    return folder.resolve(), summary, machine
+        example = f"results/{wanted[0]}/latest"
+        raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
+    if not provenance_file.is_file():
+        return Run(folder.resolve(), None, summary, machine_identity())
+    provenance = json.loads(provenance_file.read_text())
+    experiment = provenance["configuration"].get("experiment", "something else")
+    if experiment.removesuffix(SENSITIVITY) not in wanted:
+        raise ValueError(f"{folder} holds results of {experiment}, not of {' or '.join(wanted)}")
+    return Run(folder.resolve(), experiment, summary, provenance["machine"])
 
 
-def show(
-    figure: PaperFigure, folder: Path, summary: Sequence[FlatRecord], machine: Mapping[str, Any], console: Console
-) -> None:
+def show(figure: PaperFigure, run: Run, console: Console) -> None:
     """Draw the figure into its folder; print the results and the claims beside them."""
     claims = load_claims(figure.name)
-    varied = varied_in(summary)
+    varied = varied_in(run.summary)
     if varied:
-        drawing = draw_sensitivity(summary, claims, figure.metric, figure.what, machine)
+        drawing = draw_sensitivity(run.summary, claims, figure.metric, figure.what, run.machine)
     else:
-        drawing = figure.draw(summary, machine)
-    png, _ = save(drawing, folder)
-    print_results(figure.title, summary, console)
+        drawing = figure.draw(run)
+    try:
+        png, _ = save(drawing, run.folder)
+    except OSError as error:
+        raise ValueError(f"the figure cannot be written: {error}; copy the folder to where you may write") from None
+    print_results(figure.title, run.summary, console)
     if not varied:
-        print_claims(claims, summary, console)
+        print_claims(claims, run.summary, console)
     console.print(f"figure: {png}", highlight=False, soft_wrap=True)

@@ -146,14 +146,29 @@ def flat_record(values: Mapping[str, Any]) -> FlatRecord:
     return record
 
 
+DRAWN = ("output_tokens_per_s", "per_token_latency_s_mean")
+"""Metrics that figures draw: of these a row tells the lowest and the highest repeat, too."""
+
+
 def median_record(repeats: Sequence[FlatRecord]) -> FlatRecord:
-    """The field-wise median of repeated measurements; other values are taken from the first."""
+    """The field-wise median of repeated measurements; other values are taken from the first.
+
+    Where there are several, the span of each metric in DRAWN stands in ``<metric>_low`` and ``<metric>_high``.
+    """
     merged = dict(repeats[0])
-    for name, first in merged.items():
+    for name, first in repeats[0].items():
         values = [record[name] for record in repeats]
         if isinstance(first, (int, float)) and not isinstance(first, bool) and None not in values:
-            merged[name] = statistics.median(values)
+            merged[name] = first if len(set(values)) == 1 else statistics.median(values)  # counts stay whole
+            if name in DRAWN and len(repeats) > 1:
+                merged |= {f"{name}_low": min(values), f"{name}_high": max(values)}
     return merged | {"repeats": len(repeats)}
+
+
+def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
+    """The lowest and the highest repeat of a metric in DRAWN; where there was one run, its value twice."""
+    value = record[metric]
+    return record.get(f"{metric}_low", value), record.get(f"{metric}_high", value)
 
 
 SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
@@ -181,13 +196,21 @@ def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
     """Name, title and format of the summary table's columns; what was swept stands before what came of it."""
     always = {name for name, _, _ in TABLE}
     swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
-    return [*TABLE[:2], *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
+    how = ("backend", "backend", "{}")  # tells what is simulated from what was measured
+    return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
+
+
+def markdown_cell(value: Any, form: str) -> str:
+    """A value as text; a dash where it does not apply, six digits where its column leaves them open."""
+    if value is None:
+        return "-"
+    return f"{value:g}" if form == "{}" and isinstance(value, float) else form.format(value)
 
 
 def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
     """The records as Markdown, with ``columns`` of name, title and format; by default those of the systems' figures."""
     columns = table_columns(records) if columns is None else columns
     rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
-    for record in records:  # a dash where a value does not apply
-        rows.append(["-" if record.get(name) is None else form.format(record[name]) for name, _, form in columns])
+    for record in records:
+        rows.append([markdown_cell(record.get(name), form) for name, _, form in columns])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,8 +14,8 @@ from evaluation.papers import PaperSetting, load_setting
 from evaluation.provenance import fingerprint
 from evaluation.sensitivity import Assumption, Variation
 from evaluation.simulated_point import SimulatedTask
-from evaluation.traces import Trace, UniformTrace, load_trace
-from evaluation.workloads import Lengths, WorkloadSpec, make_lengths
+from evaluation.traces import Trace, UniformTrace, load_trace, synthetic_name
+from evaluation.workloads import Lengths, WorkloadSpec, make_lengths, only_named
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Panel:
     request_rates: tuple[float, ...] = ()
     sensitivity_at: tuple[float, ...] = ()
 
+    @property
+    def workload_name(self) -> str:
+        return self.workload or synthetic_name(self.input_len)
+
     def trace(self, output_len: float | None, trace_dir: Path | None) -> Trace:
         if self.workload is not None:
             return load_trace(self.workload, trace_dir)
@@ -49,6 +54,8 @@ class Sweep:
     baseline: str
     panels: tuple[Panel, ...]
     seed: int = 0
+    repeats: int = 1
+    """Every point is run so often, each time with the next seed: a simulation has no other chance in it."""
     trace_dir: Path | None = None
 
 
@@ -57,8 +64,10 @@ def make_sweep(
     *,
     gpu: str | None = None,
     systems: Sequence[str] | None = None,
+    workloads: Sequence[str] | None = None,
     num_requests: int | None = None,
     seed: int = 0,
+    repeats: int | None = None,
     trace_dir: Path | None = None,
 ) -> Sweep:
     """A sweep from the ``simulated`` section of a figure's experiment file, with options laid over it.
@@ -70,10 +79,12 @@ def make_sweep(
     for raw in settings["panels"]:
         lists = {name: tuple(raw.get(name, ())) for name in ("output_lens", "request_rates", "sensitivity_at")}
         panels.append(Panel(**{**raw, "setting": load_setting(raw["setting"]), **lists}))
+    panels = only_named(panels, workloads)
     gpus = sorted({panel.setting.gpu for panel in panels})
     if gpu is not None:
         if gpu not in gpus:
-            raise ValueError(f"the figure has no panel on {gpu!r}; it has {', '.join(gpus)}")
+            of_these = " of these workloads" if workloads else ""
+            raise ValueError(f"the figure has no panel{of_these} on {gpu!r}; it has {', '.join(gpus)}")
         panels = [panel for panel in panels if panel.setting.gpu == gpu]
     if num_requests is not None:
         panels = [replace(panel, num_requests=num_requests) for panel in panels]
@@ -83,7 +94,7 @@ def make_sweep(
     baseline = settings["baseline"]
     if baseline not in chosen:
         raise ValueError(f"ratios are to {baseline}: add it to --systems")
-    return Sweep(chosen, baseline, tuple(panels), seed, trace_dir)
+    return Sweep(chosen, baseline, tuple(panels), seed, repeats or 1, trace_dir)
 
 
 def make_points(sweep: Sweep) -> list[Point]:
@@ -92,8 +103,8 @@ def make_points(sweep: Sweep) -> list[Point]:
     for panel in sweep.panels:
         for output_len in panel.output_lens or (None,):
             for rate in panel.request_rates or (None,):
-                lengths = _lengths(sweep, panel, output_len, rate)
-                points += [_point(sweep, panel, lengths, system) for system in sweep.systems]
+                for lengths in _lengths(sweep, panel, output_len, rate):
+                    points += [_point(sweep, panel, lengths, system) for system in sweep.systems]
     return points
 
 
@@ -109,8 +120,7 @@ def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
     points = []
     for panel in sweep.panels:
         for output_len, rate in _places(panel):
-            lengths = _lengths(sweep, panel, output_len, rate)
-            for system in sweep.systems:
+            for lengths, system in itertools.product(_lengths(sweep, panel, output_len, rate), sweep.systems):
                 for value in variation.values if assumption.concerns(panel.setting, system) else (None,):
                     points.append(_point(sweep, panel, lengths, system, assumption, value))
     return points
@@ -123,13 +133,15 @@ def _places(panel: Panel) -> list[tuple[float | None, float | None]]:
     return [(output_len, None) for output_len in panel.sensitivity_at or (None,)]
 
 
-def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float | None) -> Lengths:
+def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float | None) -> list[Lengths]:
+    """The workload of a place in a panel, once for each repeat."""
     trace = panel.trace(output_len, sweep.trace_dir)
     arrivals = "at-once" if rate is None else "poisson"
-    spec = WorkloadSpec(
+    first = WorkloadSpec(
         trace.name, panel.num_requests, output_len=output_len, arrivals=arrivals, request_rate=rate, seed=sweep.seed
     )
-    return make_lengths(spec, trace)
+    seeds = range(sweep.seed, sweep.seed + sweep.repeats)
+    return [make_lengths(replace(first, seed=seed), trace) for seed in seeds]
 
 
 def _point(
@@ -157,9 +169,13 @@ def _point(
         if at is not None:
             parts.append(f"{tag}{at:g}")
             words.append(f"{at:g} {unit}")
-    key = "-".join([*parts, system])
+    group = "-".join([*parts, system])
     label = ", ".join([*words, system])
-    return Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+    if sweep.repeats == 1:
+        key = group
+    else:
+        key, label = f"{group}-seed{spec.seed}", f"{label}, seed {spec.seed}"
+    return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 
 def describe(points: Sequence[Point]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from evaluation.drivers.inprocess import replay
 from evaluation.experiment import Point, PointResult
 from evaluation.metrics import compute_metrics
+from evaluation.other_work import OtherWork
 from evaluation.progress import TokenProgress
 from evaluation.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 from swiftllm.config import EngineConfig
@@ -55,7 +56,9 @@ def run_torch_point(
         # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
         replay(engine, warm_up(workload), stall_timeout_s=task.stall_timeout_s)
         with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+            others = OtherWork()
             result = replay(engine, workload, progress, task.stall_timeout_s)
+            others_busy_cores = others.busy_cores()
         description, device_type = engine.describe(), engine.backend.device.type
     finally:
         engine.close()
@@ -74,6 +77,7 @@ def run_torch_point(
         "iterations": result.stats.get("iterations"),
         "preemptions": result.stats.get("preemptions"),
         "swapped_blocks": result.stats.get("swapped_blocks"),
+        "others_busy_cores": others_busy_cores,
     }
     return PointResult(values, result.records, {"engine": description, "engine_stats": dict(result.stats)})
 

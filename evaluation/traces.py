@@ -121,6 +121,11 @@ class FittedTrace:
         )
 
 
+def synthetic_name(input_len: int) -> str:
+    """The name of a workload of prompts of this average length."""
+    return f"input-{input_len}"
+
+
 @dataclass(frozen=True)
 class UniformTrace:
     """Inputs and outputs drawn independently and uniformly within ``spread`` of their means (NEO section 5.1)."""
@@ -131,7 +136,7 @@ class UniformTrace:
 
     @property
     def name(self) -> str:
-        return f"input-{self.input_len}"
+        return synthetic_name(self.input_len)
 
     @property
     def title(self) -> str:

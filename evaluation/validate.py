@@ -7,7 +7,6 @@ Profile tables measured right before and right after each real run are all the s
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from apex.cli.config_file import ConfigFile, parse
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation import measured
-from evaluation.experiment import Point, PointResult, run_experiment
+from evaluation.experiment import Point, PointResult, print_error, run_experiment
 from evaluation.figures.style import save
 from evaluation.figures.validation import draw_validation
 from evaluation.options import FigureOptions, make_measured_plan
@@ -85,9 +84,7 @@ class Pairs:
         """The real run, with the simulated one's figures under ``simulated_*`` names."""
         task: TorchTask = point.task
         before = self._profiles.before(task.engine)
-        others_s = cpu_time_of_others_s()
         real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
-        others_s = None if others_s is None else cpu_time_of_others_s() - others_s
         machine = mean_machine(before, self._profiles.after(task.engine))
         simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
         rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
@@ -96,7 +93,6 @@ class Pairs:
             "simulated_output_tokens_per_s": simulated_rate,
             "simulated_error": simulated_rate / rate - 1.0 if rate and simulated_rate else None,
             "simulated_iterations": simulated.values["iterations"],
-            "others_cpu_s": others_s,
         }
         details = {**real.details, "profile": asdict(machine.table), "simulated": dict(simulated.values)}
         return PointResult(values, real.records, details)
@@ -127,19 +123,6 @@ def simulated_twin(point: Point, machine: Machine) -> Point:
     return replace(point, task=twin)
 
 
-def cpu_time_of_others_s() -> float | None:
-    """CPU seconds that everything but this process has used since the start; None where the system does not tell.
-
-    Work of others shares cores, caches and memory bandwidth with the run, and no profile knows of it.
-    """
-    try:
-        user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
-    except (OSError, ValueError):
-        return None
-    own = os.times()
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - own.user - own.system
-
-
 # -- telling ----------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +139,7 @@ def comparison(summary: Sequence[FlatRecord]) -> list[FlatRecord]:
             return statistics.median(record[name] for record in records)
 
         errors = [record["simulated_error"] for record in records]
-        others = [record["others_cpu_s"] / record["wall_s"] for record in records if record.get("others_cpu_s")]
+        others = [cores for record in records if (cores := record.get("others_busy_cores")) is not None]
         compared.append(
             {
                 "workload": workload,
@@ -233,7 +216,7 @@ def main(options: Options) -> int:
         plan = make_measured_plan("fig5", wanted)
         points = [replace(point, group=point.key) for point in measured.make_points(plan)]  # the spread is reported
     except (ValueError, FileNotFoundError) as error:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        print_error(error, console)
         return 2
     described = {**measured.configuration(plan, points), "experiment": "validate"}
     pairs = Pairs(MachineProfiles())
@@ -246,10 +229,7 @@ def main(options: Options) -> int:
         write_atomically(outcome.folder / "comparison.json", to_json(told))
         save(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
     print_comparison(compared, console)
-    for label in outcome.failed:
-        console.print(f"failed: {label}", style="bold red", highlight=False, markup=False)
-    console.print(f"summary, figure, raw records, profiles: {outcome.folder}", highlight=False, soft_wrap=True)
-    return 1 if outcome.failed else 0
+    return outcome.tell(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

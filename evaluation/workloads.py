@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -95,6 +95,28 @@ class WorkloadRequest:
 class Workload:
     lengths: Lengths
     requests: tuple[WorkloadRequest, ...]
+
+
+class HasWorkloadName(Protocol):
+    """A panel or part of a figure."""
+
+    @property
+    def workload_name(self) -> str: ...
+
+
+Part = TypeVar("Part", bound=HasWorkloadName)
+
+
+def only_named(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+    """The parts of a figure that are about these workloads; all of them for None.
+
+    Raises:
+        ValueError: none is about a name.
+    """
+    known = list(dict.fromkeys(part.workload_name for part in parts))
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"no workload {', '.join(unknown)} in the experiment file; there are {', '.join(known)}")
+    return [part for part in parts if names is None or part.workload_name in names]
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:

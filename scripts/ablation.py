@@ -24,7 +24,7 @@ from apex.config import StrategyConfig
 from apex.inequality import offload_bound_tokens_per_s
 from evaluation.experiment import Point, PointResult, RunPoint, run_experiment
 from evaluation.options import Folder
-from evaluation.paths import RESULTS_DIR, default_model
+from evaluation.paths import RESULTS_DIR, model_folder
 from evaluation.provenance import model_identity
 from evaluation.results import FlatRecord
 from evaluation.torch_point import TorchTask, run_torch_point
@@ -123,10 +123,7 @@ def make_points(options: Options) -> list[Point]:
     for name in ("num_requests", "input_len", "output_len", "gpu_requests", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
-    model = options.model or default_model()
-    if not (model / "config.json").is_file():
-        remedy = "point --model at a Hugging Face folder" if options.model else "type `make setup` to fetch it"
-        raise ValueError(f"no model in {model}: {remedy}")
+    model = model_folder(options.model)
     spec = WorkloadSpec(f"fixed-{options.input_len}-{options.output_len}", options.num_requests, seed=options.seed)
     origin = Origin("synthetic", "requests of one size, all at once")
     row = TraceRow(options.input_len, options.output_len, 0.0)
@@ -157,7 +154,7 @@ def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
         engine = {name: value for name, value in asdict(task.engine).items() if name != "model"}
         return {"key": point.key, "row": asdict(row), "engine": engine, "lengths": task.lengths.digest()}
 
-    model = model_identity(options.model or default_model())
+    model = model_identity(model_folder(options.model))
     return {"experiment": "ablation", "model": model, "points": [described(point) for point in points]}
 
 
@@ -279,10 +276,7 @@ def main(options: Options, run_point: RunPoint = run_row, console: Console | Non
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
         console.print(f"\n{MEANINGS}.{ONCE if options.repeats == 1 else ''}\n\n{bound_text(outcome.summary)}\n")
-    for label in outcome.failed:
-        console.print(f"failed: {label}, see errors/ in the results", style="bold red", markup=False)
-    console.print(f"summary, raw records and provenance: {outcome.folder}", soft_wrap=True)
-    return 1 if outcome.failed else 0
+    return outcome.tell(console)
 
 
 if __name__ == "__main__":

@@ -85,13 +85,13 @@ def replay(
                 still_alive(engine.now())
 
     wall_s = engine.now() - start_s
-    records = []
-    for request in workload.requests:
-        if request.request_id in live:
-            records.append(record_of(live[request.request_id], request.output_len, start_s))
-        else:
-            records.append(refusal_record(request, refused[request.request_id]))
-    return Replay(tuple(records), wall_s, difference(snapshot(engine), before))
+    records = tuple(
+        record_of(live[request.request_id], request.output_len, start_s)
+        if request.request_id in live
+        else refusal_record(request, refused[request.request_id])
+        for request in workload.requests
+    )
+    return Replay(records, wall_s, difference(snapshot(engine), before))
 
 
 def submit(engine: Engine, request: WorkloadRequest, start_s: float) -> Request:

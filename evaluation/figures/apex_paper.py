@@ -13,7 +13,7 @@ from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import INK, colour
 from evaluation.figures.words import halves_of, is_simulated, lettered, panel_name, unique, words
-from evaluation.results import FlatRecord
+from evaluation.results import FlatRecord, span_of
 from evaluation.sensitivity import varied_in
 
 Records = Sequence[FlatRecord]
@@ -99,7 +99,7 @@ def draw_sensitivity(
             points = over(values.get(pair[0], {}), values.get(pair[1], {}))
             lines.append(Series(" / ".join(pair), pair_colour(pair), points, dashed=True))
         levels = tuple(claim_levels(claims, metric, first))
-        swept = f", {first['output_len']:.0f} out" if first["request_rate"] is None else (
+        swept = f", {first['output_len']:.0f} output tokens" if first["request_rate"] is None else (
             f", {first['request_rate']:g} requests/s"
         )  # fmt: skip
         title = f"{first['setting_title']}, {first['workload_title']}{swept}"
@@ -156,8 +156,12 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
     lines = []
     for system in unique(records, "system"):
         here = [r for r in records if r["system"] == system and r[metric]]
-        points = [(r[x], r[metric]) for r in here]
         if baseline is not None:
-            points = [(at, value / base[at]) for at, value in points if base.get(at)]
-        lines.append(Series(system, colour(system), tuple(points)))
+            here = [r for r in here if base.get(r[x])]
+        unit = {r[x]: 1.0 if baseline is None else base[r[x]] for r in here}
+        points = tuple((r[x], r[metric] / unit[r[x]]) for r in here)
+        spans = tuple(
+            (r[x], *(end / unit[r[x]] for end in span_of(r, metric))) for r in here if r.get("repeats", 1) > 1
+        )
+        lines.append(Series(system, colour(system), points, spans=spans))
     return lines

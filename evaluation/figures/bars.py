@@ -9,13 +9,27 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 
-from evaluation.figures.style import FAINT, INK, FigureText, colour, panel_legend, panel_title, set_words, style, tidy
-from evaluation.results import FlatRecord
+from evaluation.figures.style import (
+    FAINT,
+    INK,
+    FigureText,
+    colour,
+    legend,
+    panel_legend,
+    panel_title,
+    set_words,
+    style,
+    tidy,
+    words_inches,
+)
+from evaluation.results import FlatRecord, span_of
 
-WIDTH_ALONE, WIDTH_OF_HALF, HEIGHT_ALONE, HEIGHT_OF_HALVES = 11.5, 8.2, 5.2, 8.6
+METRIC = "output_tokens_per_s"
+WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
 AXIS_SPACE = 0.7
 """Inches below the axes for ticks of two lines and the axis' name."""
 TITLE_SPACE = 0.42
+ROW_HEIGHT = AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE
 
 
 @dataclass(frozen=True)
@@ -55,14 +69,17 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
         raise ValueError("nothing to draw: no point is finished")
     with style():
         if len(halves) == 1:
-            figure = plt.figure(figsize=(WIDTH_ALONE, HEIGHT_ALONE))
-            draw_half(figure, halves[0], WIDTH_ALONE, HEIGHT_ALONE, in_column=False)
+            height = words_inches(halves[0].text, WIDTH_ALONE) + ROW_HEIGHT
+            figure = plt.figure(figsize=(WIDTH_ALONE, height))
+            draw_half(figure, halves[0], WIDTH_ALONE, height, in_column=False)
             return figure
-        figure = plt.figure(figsize=(WIDTH_OF_HALF * len(halves), HEIGHT_OF_HALVES))
+        rows = max(len(half.panels) for half in halves)
+        height = max(words_inches(half.text, WIDTH_OF_HALF) for half in halves) + rows * ROW_HEIGHT
+        figure = plt.figure(figsize=(WIDTH_OF_HALF * len(halves), height))
         backgrounds = ("#F4F7FA", "#FFFFFF")
         for index, (part, half) in enumerate(zip(figure.subfigures(1, len(halves)), halves, strict=True)):
             part.set_facecolor(backgrounds[index % 2])
-            draw_half(part, half, WIDTH_OF_HALF, HEIGHT_OF_HALVES, in_column=True)
+            draw_half(part, half, WIDTH_OF_HALF, height, in_column=True)
     return figure
 
 
@@ -70,10 +87,10 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     panels = [panel for panel in half.panels if panel.groups]
     bottom, top = set_words(figure, half.text, width, height)
     shape = (len(panels), 1) if in_column else (1, len(panels))
-    widths = None if in_column else [max(len(panel.groups), 2) for panel in panels]
+    widths = None if in_column else [max(len(panel.groups), 3) for panel in panels]
     axes = figure.subplots(*shape, squeeze=False, width_ratios=widths)
     if not in_column:
-        panel_legend(axes.flat[-1], half.systems)
+        legend(figure, half.systems, width, height)
     for ax, panel in zip(axes.flat, panels, strict=True):
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
@@ -95,20 +112,24 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
 def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
     """One bar per system in each group; above it its ratio to the baseline (above the baseline its value)."""
     bar_width = 0.84 / len(systems)
-    highest = max((r["output_tokens_per_s"] or 0.0 for group in groups for r in group.records), default=0.0)
+    highest = max((span_of(r, METRIC)[1] for group in groups for r in group.records if r[METRIC]), default=0.0)
     for index, group in enumerate(groups):
-        by_system = {record["system"]: record["output_tokens_per_s"] for record in group.records}
-        reference = by_system.get(baseline)
+        by_system = {record["system"]: record for record in group.records}
+        reference = by_system[baseline][METRIC] if baseline in by_system else None
         for place, system in enumerate(systems):
-            value = by_system.get(system)
+            record = by_system.get(system, {})
+            value = record.get(METRIC)
             if not value:
                 continue
             x = index + (place - (len(systems) - 1) / 2) * bar_width
+            low, high = span_of(record, METRIC)
             ax.bar(x, value, bar_width * 0.92, color=colour(system))
+            if high > low:
+                ax.errorbar(x, value, [[value - low], [high - value]], color=INK, linewidth=0.9, capsize=2.5)
             is_ratio = system != baseline and reference
             ax.annotate(
-                times(value / reference) if is_ratio else f"{value:.0f}",
-                (x, value),
+                times(record.get("ratio") or value / reference) if is_ratio else f"{value:.0f}",
+                (x, high),
                 xytext=(0, 3),
                 textcoords="offset points",
                 ha="center",

@@ -9,10 +9,19 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from evaluation.figures.style import FAINT, POINTS_PER_INCH, FigureText, panel_title, set_words, style, tidy
+from evaluation.figures.style import (
+    FAINT,
+    POINTS_PER_INCH,
+    FigureText,
+    panel_title,
+    set_words,
+    style,
+    tidy,
+    words_inches,
+)
 
-PANEL_WIDTH, HEIGHT = 5.6, 5.2
-AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.75
+PANEL_WIDTH, AXES_HEIGHT = 5.6, 2.8
+AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.85
 LABEL_SPACE = 0.95
 """Inches to the right of a panel for the lines' names."""
 LABEL_SIZE, MIN_LABEL_GAP = 9, 11
@@ -23,17 +32,18 @@ LABEL_DISTANCE = 0.025
 
 @dataclass(frozen=True)
 class Series:
-    """A line; ``dashed`` for what is derived from other lines."""
+    """A line; ``dashed`` for what is derived from other lines. ``spans`` are (x, lowest, highest) of repeats."""
 
     label: str
     colour: str
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
+    spans: tuple[tuple[float, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line, such as a paper's claim; ``label`` stands on it."""
+    """A horizontal line, such as a paper's claim; ``label`` is in the panel's legend."""
 
     value: float
     label: str
@@ -65,7 +75,8 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
     panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
-    width, height = columns * panel_width, 1.2 + (HEIGHT - 1.2) * rows
+    width = columns * panel_width
+    height = words_inches(text, width) + rows * (AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE)
     with style():
         figure = plt.figure(figsize=(width, height))
         bottom, top = set_words(figure, text, width, height)
@@ -73,14 +84,13 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
         inner = panel_width - LEFT_SPACE - LABEL_SPACE
-        inner_height = ((top - bottom) * height / rows) - AXIS_SPACE - TITLE_SPACE
         figure.subplots_adjust(
             left=LEFT_SPACE / width,
             right=1 - LABEL_SPACE / width,
             bottom=bottom + AXIS_SPACE / height,
             top=top - TITLE_SPACE / height,
             wspace=(LEFT_SPACE + LABEL_SPACE) / inner,
-            hspace=(AXIS_SPACE + TITLE_SPACE) / inner_height,
+            hspace=(AXIS_SPACE + TITLE_SPACE) / AXES_HEIGHT,
         )
         for ax, panel in zip(axes.flat, panels, strict=False):
             draw_panel(ax, panel)
@@ -93,6 +103,9 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         xs, ys = zip(*sorted(series.points), strict=True)
         dash = (0, (4, 2)) if series.dashed else "solid"
         ax.plot(xs, ys, color=series.colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.8)
+        if series.spans:
+            places, lows, highs = zip(*series.spans, strict=True)
+            ax.vlines(places, lows, highs, color=series.colour, linewidth=1.0)
     if panel.log_x:
         ax.set_xscale("log")
         ax.set_xticks(sorted({x for series in drawn for x, _ in series.points}))
@@ -108,26 +121,22 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     else:
         highest = max([y for series in drawn for _, y in series.points] + [level.value for level in panel.levels])
         ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
-    lowest = min((level.value for level in panel.levels), default=0.0)
-    apart = len({level.value for level in panel.levels}) > 1
-    for level in panel.levels:
-        below = apart and level.value == lowest  # so that the words of two close levels do not meet
-        ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)))
-        ax.annotate(
-            level.label,
-            (0.01, level.value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, -2 if below else 2),
-            textcoords="offset points",
-            va="top" if below else "bottom",
-            fontsize=7.5,
-            color=level.colour,
-        )
+    draw_levels(ax, panel.levels)
     panel_title(ax, panel.title)
     ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)
-    ax.set_ylabel(panel.y_label + ("\nlog scale" if panel.log_y else ""))
+    begins = f"\naxis from {panel.y_from:g} on" if panel.y_from else ""
+    ax.set_ylabel(panel.y_label + ("\nlog scale" if panel.log_y else begins))
     tidy(ax)
     name_lines(ax, drawn)
+
+
+def draw_levels(ax: Axes, levels: Sequence[Level]) -> None:
+    """Horizontal lines, with their words where there is least data."""
+    for level in levels:
+        ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)), label=level.label)
+    if levels:
+        handles = [line for line in ax.get_lines() if line.get_label() in {level.label for level in levels}]
+        ax.legend(handles=handles, loc="best", fontsize=7.5, labelcolor="linecolor", frameon=False, handlelength=1.5)
 
 
 def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:

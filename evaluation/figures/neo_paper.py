@@ -17,7 +17,7 @@ from evaluation.results import FlatRecord, read_records, records_file
 
 Records = Sequence[FlatRecord]
 
-PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97)
+PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97, 98, 99)
 # From light to dark in the order of the hosts, a bigger host being more of the same; hues apart enough to tell them.
 HOST_COLOURS = ("#9FB827", "#21A083", "#31688E", "#440154")
 
@@ -32,9 +32,11 @@ def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
     ]
     by_host = len(unique(records, "setting")) > len(letters)
     text = host_words(records) if by_host else words(what, records, {})
+    at_once = any(record["request_rate"] is None for record in records)
     notes = (
         text.notes,
-        f"Predicted as: {', '.join(unique(records, 'gpu'))}. Throughput is that of the whole run.",
+        f"Predicted as: {', '.join(unique(records, 'gpu'))}."
+        + (" Throughput is that of the whole run, all requests there from the start." if at_once else ""),
     )
     return line_figure(panels, FigureText(f"{what} \u2014 SIMULATED", text.subtitle, "\n".join(notes)))
 
@@ -121,16 +123,17 @@ def axis_start(lines: Sequence[Series]) -> float:
 
 
 def distribution_panel(records: Records, folder: Path) -> LinePanel:
-    """The share of requests with at most a latency: a system's line goes up to its 97th percentile."""
+    """The share of requests with at most a latency: a system's line goes up to its 99th percentile."""
     lines = []
     for record in records:
         latencies = per_token_latencies_s(records_file(folder, record["point"]))
         points = zip(np.percentile(latencies, PERCENTS).tolist(), PERCENTS, strict=True)
         lines.append(Series(record["system"], colour(record["system"]), tuple(points)))
+    which = ", first seed" if records[0].get("repeats", 1) > 1 else ""
     return LinePanel(
-        f"{panel_name(records)}, {records[0]['request_rate']:g} requests/s",
+        f"{panel_name(records)}, {records[0]['request_rate']:g} requests/s{which}",
         "per-token latency (s), SIMULATED",
-        "percent of requests",
+        "percent of requests (up to 99)",
         tuple(lines),
     )
 

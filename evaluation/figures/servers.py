@@ -11,9 +11,9 @@ from rich.table import Table
 from apex.cli.output import table
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.style import FigureText, save
-from evaluation.figures.table import cell
+from evaluation.figures.table import LATENCY_COLUMNS, cell
 from evaluation.provenance import cpu_model
-from evaluation.results import FlatRecord
+from evaluation.results import FlatRecord, median_record
 
 BASELINE = "vllm"
 
@@ -36,10 +36,7 @@ def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
 COLUMNS = (
     ("tok/s", "output_tokens_per_s", ".1f"),
     ("ratio", "ratio", ".2f"),
-    ("TTFT p50", "ttft_s_p50", ".2f"),
-    ("p99 (s)", "ttft_s_p99", ".2f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"),
+    *LATENCY_COLUMNS,
     ("cores busy", "server_cores_busy", ".2f"),
     ("failed", "failed", ".0f"),
 )
@@ -65,7 +62,7 @@ def medians(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
         return statistics.median(values) if values else None
 
     return [
-        {**group[0], **{field: median(group, field) for _, field, _ in COLUMNS}}
+        {**median_record(group), **{field: median(group, field) for _, field, _ in COLUMNS}}
         | {"failed": sum(row["failed"] for row in group), "rounds": len(group)}
         for _, group in sorted(groups.items())
     ]
@@ -93,7 +90,8 @@ def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
     systems = tuple(dict.fromkeys(row["system"] for row in middle))
     text = FigureText(
         "This engine's servers and vLLM's CPU build, over HTTP",
-        f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds",
+        f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds, "
+        "thin lines from the lowest to the highest",
         f"Above the bars: ratio to vLLM on as many cores, or tokens/s. {BASELINE}: its default, which computes on all "
         "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
     )

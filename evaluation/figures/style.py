@@ -15,16 +15,17 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 
-# Okabe and Ito's colours: distinct for every common kind of colour vision, and in grey by their lightness.
+# The hues of Okabe and Ito, distinct for every common kind of colour vision; their lightness tells them apart in grey.
 COLOURS = {
-    "vllm": "#CC79A7",
-    "swiftllm": "#8C8C8C",
-    "fastdecode": "#009E73",
+    "vllm": "#E3A5C9",
+    "swiftllm": "#848484",
+    "fastdecode": "#009A70",
     "neo": "#E69F00",
-    "apex": "#0072B2",
-    "apex-adaptive": "#D55E00",
+    "apex": "#0B5CAD",
 }
-FALLBACK_COLOUR = "#56B4E9"
+OTHER_COLOURS = ("#56B4E9", "#D55E00", "#C9B800", "#7A4FA3")
+"""Of systems by other names, such as servers: each gets the next one when it is first drawn."""
+_others: dict[str, str] = {}
 INK = "#222222"
 FAINT = "#666666"
 
@@ -45,7 +46,9 @@ class FigureText:
 
 
 def colour(system: str) -> str:
-    return COLOURS.get(system, FALLBACK_COLOUR)
+    if system in COLOURS:
+        return COLOURS[system]
+    return _others.setdefault(system, OTHER_COLOURS[len(_others) % len(OTHER_COLOURS)])
 
 
 def style() -> AbstractContextManager[None]:
@@ -61,17 +64,27 @@ def style() -> AbstractContextManager[None]:
     )
 
 
+MARGIN = 0.13
+"""Inches above and below the words."""
+
+
+def words_inches(text: FigureText, width: float) -> float:
+    """The height that the words of a figure so wide take, so that axes need not make room for them."""
+    parts = ((text.title, BOLD_FACTOR, TITLE_SIZE), (text.subtitle, 1.0, SUBTITLE_SIZE), (text.notes, 1.0, NOTE_SIZE))
+    return 2 * MARGIN + sum(lines_height(wrapped(part, wide * size, width), size, 1.0) for part, wide, size in parts)
+
+
 def set_words(figure: FigureBase, text: FigureText, width: float, height: float) -> tuple[float, float]:
     """Write title and subtitle above and the notes below a figure of that size in inches.
 
     Long lines are wrapped to the width. Returns (bottom, top): the part of the height that is left for axes and their
     own titles.
     """
-    margin = 0.13 / height
+    margin = MARGIN / height
     title = wrapped(text.title, BOLD_FACTOR * TITLE_SIZE, width)
     title_height = lines_height(title, TITLE_SIZE, height)
     left = 0.15 / width
-    subtitle, notes = (wrapped(part, size, width) for part, size in ((text.subtitle, 9.0), (text.notes, NOTE_SIZE)))
+    subtitle, notes = wrapped(text.subtitle, SUBTITLE_SIZE, width), wrapped(text.notes, NOTE_SIZE, width)
     below_title = 1 - margin - title_height
     small = {"color": FAINT, "linespacing": LINE_FACTOR}
     figure.text(left, 1 - margin, title, fontsize=TITLE_SIZE, fontweight="bold", va="top")
@@ -118,9 +131,9 @@ def panel_title(ax: Axes, title: str) -> None:
 
 
 def save(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
-    """Write <name>.png and <name>.pdf."""
-    paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
-    for path in paths:
-        figure.savefig(path, dpi=180)
+    """Write <name>.png and <name>.pdf: the same figure, the same bytes."""
+    png, pdf = folder / f"{name}.png", folder / f"{name}.pdf"
+    figure.savefig(png, dpi=180)
+    figure.savefig(pdf, metadata={"CreationDate": None})
     plt.close(figure)
-    return paths
+    return [png, pdf]

@@ -20,11 +20,20 @@ COLUMNS = (
     ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
     ("system", "system", "s"),
     ("tok/s", "output_tokens_per_s", ".1f"),
+    ("lowest", "output_tokens_per_s_low", ".1f"),
+    ("highest", "output_tokens_per_s_high", ".1f"),
     ("ratio", "ratio", ".2f"),
     ("s/token", "per_token_latency_s_mean", ".3f"),
     ("goodput", "goodput_requests_per_s", ".2f"),
     ("lane", "lane_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
+)
+# Of a server: how long its clients wait.
+LATENCY_COLUMNS = (
+    ("TTFT p50", "ttft_s_p50", ".2f"),
+    ("p99 (s)", "ttft_s_p99", ".2f"),
+    ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("p99 (s)", "tpot_s_p99", ".3f"),
 )
 ASSUMED = 2
 """The column of an assumption: the one that was varied, or else the speed of CPU attention."""
@@ -44,10 +53,11 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
         kind = {"simulated": "SIMULATED", "http": "MEASURED over HTTP"}.get(backend, f"MEASURED here, {backend}")
         baseline = records[0]["baseline"]
         heading = f"{title}, panel ({panel}): {machine}, {workload}\n{kind}; ratio of tok/s to {baseline}"
-        console.print(results_table(heading, records, baseline))
+        console.print(heading, highlight=False, markup=False, soft_wrap=True)
+        console.print(results_table(records, baseline))
 
 
-def results_table(heading: str, records: Sequence[FlatRecord], baseline: str) -> Table:
+def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
     varied = varied_in(records)
     columns = list(COLUMNS)
     if varied is not None:
@@ -62,11 +72,13 @@ def results_table(heading: str, records: Sequence[FlatRecord], baseline: str) ->
         # A baseline that does not depend on what was varied ran once.
         rate, base = record["output_tokens_per_s"], rates.get(place(record)) or rates.get((place_of(record), None))
         values = {**record, "ratio": rate / base if rate and base else None}
-        rows.append([cell(values[field], form) for _, field, form in columns] + [str(record["failed"])])
+        if record["request_rate"] is None:  # who comes with all the others at once cannot keep a target
+            values["goodput_requests_per_s"] = None
+        rows.append([cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
     failures = any(record["failed"] for record in records)
     shown = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)] + [len(columns)] * failures
     titles = [column[0] for column in columns] + ["failed"]
-    table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index in shown:
         table.add_column(titles[index], justify="left" if titles[index] == "system" else "right", no_wrap=True)
     for index, row in enumerate(rows):

@@ -7,6 +7,7 @@ from typing import Any
 
 from evaluation.claims import place_of
 from evaluation.figures.style import FigureText
+from evaluation.other_work import DISTURBING_CORES
 from evaluation.results import FlatRecord
 from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
@@ -18,6 +19,12 @@ TRACE_WORDS = {
     "fitted": "drawn from a record's quantiles, input and output independently",
     "synthetic": "made up, with the published or stated averages",
 }
+
+
+OVERLOAD = (
+    "Above the rate that a system can serve its queue grows until the last request has come: latency there depends on "
+    "how many are sent."
+)
 
 
 def is_simulated(records: Records) -> bool:
@@ -100,7 +107,9 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
 
 def notes_of(records: Records) -> list[str]:
     """Where the request lengths come from, and what was cut; CPU attention, and pools that no such card holds."""
-    return [*length_notes(records), *cpu_attention_notes(records), *pool_notes(records)]
+    about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
+    about_machine = [*cpu_attention_notes(records), *pool_notes(records)]
+    return [*length_notes(records), *about_load, *repeat_notes(records), *failure_notes(records), *about_machine]
 
 
 def length_notes(records: Records) -> list[str]:
@@ -120,6 +129,25 @@ def length_notes(records: Records) -> list[str]:
             f"(mean output {first['output_len_mean']:.0f})."
         )
     return notes
+
+
+def repeat_notes(records: Records) -> list[str]:
+    """How often it was measured, and how quiet the machine was."""
+    repeats = max(record.get("repeats", 1) for record in records)
+    seeds = ", each with its own seed" if is_simulated(records) else ""
+    told = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
+    notes = [told] if repeats > 1 else [] if is_simulated(records) else ["Measured once."]
+    others = max(record.get("others_busy_cores") or 0.0 for record in records)
+    return notes + [f"Other work kept up to {others:.1f} cores busy meanwhile."] * (others > DISTURBING_CORES)
+
+
+def failure_notes(records: Records) -> list[str]:
+    """Systems that did not answer everything: their other figures are of the requests that they did answer."""
+    failed: dict[str, float] = {}
+    for record in records:
+        failed[record["system"]] = failed.get(record["system"], 0) + (record.get("failed") or 0)
+    told = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
+    return [f"FAILED requests, which count in nothing that is drawn: {told}."] if told else []
 
 
 def trace_note(records: Records) -> str:

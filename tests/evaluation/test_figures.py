@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.container import ErrorbarContainer
 
-from evaluation.figures.apex_paper import draw_fig5
+from evaluation.figures.apex_paper import draw_fig5, system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure, spread
-from evaluation.figures.style import FigureText
+from evaluation.figures.style import COLOURS, FigureText, colour
 
 
 def test_places_are_the_nearest_that_are_far_enough_apart():
@@ -55,6 +58,36 @@ def measured(system: str) -> dict:
     return row(system, **here, cpu_kernel="native")
 
 
+def grey(colour: str) -> float:
+    """Lightness of 0 to 255 that print in grey gives a colour."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_systems_can_be_told_apart_in_grey_and_servers_by_any_name():
+    shades = sorted(grey(shade) for shade in COLOURS.values())
+    assert min(after - before for before, after in itertools.pairwise(shades)) > 25
+    assert len({colour(name) for name in ("vllm", "my-vllm", "my-apex")}) == 3
+    assert colour("my-apex") == colour("my-apex")
+
+
+def test_failed_requests_are_told():
+    rows = [row("swiftllm", failed=0), row("apex", failed=2), row("apex", "b", failed=1)]
+    assert "FAILED requests, which count in nothing that is drawn: apex 3." in words_of(draw_fig5(rows, {}))
+    assert "FAILED" not in words_of(draw_fig5(rows[:1], {}))
+
+
+def test_repeats_show_their_span():
+    rows = [row("swiftllm"), row("apex", output_tokens_per_s_low=4.0, output_tokens_per_s_high=9.0, repeats=3)]
+    figure = draw_fig5(rows, {})
+    (ax,) = figure.axes
+    assert len([part for part in ax.containers if isinstance(part, ErrorbarContainer)]) == 1
+    assert ax.get_ylim()[1] > 9.0
+    assert "Medians of 3 repeats" in words_of(figure)
+    _, apex = system_lines(rows, "output_len", "output_tokens_per_s", "swiftllm")
+    assert apex.points == ((9.0, 1.0),) and apex.spans == ((9.0, 0.8, 1.8),)
+
+
 def words_of(figure: plt.Figure) -> str:
     parts = [figure, *figure.subfigs]
     words = " ".join(text.get_text() for part in parts for text in part.texts)
@@ -80,4 +113,9 @@ def test_only_a_panel_among_others_has_a_letter():
         return found
 
     assert titles("b") == ["A10 + Llama, OSC"]
+    figure = draw_fig5([row("swiftllm", "a"), row("swiftllm", "b")], {})
+    assert figure.legends and not any(
+        ax.get_legend() for ax in figure.axes
+    )  # the titles of narrow panels need the room
+    plt.close(figure)
     assert [title[:4] for title in titles("a", "b")] == ["(a) ", "(b) "]

@@ -15,6 +15,7 @@ from evaluation.drivers.http import replay
 from evaluation.drivers.server import connect
 from evaluation.load_test import Options, main
 from evaluation.paths import REPO_ROOT
+from evaluation.results import read_records, records_file
 from evaluation.traces import Origin, TraceRow
 from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
@@ -88,6 +89,12 @@ def summary_of(tmp_path):
     return json.loads((tmp_path / "results" / "load_test" / "latest" / "summary.json").read_text())
 
 
+def records_of(tmp_path, row):
+    folder = tmp_path / "results" / "load_test" / "latest"
+    load = row["load"].replace("/", "-per-").replace(" ", "-")
+    return read_records(records_file(folder, f"{row['workload']}-{load}-{row['system']}"))
+
+
 def test_every_kind_of_load_from_one_command(tmp_path, model, capsys):
     traces = tmp_path / "traces"
     traces.mkdir()
@@ -110,7 +117,11 @@ def test_every_kind_of_load_from_one_command(tmp_path, model, capsys):
     assert {row["arrivals"] for row in rows} == {"poisson", "closed-loop", "trace"}
     for row in rows:
         assert row["completed"] == 4 and row["ttft_target_s"] == 0.05 and row["workload"] == "azure-conv"
-        assert (row["goodput_requests_per_s"] == 0) == (row["system"] == "slow")
+        # On a busy machine the fast server may miss the target, too; the slow one cannot keep it.
+        firsts = [record["first_token_s"] - record["arrival_s"] for record in records_of(tmp_path, row)]
+        kept = sum(first <= 0.05 for first in firsts)
+        assert row["goodput_requests_per_s"] == pytest.approx(row["requests_per_s"] * kept / 4)
+        assert row["system"] == "fast" or kept == 0
     assert "goodput" in capsys.readouterr().out
 
 

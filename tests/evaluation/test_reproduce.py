@@ -9,7 +9,16 @@ import sys
 
 import pytest
 
-from evaluation import experiment, points, reproduce_fig5, reproduce_fig6, reproduce_fig7, validate
+from evaluation import (
+    experiment,
+    points,
+    reproduce_fig5,
+    reproduce_fig6,
+    reproduce_fig7,
+    reproduce_neo,
+    reproduction,
+    validate,
+)
 from evaluation.options import FigureOptions, experiment_settings
 from evaluation.paths import REPO_ROOT
 from evaluation.reproduction import make_points, measured_options
@@ -62,6 +71,8 @@ def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
     assert (
         one[0].name == two[0].name and (one[0] / "summary.json").read_bytes() == (two[0] / "summary.json").read_bytes()
     )
+    for drawn in ("figure.png", "figure.pdf"):
+        assert (one[0] / drawn).read_bytes() == (two[0] / drawn).read_bytes()
     for part in ("points", "records"):
         for file in (one[0] / part).iterdir():
             assert file.read_bytes() == (two[0] / part / file.name).read_bytes()
@@ -90,6 +101,41 @@ def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkey
     assert table in capsys.readouterr().out
     assert reproduce_fig7.main(FigureOptions(from_folder=tmp_path)) == 2
     assert "no results in" in capsys.readouterr().out
+    for other in (lambda: reproduce_fig6.main(FigureOptions(from_folder=moved)), lambda: draw_neo_of(moved)):
+        assert other() == 2 and "holds results of fig7" in capsys.readouterr().out
+    assert (moved / "figure.png").read_bytes() == first
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied", "figure.png")
+
+    monkeypatch.setattr(reproduction, "save", refused)
+    assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 2
+    assert "copy the folder to where you may write" in capsys.readouterr().out
+
+
+def draw_neo_of(folder):
+    return reproduce_neo.main(reproduce_neo.Options(from_folder=folder))
+
+
+def test_a_workload_can_be_had_alone(tmp_path, capsys):
+    assert reproduce_fig5.main(options(tmp_path, workloads=("livebench",))) == 0
+    _, summary = latest(tmp_path, "fig5")
+    assert {r["workload"] for r in summary} == {"livebench"} and len(summary) == len(SYSTEMS)
+
+
+def test_repeats_of_a_simulation_have_seeds_of_their_own(tmp_path, capsys):
+    chosen = {"gpu": "a10", "workloads": ("livebench",)}
+    alone = {}
+    for seed in (3, 4, 5):
+        assert reproduce_fig5.main(options(tmp_path, **chosen, seed=seed)) == 0
+        alone[seed] = [row["output_tokens_per_s"] for row in latest(tmp_path, "fig5")[1]]
+    assert reproduce_fig5.main(options(tmp_path, **chosen, seed=3, repeats=3)) == 0
+    folder, summary = latest(tmp_path, "fig5")
+    for place, row in enumerate(summary):
+        low, middle, high = sorted(rates[place] for rates in alone.values())
+        assert row["output_tokens_per_s"] == middle and row["repeats"] == 3
+        assert (row["output_tokens_per_s_low"], row["output_tokens_per_s_high"]) == (low, high) and low < high
+    assert len(list((folder / "points").iterdir())) == 3 * len(SYSTEMS)
 
 
 def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
@@ -130,6 +176,9 @@ def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"workloads": ("osc",)}, "there are input-1000"),
+        ({"scale": 0.5, "cpu_threads": 3}, "--scale, --cpu-threads: only --backend torch or http takes that"),
+        ({"url": ("a=http://127.0.0.1:1",), "backend": "torch"}, "--url: only --backend http takes that"),
         ({"systems": ("swiftllm", "orca")}, "no simulated system orca"),
         ({"systems": ("apex",)}, "add it to --systems"),
         ({"gpu": "t4"}, "no panel on 't4'"),

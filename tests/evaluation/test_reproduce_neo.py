@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,15 @@ def test_rows_name_what_is_swept_and_say_simulated(results):
     assert sorted(bandwidths.values()) == [bandwidths[load_host(h).name] for h in ("g5-4xlarge", "g5-16xlarge")]
 
 
-def test_figure_is_drawn_again_without_running(results, config):
+def test_figure_is_drawn_again_without_running(results, config, tmp_path, capsys):
     folder = (results / "neo-fig7" / "latest").resolve()
     (folder / "figure.png").unlink()
     assert main(Options(from_folder=folder, config=config)) == 0
     assert (folder / "figure.png").is_file()
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert main(Options(from_folder=moved, config=config)) == 0
+    (moved / "provenance.json").unlink()
+    assert main(Options(from_folder=moved, config=config)) == 2 and "no provenance.json" in capsys.readouterr().out
 
 
 def test_distribution_is_that_of_the_records(results):

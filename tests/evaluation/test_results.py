@@ -17,6 +17,7 @@ from evaluation.results import (
     median_record,
     read_records,
     records_file,
+    span_of,
     write_atomically,
 )
 
@@ -76,18 +77,21 @@ def test_finished_points_are_not_run_again(tmp_path):
     assert len(provenance["invocations"]) == 2
 
 
-def test_interrupted_run_goes_on_where_it_stopped(tmp_path):
+def test_interrupted_run_says_what_is_kept_and_goes_on_where_it_stopped(tmp_path, capsys):
     class Interrupted(Counting):
         def __call__(self, point, label, console):
             if point.key == "p1":
                 raise KeyboardInterrupt
             return super().__call__(point, label, console)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         run(tmp_path, Interrupted())
+    assert "interrupted: 1 of 2 points are kept" in capsys.readouterr().out
     runner = Counting()
     outcome = run(tmp_path, runner)
     assert runner.ran == ["p1"] and len(outcome.summary) == 2
+    told = capsys.readouterr().out
+    assert "1/2 point 0: finished before" in told and "to run: 1 points one after the other" in told
 
 
 @pytest.mark.parametrize("what", ["configuration", "source", "machine"])
@@ -105,6 +109,14 @@ def test_any_change_starts_a_new_folder(tmp_path, monkeypatch, what):
     assert (first.folder / "summary.json").is_file()
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "exp").write_text("in the way")
+    runner = Counting()
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, runner)
+    assert "choose another folder with --results-dir" in capsys.readouterr().out and runner.ran == []
+
+
 def test_failed_point_leaves_the_others_and_is_tried_again(tmp_path):
     outcome = run(tmp_path, Counting(broken={"p0"}))
     assert outcome.failed == ["point 0"] and len(outcome.summary) == 1
@@ -119,6 +131,10 @@ def test_repeats_are_merged_by_median(tmp_path):
     repeats = [Point(f"p-{i}", "p", "point", task) for i, task in enumerate((10, 50, 20))]
     (record,) = run(tmp_path, Counting(), repeats).summary
     assert record["output_tokens_per_s"] == 20 and record["repeats"] == 3 and record["system"] == "apex"
+    assert span_of(record, "output_tokens_per_s") == (10, 50)
+    assert str(median_record([{"num_requests": 6}, {"num_requests": 6}])["num_requests"]) == "6"
+    (alone,) = run(tmp_path, Counting(), points(7)).summary
+    assert span_of(alone, "output_tokens_per_s") == (7, 7) and "output_tokens_per_s_low" not in alone
     assert median_record([{"x": None}, {"x": 1.0}])["x"] is None
 
 
@@ -167,8 +183,9 @@ def test_provenance_tells_where_a_result_came_from(tmp_path):
 
 
 def test_summary_table_shows_what_was_swept_and_only_that() -> None:
-    records = [{"system": "apex", "gpu": "a10", "request_rate": rate, "failed": 0} for rate in (0.5, 2)]
+    records = [{"system": "apex", "gpu": "a10", "request_rate": rate, "failed": 0} for rate in (0.5, 2 / 3)]
     header, _, first, second = markdown_table(records).splitlines()
     assert "| request rate |" in header and "gpu" not in header
+    assert "| backend |" in header  # what is simulated must not be taken for measured
     place = header.split(" | ").index("request rate")
-    assert [row.split(" | ")[place] for row in (first, second)] == ["0.5", "2"]
+    assert [row.split(" | ")[place] for row in (first, second)] == ["0.5", "0.666667"]
