@@ -29,9 +29,9 @@ class StrategyConfig:
     max_cohorts: int = 2
     """Cohorts under way at once in asynchronous overlap."""
     max_wait_iterations: int = 1000
-    # In no paper: a net under rules that could starve a request. A bound shorter than the CPU takes to attend to its
-    # whole tier would be a policy: it cannot be kept, and the lane would stall for it nearly every iteration.
-    """A CPU request left out for so many iterations is served whatever the model predicts."""
+    # In no paper: a net under rules that could starve a request. It serves one at a time, or it would become the policy
+    # wherever the CPU takes longer than this to attend to its whole tier.
+    """A CPU request left out for so many iterations is served whatever the model predicts; one in as many at most."""
 
     def __post_init__(self) -> None:
         if self.min_cpu_request_ratio < 0:

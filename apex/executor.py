@@ -154,7 +154,7 @@ class OverlapExecutor:
             cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
 
     def _take_out(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
-        """Take aborted requests out of cohorts whose attention is done; wait for it only if there is nothing else."""
+        """Take leaving requests out of cohorts whose attention is done; wait for it only if there is nothing else."""
         left: set[str] = set()
         if not plan.leaving:
             return frozenset()

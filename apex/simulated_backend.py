@@ -16,12 +16,12 @@ Scheduler, KV accounting and executor are the real ones; only the seconds are ma
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from apex.lane_load import LaneLoad
 from apex.perf_model import PerfModel
-from apex.planner.pipeline import LaneLoad
+from apex.simulated_worker import CpuTask, Interconnect, Link, SimulatedWorker
 from swiftllm.backend import TicketTimes
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request, Tier, TokenLogprob
@@ -31,44 +31,13 @@ PLACEHOLDER_TOKEN = 0
 
 
 @dataclass(frozen=True)
-class Interconnect:
-    """PCIe and the DRAM behind it, for profiles whose CPU attention leaves the hand-over out."""
-
-    bytes_per_s: float
-    """Each way."""
-    qkv_bytes_per_row: int
-    """To the host for each request and layer: its new q, k and v."""
-    out_bytes_per_row: int
-    """Back to the GPU: its attention output."""
-    latency_s: float = 0.0
-    """What a transfer takes however small."""
-    dram_bytes_per_s: float = float("inf")
-    """Host memory, shared between PCIe and CPU attention; infinite: no contention."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.bytes_per_s < self.dram_bytes_per_s:
-            raise ValueError(
-                f"bytes_per_s={self.bytes_per_s:g} must be above 0 and below dram_bytes_per_s="
-                f"{self.dram_bytes_per_s:g}: a link cannot move more than the memory behind it"
-            )
-
-    @property
-    def dram_share(self) -> float:
-        """The part of the DRAM's bandwidth that one moving link takes."""
-        return self.bytes_per_s / self.dram_bytes_per_s
-
-    def transfer_s(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass
 class BusyTimes:
-    """Seconds each resource has worked so far; CPU time counts when a ticket is collected."""
+    """Seconds each resource has worked; CPU time counts when a ticket is collected."""
 
-    gpu_s: float = 0.0
-    cpu_s: float = 0.0
-    to_host_s: float = 0.0
-    to_gpu_s: float = 0.0
+    gpu_s: float
+    cpu_s: float
+    to_host_s: float
+    to_gpu_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -82,42 +51,22 @@ class SimulatedBatch:
 
 
 class SimulatedTicket:
-    """``done_s`` is when the worker finishes, as far as known now: transfers that come meanwhile delay it."""
+    """See :class:`swiftllm.backend.Ticket`."""
 
-    __slots__ = ("backend", "done_s", "ready_s", "return_s", "start_s", "to_host")
+    __slots__ = ("backend", "task")
 
-    def __init__(
-        self,
-        backend: SimulatedBackend,
-        start_s: float,
-        done_s: float,
-        return_s: float,
-        to_host: tuple[float, float] | None,
-    ) -> None:
+    def __init__(self, backend: SimulatedBackend, task: CpuTask) -> None:
         self.backend = backend
-        self.start_s = start_s
-        self.done_s = done_s
-        self.return_s = return_s
-        self.ready_s: float | None = None  # once the output's way back is booked
-        self.to_host = to_host
+        self.task = task
 
     def ready(self) -> bool:
-        self.backend.settle(self.backend.clock_s)
-        return self.ready_s is not None and self.ready_s <= self.backend.clock_s
+        return self.backend.is_ready(self.task)
 
     def wait(self) -> float:
-        backend = self.backend
-        while self.ready_s is None:  # outputs sent back before this one may delay it
-            backend.settle(self.done_s)
-        backend.clock_s = max(backend.clock_s, self.ready_s)
-        busy_s = self.done_s - self.start_s
-        backend.busy.cpu_s += busy_s
-        return busy_s
+        return self.backend.collect(self.task)
 
     def times(self) -> TicketTimes:
-        assert self.ready_s is not None
-        to_gpu = (self.ready_s - self.return_s, self.ready_s) if self.return_s else None
-        return TicketTimes(self.start_s, self.done_s, self.ready_s, self.to_host, to_gpu)
+        return self.task.times()
 
 
 class _Memo(dict[int, float]):
@@ -136,7 +85,6 @@ class SimulatedBackend:
 
     Attributes:
         clock_s: the virtual time; starts at 0.
-        busy: what each resource has worked.
     """
 
     worker_restarts = 0
@@ -145,7 +93,6 @@ class SimulatedBackend:
         """``launch_s``: what the host takes to launch a boundary or a layer's attention, for profiles without it."""
         self.num_layers = model.num_layers
         self.clock_s = 0.0
-        self.busy = BusyTimes()
         self._model = model
         self._launch_s = launch_s
         self._interconnect = interconnect
@@ -156,10 +103,16 @@ class SimulatedBackend:
         self._hand_over_s = _Memo(model.hand_over_s)
         self._iteration_s = model.iteration_s(0)
         self._requests_s = _Memo(lambda requests: model.iteration_s(requests) - self._iteration_s)
-        self._worker_free_s = 0.0
-        self._to_host_free_s = 0.0
-        self._to_gpu_free_s = 0.0
-        self._computing: deque[SimulatedTicket] = deque()  # not done yet, in the worker's order
+        self._gpu_busy_s = 0.0
+        self._cpu_busy_s = 0.0
+        self._to_host = Link()
+        self._to_gpu = Link()
+        self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
+
+    @property
+    def busy(self) -> BusyTimes:
+        """What each resource has worked so far."""
+        return BusyTimes(self._gpu_busy_s, self._cpu_busy_s, self._to_host.busy_s, self._to_gpu.busy_s)
 
     @property
     def extrapolated(self) -> frozenset[str]:
@@ -213,82 +166,45 @@ class SimulatedBackend:
         """Operations are timed one by one, so a simulated device gets them one by one."""
 
     def _run(self, seconds: float) -> None:
-        self.busy.gpu_s += seconds
+        self._gpu_busy_s += seconds
         self.clock_s += seconds if seconds > self._launch_s else self._launch_s
 
-    # -- the CPU worker ---------------------------------------------------------------------------------------------
+    # -- PCIe and the CPU worker ------------------------------------------------------------------------------------
 
     def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
         self.clock_s += self._hand_over_s[cohort.num_rows]
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect
-            self.settle(arrived_s)
-            start_s = max(arrived_s, self._to_host_free_s)
-            arrived_s = self._to_host_free_s = start_s + link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row)
-            to_host = (start_s, arrived_s)
-            self.busy.to_host_s += arrived_s - start_s
-            self._slow_worker(start_s, arrived_s)
+            self._worker.settle(arrived_s)
+            to_host = self._to_host.book(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
+            self._worker.slow_down(*to_host)
+            arrived_s = to_host[1]
             return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
-        start_s = max(arrived_s, self._worker_free_s)
-        done_s = self._worker_free_s = start_s + cohort.attention_s
-        ticket = SimulatedTicket(self, start_s, done_s, return_s, to_host)
-        self._computing.append(ticket)
-        return ticket
+        return SimulatedTicket(self, self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host))
 
-    def settle(self, time_s: float) -> None:
-        """Send back the outputs of all tickets done by ``time_s``, in the order in which they were done."""
-        computing = self._computing
-        while computing and computing[0].done_s <= time_s:
-            ticket = computing.popleft()
-            if not ticket.return_s:
-                ticket.ready_s = ticket.done_s
-                continue
-            start_s = max(ticket.done_s, self._to_gpu_free_s)
-            ticket.ready_s = self._to_gpu_free_s = start_s + ticket.return_s
-            self.busy.to_gpu_s += ticket.return_s
-            self._slow_worker(start_s, ticket.ready_s)
+    def is_ready(self, task: CpuTask) -> bool:
+        self._worker.settle(self.clock_s)
+        return task.ready_s is not None and task.ready_s <= self.clock_s
 
-    # -- PCIe and DRAM ----------------------------------------------------------------------------------------------
+    def collect(self, task: CpuTask) -> float:
+        """Wait for a task's output; returns the seconds the worker computed for it."""
+        self.clock_s = max(self.clock_s, self._worker.ready_s(task))
+        busy_s = task.done_s - task.start_s
+        self._cpu_busy_s += busy_s
+        return busy_s
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         """Every iteration begins here, be there anything to move or not."""
         self.clock_s += self._iteration_s
         if not swaps:
             return
-        self.settle(self.clock_s)
-        for source in (Tier.GPU, Tier.CPU):
+        self._worker.settle(self.clock_s)
+        for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
-            if not blocks:
-                continue
-            seconds = self._model.swap_s(blocks)
-            if source is Tier.GPU:
-                start_s = max(self.clock_s, self._to_host_free_s)
-                self.clock_s = self._to_host_free_s = start_s + seconds
-                self.busy.to_host_s += seconds
-            else:
-                start_s = max(self.clock_s, self._to_gpu_free_s)
-                self.clock_s = self._to_gpu_free_s = start_s + seconds
-                self.busy.to_gpu_s += seconds
-            self._slow_worker(start_s, self.clock_s)
-
-    def _slow_worker(self, start_s: float, end_s: float) -> None:
-        """A link moves from ``start_s`` to ``end_s``: what computes meanwhile, and what comes after it, ends later."""
-        share = self._interconnect.dram_share if self._interconnect is not None else 0.0
-        if not share or not self._computing:
-            return
-        free_s = 0.0
-        for ticket in self._computing:
-            # What is left of the ticket when the link begins to move, and how far it gets beside it.
-            pushed_s = max(ticket.start_s, free_s) - ticket.start_s
-            ticket.start_s += pushed_s
-            ticket.done_s += pushed_s
-            begin_s = max(ticket.start_s, start_s)
-            left_s = ticket.done_s - begin_s
-            if begin_s < end_s and left_s > 0.0:
-                ticket.done_s += share * min(end_s - begin_s, left_s / (1.0 - share))
-            free_s = ticket.done_s
-        self._worker_free_s = max(self._worker_free_s, free_s)
+            if blocks:
+                start_s, self.clock_s = link.book(self.clock_s, self._model.swap_s(blocks))
+                self._worker.slow_down(start_s, self.clock_s)
 
     # -- nothing is kept --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from apex.config import StrategyConfig
 from apex.executor import OverlapExecutor
 from apex.perf_model import PerfModel, ProfileTable
 from apex.planner import SCHEDULERS
-from apex.simulated_backend import Interconnect, SimulatedBackend
+from apex.simulated_backend import SimulatedBackend
+from apex.simulated_worker import Interconnect
 from swiftllm.engine import Engine
 from swiftllm.executor import Executor, LaneExecutor
 from swiftllm.kv_cache import KVCacheManager

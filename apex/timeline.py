@@ -1,17 +1,14 @@
 """What an executor did and when, over a few consecutive iterations; written for trace viewers and as a picture.
 
-``apex/timeline_recorder.py`` records a timeline, ``apex/timeline_figure.py`` draws it. Times are those of the backend's
-own clock. On a GPU that works behind the host's back they are the host's: when it launched an operation and came back.
+``apex/timeline_recorder.py`` records a timeline, ``apex/timeline_files.py`` writes it down. Times are those of the
+backend's own clock. On a GPU that works behind the host's back they are the host's: when it launched an operation and
+came back.
 """
 
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 
 class Kind(enum.Enum):
@@ -125,118 +122,6 @@ class Timeline:
         return tuple(dict.fromkeys(iteration.strategy for iteration in self.iterations))
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def names_file(target: Path) -> bool:
-    """Whether ``target`` names one of the two files, rather than a folder for both."""
-    return target.suffix in (".json", ".png")
-
-
-def timeline_paths(target: Path, system: str) -> tuple[Path, Path]:
-    """Where the trace and the picture go: beside each other, see :func:`names_file`."""
-    if names_file(target):
-        return target.with_suffix(".json"), target.with_suffix(".png")
-    return target / f"{system}-timeline.json", target / f"{system}-timeline.png"
-
-
-def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
-    """Write trace and picture, see :func:`timeline_paths`.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
-    from apex.timeline_figure import draw  # matplotlib takes a while to load: only where something is drawn
-
-    trace, picture = timeline_paths(target, timeline.system)
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text(json.dumps(trace_json(timeline)) + "\n")
-    draw(timeline).savefig(picture, dpi=160)
-    return trace, picture
-
-
-# -- trace event format -----------------------------------------------------------------------------------------------
-
-PROCESSES = {Kind.CPU_ATTENTION: "CPU attention worker", Kind.TO_HOST: "PCIe", Kind.TO_GPU: "PCIe"}
-ITERATIONS_ROW = "iterations"
-
-
-def trace_json(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in the trace event format that Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) read.
-
-    Complete events in microseconds from the first iteration's start, a thread for each row, arrows from boundary to
-    ticket and from ticket to the boundary that took its result.
-    """
-    zero_s = timeline.iterations[0].start_s if timeline.iterations else 0.0
-
-    def us(time_s: float) -> float:
-        return round((time_s - zero_s) * 1e6, 3)
-
-    rows = [("lane", ITERATIONS_ROW)]
-    for kind in Kind:
-        in_kind = [span for span in timeline.spans if span.kind is kind]
-        rows += sorted({_row(span) for span in in_kind})
-    processes = list(dict.fromkeys(process for process, _ in rows))
-    places = {row: (processes.index(row[0]) + 1, thread + 1) for thread, row in enumerate(rows)}
-
-    def place(row: tuple[str, str]) -> dict[str, int]:
-        pid, tid = places[row]
-        return {"pid": pid, "tid": tid}
-
-    events: list[dict[str, Any]] = []
-    for (process, name), (pid, tid) in places.items():
-        events += [
-            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}},
-            {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}},
-            {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}},
-        ]
-    strategies = {iteration.index: iteration.strategy for iteration in timeline.iterations}
-    for iteration in timeline.iterations:
-        events.append(
-            {
-                "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.strategy}",
-                "ts": us(iteration.start_s), "dur": us(iteration.end_s) - us(iteration.start_s),
-                **place(rows[0]),
-                "args": {
-                    "lane_busy_ms": iteration.lane_busy_s * 1e3,
-                    "cpu_busy_ms": iteration.cpu_busy_s * 1e3,
-                    "predicted_ms": None if iteration.predicted_s is None else iteration.predicted_s * 1e3,
-                },
-            }
-        )  # fmt: skip
-    for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X", "cat": span.kind.value, "name": span_name(span, timeline.num_layers),
-                "ts": us(span.start_s), "dur": max(0.0, us(span.end_s) - us(span.start_s)),
-                **place(_row(span)),
-                "args": {
-                    "iteration": span.iteration,
-                    "strategy": strategies.get(span.iteration, "before this window"),
-                    "layer": span.layer,
-                    "tokens": span.load.tokens,
-                    "requests": span.load.requests,
-                    "context_tokens": span.load.context_tokens,
-                    "cohorts": [f"{tag.letter} (number {tag.number})" for tag in span.cohorts],
-                    "span": span.index,
-                    "after": list(span.after),
-                },
-            }
-        )  # fmt: skip
-    for poll in timeline.polls:
-        events.append(
-            {
-                "ph": "i", "s": "t", "cat": "poll", "name": f"{poll.cohort.letter} not ready at {poll.layer}",
-                "ts": us(poll.time_s), **place(rows[0]),
-                "args": {"iteration": poll.iteration, "layer": poll.layer},
-            }
-        )  # fmt: skip
-    events += _arrows(timeline, us, place)
-    facts = {"system": timeline.system, "setting": timeline.setting, "simulated": timeline.simulated}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
-
-
 def span_name(span: Span, num_layers: int) -> str:
     """A few words for a box: what, which layer, whose."""
     letters = "+".join(tag.letter for tag in span.cohorts)
@@ -253,18 +138,3 @@ def span_name(span: Span, num_layers: int) -> str:
         return "hand-over" if span.layer is not None else "preparation"
     what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}
     return f"{letters}: {what[span.kind]} {span.layer}"
-
-
-def _row(span: Span) -> tuple[str, str]:
-    """Process and thread."""
-    own = f" {span.cohorts[0].letter}" if span.kind is Kind.STEP and len(span.cohorts) == 1 else ""
-    return PROCESSES.get(span.kind, "lane"), f"{span.kind.value}{own}"
-
-
-def _arrows(timeline: Timeline, us, place) -> Iterator[dict[str, Any]]:
-    spans = {span.index: span for span in timeline.spans}
-    links = ((spans[index], span) for span in timeline.spans for index in span.after)
-    for number, (source, target) in enumerate(links):
-        common = {"cat": "dependency", "name": "needs", "id": number}
-        yield {"ph": "s", "ts": us(source.start_s), **common, **place(_row(source))}
-        yield {"ph": "f", "bp": "e", "ts": us(target.start_s), **common, **place(_row(target))}

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from apex.executor import OverlapExecutor
+from apex.idle_engine import idle_engine
 from swiftllm.backend import Backend, Batch
-from swiftllm.engine import Engine
-from swiftllm.kv_cache import KVCacheManager
 from swiftllm.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
-from swiftllm.request import Request, SamplingParams, Tier, TokenLogprob
-from swiftllm.scheduler import Scheduler, SchedulerLimits
+from swiftllm.request import Request, SamplingParams, Tier
 
 Sampler = Callable[[], float]
 
@@ -258,43 +256,3 @@ class Workbench:
         run()
         self._synchronize()
         return time.perf_counter() - start_s
-
-
-class _NoWork:
-    """A backend on which everything is done at once: what is left of an iteration is the engine's own time."""
-
-    worker_restarts = 0
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self.now = time.perf_counter
-
-    def swap(self, swaps: Sequence[Swap]) -> None:
-        pass
-
-    def open_lane(self, items: Sequence[LaneItem]) -> list[str]:
-        return [item.request.request_id for item in items]
-
-    def boundary(self, layer: int, batches: Sequence[list[str]]) -> Mapping[str, int]:
-        return dict.fromkeys(batches[0], 0) if layer == self.num_layers - 1 else {}
-
-    def gpu_attention(self, layer: int, lane: list[str]) -> None:
-        pass
-
-    def whole_iteration(self, lane: list[str]) -> None:
-        pass
-
-    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
-        return {}
-
-
-def idle_engine(num_layers: int, requests: int) -> Engine:
-    """An engine of decodes that go on for ever, in which nothing is computed."""
-    backend = _NoWork(num_layers)
-    limits = SchedulerLimits(requests, requests, 1 << 20)
-    kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
-    engine = Engine(Scheduler(limits, kv, backend.now), OverlapExecutor(backend), backend, vocab_size=1)
-    for i in range(requests):
-        engine.add_request(str(i), (0,), SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True))
-    engine.step()  # the prefills
-    return engine

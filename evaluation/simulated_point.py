@@ -10,7 +10,7 @@ from rich.console import Console
 
 from apex.config import StrategyConfig
 from apex.perf_model import ProfileTable
-from apex.simulated_backend import Interconnect
+from apex.simulated_worker import Interconnect
 from apex.simulation import build_simulated
 from evaluation.drivers.inprocess import replay
 from evaluation.experiment import Point, PointResult

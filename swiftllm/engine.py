@@ -117,14 +117,16 @@ class Engine:
         try:
             prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
         except ValueError as error:
-            raise RequestRefused(str(error)) from None
-        for name, tokens in (
-            ("token id", prompt),
-            ("logit_bias: token id", [token for token, _ in sampling.logit_bias]),
+            raise RequestRefused(str(error), "prompt") from None
+        for about, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
         ):
             unknown = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
             if unknown is not None:
-                raise RequestRefused(f"{name} {unknown} is outside the vocabulary of {self._vocab_size} tokens")
+                message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
+                raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
         self.scheduler.check(request)

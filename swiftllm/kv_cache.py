@@ -130,3 +130,8 @@ class KVCacheManager:
             assert allocator.num_free + allocator.num_used == allocator.num_blocks
         held = sum(len(table) for table in self.block_tables.values())
         assert held == sum(allocator.num_used for allocator in self.allocators.values()), "a block is lost"
+
+
+def out_of_blocks(requests: Sequence[Request]) -> list[Request]:
+    """Those that have no cache slot for their newest token."""
+    return [request for request in requests if request.num_tokens > request.num_kv_slots]

@@ -82,7 +82,8 @@ class Swap:
 class IterationPlan:
     """One iteration: what moves, what runs, and the predictions that led to it (seconds; kept for logs and figures).
 
-    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``.
+    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are
+    requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
     """
 
     strategy: Strategy = Strategy.GPU_ONLY
@@ -90,9 +91,7 @@ class IterationPlan:
     prefills: tuple[LaneItem, ...] = ()
     cohorts: tuple[CohortPlan, ...] = ()
     swaps: tuple[Swap, ...] = ()
-    leaving: frozenset[str] = (
-        frozenset()
-    )  # aborted requests to take out of their cohorts as soon as no ticket needs them
+    leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -121,7 +120,7 @@ class StepResult:
 
     ``tokens`` maps request ids to sampled tokens. ``cohort_layers`` maps each unfinished cohort to the layer whose
     boundary it crosses next (-1 is the embedding); a finished cohort is absent and its requests are in ``tokens``.
-    ``left`` are the aborted requests that are out of their cohorts now: nothing touches their blocks any more.
+    ``left`` are the leaving requests that are out of their cohorts now: nothing touches their blocks any more.
     ``lane_busy_s`` leaves out the time spent waiting for tickets; ``cpu_busy_s`` sums the CPU attention finished.
     """
 

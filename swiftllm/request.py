@@ -14,7 +14,14 @@ NO_TOKENS: frozenset[int] = frozenset()
 
 
 class RequestRefused(ValueError):
-    """A request that can never be served; the message names the limit it hits."""
+    """A request that can never be served; the message names the limit it hits.
+
+    ``about``: what of the request it is, ``prompt`` or a field of its sampling; None for what no user chooses.
+    """
+
+    def __init__(self, message: str, about: str | None = None) -> None:
+        super().__init__(message)
+        self.about = about
 
 
 class Tier(enum.Enum):

@@ -7,12 +7,12 @@ its blocks back and is computed again later.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
-from swiftllm.kv_cache import KVCacheManager
+from swiftllm.arrival_queue import ArrivalQueue, arrival_order
+from swiftllm.door import can_hold, check_request
+from swiftllm.kv_cache import KVCacheManager, out_of_blocks
 from swiftllm.plan import IterationPlan, StepResult
 from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
@@ -23,21 +23,6 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-
-
-arrival_order = attrgetter("arrival_index")
-
-
-class ArrivalQueue(list[Request]):
-    """Requests in the order of arrival."""
-
-    def put(self, request: Request) -> None:
-        insort(self, request, key=arrival_order)
-
-    def take(self, request: Request) -> None:
-        index = bisect_left(self, request.arrival_index, key=arrival_order)
-        assert self[index] is request, f"{request.request_id} is not in this queue"
-        del self[index]
 
 
 class Scheduler:
@@ -61,6 +46,7 @@ class Scheduler:
         self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
         self.prefilling = ArrivalQueue()  # those of the running requests that do not decode yet
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the others
+        self._gpu_blocks_promised = 0  # to CPU requests that come back as soon as they are at rest
 
     def clear(self) -> list[Request]:
         """Take all requests out and all blocks back, in whatever state a failed iteration has left them.
@@ -89,39 +75,18 @@ class Scheduler:
         self._note_tier(request)
 
     def check(self, request: Request) -> None:
-        """See whether a request could be served on its own; reads only what never changes.
+        """See whether a request could be served on its own; any thread may ask.
 
         Raises:
             RequestRefused: it never could; the message names the limit.
         """
-        if request.prompt_len == 0:
-            raise RequestRefused("the prompt is empty; it needs at least one token")
-        total = request.prompt_len + request.sampling.max_tokens
-        if total > self.limits.max_model_len:
-            raise RequestRefused(
-                f"{request.prompt_len} prompt + {request.sampling.max_tokens} output tokens = {total} exceed "
-                f"max_model_len={self.limits.max_model_len}"
-            )
-        if not any(self.can_hold(tier, request) for tier in self.decode_tiers):
-            pools = " and ".join(
-                f"{self.kv.capacity(tier) * self.kv.block_size} in the {tier.value.upper()} tier "
-                f"({self.kv.capacity(tier)} blocks of {self.kv.block_size})"
-                for tier in self.decode_tiers
-            )
-            raise RequestRefused(
-                f"the request needs KV cache for {request.max_kv_tokens} tokens; there is room for {pools}: "
-                "ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks"
-            )
+        check_request(request, self.limits.max_model_len, self.kv, self.decode_tiers)
 
     @property
     def longest_request(self) -> int:
         """Prompt and output tokens of the longest request that passes :meth:`check`; never changes."""
         largest_tier = max(self.kv.capacity(tier) for tier in self.decode_tiers) * self.kv.block_size
         return min(self.limits.max_model_len, largest_tier + 1)  # the last token is never stored
-
-    def can_hold(self, tier: Tier, request: Request) -> bool:
-        """Whether the tier, empty, could hold the request to its last token."""
-        return self.kv.blocks_for(request.max_kv_tokens) <= self.kv.capacity(tier)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state it is; None if no such request is unfinished."""
@@ -190,7 +155,7 @@ class Scheduler:
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
         """Move a GPU request to the CPU tier, or give its blocks back where there is no room for it."""
-        if self.can_hold(Tier.CPU, request) and self._make_cpu_room(request, draft):
+        if can_hold(self.kv, Tier.CPU, request) and self._make_cpu_room(request, draft):
             self._move(request, Tier.CPU, draft)
         else:
             self._recompute(request, draft)
@@ -228,16 +193,25 @@ class Scheduler:
         (self.prefilling if request.is_prefilling else self.decoding[request.tier]).take(request)
 
     def _swap_in(self, draft: PlanDraft) -> None:
-        """Bring the oldest CPU requests back while blocks are free, and decode them at once."""
+        """Bring the oldest CPU requests back while blocks are free, and decode them at once.
+
+        One whose CPU attention is under way comes to rest first; until then its room is promised to it.
+        """
+        self._gpu_blocks_promised = 0
         if draft.swaps or Tier.GPU not in self.decode_tiers:  # something was just pushed out: the GPU is full
             return
         for request in list(self.running[Tier.CPU]):
             if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):
                 break
-            if not self._at_rest(request) or not self.can_hold(Tier.GPU, request):
+            if not can_hold(self.kv, Tier.GPU, request):
                 continue
-            if not self._has_room(Tier.GPU, self.kv.blocks_for(request.num_tokens)):
+            num_blocks = self.kv.blocks_for(request.num_tokens)
+            if not self._has_room(Tier.GPU, num_blocks):
                 break
+            if not self._at_rest(request):
+                self._call_back(request)
+                self._gpu_blocks_promised += num_blocks + 1
+                continue
             self._move(request, Tier.GPU, draft)
             self.kv.grow(request, request.num_tokens)
             if not request.is_prefilling:
@@ -247,9 +221,14 @@ class Scheduler:
         """Whether no CPU attention of the request is under way, so that its blocks may move."""
         return request.cohort_id is None
 
+    def _call_back(self, request: Request) -> None:
+        """Bring a request to rest as soon as its blocks may move; what is computed of its next token is lost."""
+        raise NotImplementedError("nothing is under way between the iterations of a GPU-only scheduler")
+
     def _has_room(self, tier: Tier, num_blocks: int) -> bool:
         """Room for a newcomer, and one more block for each request there, lest one of them be pushed out at once."""
-        return num_blocks + len(self.running[tier]) <= self.kv.num_free(tier)
+        promised = self._gpu_blocks_promised if tier is Tier.GPU else 0
+        return num_blocks + len(self.running[tier]) + promised <= self.kv.num_free(tier)
 
     # -- prefills ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +264,7 @@ class Scheduler:
 
     def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         # A request may outgrow the GPU if the CPU tier can take it then; it may never outgrow the CPU tier.
-        fits_later = any(self.can_hold(t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
+        fits_later = any(can_hold(self.kv, t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
         return fits_later and self._has_room(tier, num_blocks)
 
     # -- the end of a request ---------------------------------------------------------------------------------------
@@ -301,8 +280,3 @@ class Scheduler:
 
     def _note_tier(self, request: Request) -> None:
         request.tier_history.append((self.now(), request.tier.value if request.tier else "waiting"))
-
-
-def out_of_blocks(requests: Sequence[Request]) -> list[Request]:
-    """Those that have no cache slot for their newest token."""
-    return [request for request in requests if request.num_tokens > request.num_kv_slots]

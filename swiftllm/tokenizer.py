@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -74,18 +76,32 @@ class Tokenizer:
         """The tokens as the vocabulary writes them; None for those it does not have."""
         return [self._rust.id_to_token(token) for token in token_ids]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
-        ``content``. It has its special tokens already: encode it without adding any.
+        ``content``. It has its special tokens already: encode it without adding any. ``continue_final_message`` ends it
+        with the last message's content; a generation prompt does not go with that. ``variables`` are what else the
+        template reads.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
         if not self.has_chat_template:
             raise ValueError("this model has no chat template: send a plain prompt to the completions endpoint")
+        if variables and (taken := inspect.signature(self._inner.apply_chat_template).parameters.keys() & variables):
+            raise ValueError(f"variables of the chat template cannot be called {', '.join(sorted(taken))}")
         try:
             return self._inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
             )
         except Exception as error:  # templates are programs of the model's makers and raise what they like
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error

@@ -15,7 +15,7 @@ import tyro
 from apex.cli.errors import InputError, input_errors
 from apex.config import StrategyConfig
 from apex.planner import SCHEDULERS
-from apex.timeline import names_file, write_timeline
+from apex.timeline_files import names_file, write_timeline
 from swiftllm.config import EngineConfig
 from swiftllm.model.source import model_folder
 from swiftllm.request import SamplingParams

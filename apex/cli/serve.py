@@ -120,9 +120,11 @@ def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimit
     longest, at_once = scheduler.longest_request, scheduler.limits.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{told['system']} serves {told['model']} ({told['dtype']}) on {told['device']}\n"
         f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting\n"
+        f"{no_text if engine.tokenizer is None else ''}"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

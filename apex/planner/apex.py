@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
-from apex.planner.offload import CohortState, OffloadScheduler
-from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline, context_tokens
-from swiftllm.plan import IterationPlan, SteppingRule, Strategy
+from apex.lane_load import LaneLoad, context_tokens
+from apex.planner.cpu_decodes import CpuDecodes
+from apex.planner.offload import OffloadScheduler
+from apex.planner.pipeline import Pipeline
+from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
 from swiftllm.plan_draft import PlanDraft
+from swiftllm.request import Request
 
 
 class ApexScheduler(OffloadScheduler):
@@ -31,20 +34,27 @@ class ApexScheduler(OffloadScheduler):
         under_way, load = self._under_way(), LaneLoad.of_draft(draft)
         if not ready and not under_way:
             return self._gpu_only_plan(draft, load)
-        members = [cohort.members for cohort in under_way]
-        num_cpu = len(ready) + sum(map(len, members))
-        inequality = self._inequality(load, num_cpu, ready.context_tokens + sum(map(context_tokens, members)))
+        partial = [request for cohort in under_way for request in cohort.members]
+        num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
+        inequality = self._inequality(load, num_cpu, cpu_context)
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
-        if self._may_pipeline and (inequality.holds or not self._may_overlap):
-            forced = self.config.strategy == "asymmetric-pipelining"
-            pipeline = self._pipeline(load, ready, under_way)
-            any_cpu = any(batch.size for batch in pipeline.batches)
-            if any_cpu and (inequality.holds or forced or self._starving(ready)):
-                predicted["iteration_s"] = pipeline.iteration_s()
-                return self._pipelined_plan(draft, pipeline, under_way, predicted)
-        if self._may_overlap:
-            return self._overlap_plan(draft, ready, under_way, load, predicted)
-        return self._gpu_only_plan(draft, load, predicted)
+        may_start = self._may_overlap and self._enough(ready, num_cpu, load)
+        forced = self.config.strategy == "asymmetric-pipelining"
+        only_way = ready.overdue is not None and not self._may_overlap
+        if self._may_pipeline and (inequality.holds or forced or only_way):
+            if self._hides(load, partial):
+                pipeline = self._pipeline(load, ready, partial)
+                if any(batch.size for batch in pipeline.batches):
+                    return self._pipelined_plan(draft, pipeline, under_way, predicted)
+            else:
+                may_start = False  # what is under way overlaps to its end, and nothing more joins it
+        cohorts = [cohort.plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
+        if may_start and len(cohorts) < self.config.max_cohorts:
+            # One cohort at a time starts, so that the next arrivals need not wait for all the others.
+            cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
+        if not cohorts:
+            return self._gpu_only_plan(draft, load, predicted)
+        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, cohorts), predicted)
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
@@ -63,14 +73,23 @@ class ApexScheduler(OffloadScheduler):
                 linear_s = model.linear_s(load.tokens)
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
 
-    def _pipeline(self, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[CohortState]) -> Pipeline:
-        """Two batches of what the CPU can compute in its window; cohorts under way have the first claim on it."""
+    def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
+        """Whether the CPU's window takes all that is under way; an empty lane has nothing that could wait for it."""
+        if not partial or not load.requests:
+            return True
         pipeline = Pipeline(self.model, load)
-        partial = [request for cohort in under_way for request in cohort.members]
+        pipeline.add_under_way(partial)
+        return pipeline.hides_cpu()
+
+    def _pipeline(self, load: LaneLoad, ready: CpuDecodes, partial: Sequence[Request]) -> Pipeline:
+        """Two batches of what the CPU can compute in its window; requests under way have the first claim on it."""
+        pipeline = Pipeline(self.model, load)
         if not self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
-        if load.requests and not self._starving(ready):
+        if load.requests:
             pipeline.fill(ready)
+            if ready.overdue is not None:
+                pipeline.include(ready.overdue)
         else:
             pipeline.split_evenly(ready)
         if self.config.disable_partial_progress_priority:
@@ -79,31 +98,14 @@ class ApexScheduler(OffloadScheduler):
 
     # -- asynchronous overlap ---------------------------------------------------------------------------------------
 
-    def _overlap_plan(
-        self,
-        draft: PlanDraft,
-        ready: CpuDecodes,
-        under_way: Sequence[CohortState],
-        load: LaneLoad,
-        predicted: dict[str, float],
-    ) -> IterationPlan:
-        cohorts = [self._continue_cohort(cohort, SteppingRule.RIDE_IF_READY) for cohort in under_way]
-        if ready and len(cohorts) < self.config.max_cohorts and self._enough(ready, under_way, load):
-            # One cohort at a time starts, so that the next arrivals need not wait for all the others.
-            cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
-        if not cohorts:
-            return self._gpu_only_plan(draft, load, predicted)
-        predicted["iteration_s"] = self._overlap_s(load, cohorts)
-        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, predicted)
-
-    def _enough(self, ready: CpuDecodes, under_way: Sequence[CohortState], load: LaneLoad) -> bool:
+    def _enough(self, ready: CpuDecodes, num_cpu: int, load: LaneLoad) -> bool:
         """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
-        if self.config.strategy == "asynchronous-overlap":
-            return True
-        num_cpu = len(ready) + sum(len(cohort.members) for cohort in under_way)
-        return num_cpu >= self.config.min_cpu_request_ratio * load.requests or self._starving(ready)
+        if not ready:
+            return False
+        forced = self.config.strategy == "asynchronous-overlap"
+        return forced or ready.overdue is not None or num_cpu >= self.config.min_cpu_request_ratio * load.requests
 
-    def _overlap_s(self, load: LaneLoad, cohorts: Sequence) -> float:
+    def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
         """GPU-only time, and what the riders add to the boundary each of them crosses."""
         model = self.model
         alone_s = model.linear_s(load.tokens)

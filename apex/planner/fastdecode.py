@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from apex.lane_load import LaneLoad
+from apex.planner.cpu_decodes import CpuDecodes
 from apex.planner.offload import OffloadScheduler
-from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
+from apex.planner.pipeline import Pipeline
 from swiftllm.plan import IterationPlan
 from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Tier
@@ -26,4 +28,4 @@ class FastDecodeScheduler(OffloadScheduler):
             return self._gpu_only_plan(draft, load)
         pipeline = Pipeline(self.model, load)
         pipeline.split_evenly(ready)
-        return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})
+        return self._pipelined_plan(draft, pipeline)

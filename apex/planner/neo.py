@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
+from apex.lane_load import LaneLoad
+from apex.planner.cpu_decodes import CpuDecodes
 from apex.planner.offload import OffloadScheduler
-from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
+from apex.planner.pipeline import Pipeline
 from swiftllm.plan import IterationPlan
 from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import Tier
@@ -24,27 +24,18 @@ class NeoScheduler(OffloadScheduler):
         pipeline = Pipeline(self.model, LaneLoad.of_draft(draft))
         if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # nothing to hide behind: the two batches hide each other
-            return self._finish_pipelined(draft, pipeline)
+            return self._pipelined_plan(draft, pipeline)
         pipeline.fill(ready)
-        if self._starving(ready):
-            self._include_oldest(pipeline, ready)
-            return self._finish_pipelined(draft, pipeline)
+        if ready.overdue is not None:
+            pipeline.include(ready.overdue)
+            return self._pipelined_plan(draft, pipeline)
         self._reduce_cpu_prefills(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):
             gpu_only_rate = pipeline.load.requests / self._gpu_only_s(pipeline.load)
             forced = self.config.strategy == "asymmetric-pipelining"
             if forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
-                return self._finish_pipelined(draft, pipeline)
+                return self._pipelined_plan(draft, pipeline)
         return self._gpu_only_plan(draft, pipeline.load)
-
-    def _finish_pipelined(self, draft: PlanDraft, pipeline: Pipeline) -> IterationPlan:
-        return self._pipelined_plan(draft, pipeline, (), {"iteration_s": pipeline.iteration_s()})
-
-    def _include_oldest(self, pipeline: Pipeline, ready: CpuDecodes) -> None:
-        """Serve the request that has waited longest although the CPU shows: it would starve otherwise."""
-        longest_waiting = min(ready.requests, key=attrgetter("last_served"))
-        if not any(longest_waiting in batch.requests for batch in pipeline.batches):
-            pipeline.batches[1].add([longest_waiting], longest_waiting.num_tokens)
 
     def _reduce_cpu_prefills(self, draft: PlanDraft, pipeline: Pipeline) -> None:
         """Step 5: put off prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.

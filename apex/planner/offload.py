@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from apex.config import StrategyConfig
+from apex.lane_load import LaneLoad
 from apex.perf_model import PerfModel
-from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline
-from swiftllm.kv_cache import KVCacheManager
+from apex.planner.cpu_decodes import CpuDecodes
+from apex.planner.pipeline import Pipeline
+from swiftllm.kv_cache import KVCacheManager, out_of_blocks
 from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
 from swiftllm.plan_draft import PlanDraft
 from swiftllm.request import FinishReason, Request, Tier
-from swiftllm.scheduler import Scheduler, SchedulerLimits, arrival_order, out_of_blocks
+from swiftllm.scheduler import Scheduler, SchedulerLimits
 
 
 @dataclass(eq=False)
@@ -26,6 +28,9 @@ class CohortState:
     cohort_id: int
     members: list[Request]
     layer: int = -1
+
+    def plan(self, rule: SteppingRule) -> CohortPlan:
+        return CohortPlan(self.cohort_id, tuple(self.members), rule)
 
 
 class OffloadScheduler(Scheduler, ABC):
@@ -46,14 +51,14 @@ class OffloadScheduler(Scheduler, ABC):
         self.config = config
         self._cohort_ids = itertools.count()
         self._iteration = 0
-        self._oldest_served = 0  # no CPU request at rest was last served before this iteration
+        self._next_look = 0  # the iteration that next looks whether a CPU request has been left out too long
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
 
     def _empty_queues(self) -> None:
         super()._empty_queues()
         self._cohorts: dict[int, CohortState] = {}
-        self._leaving: dict[str, Request] = {}  # aborted while a ticket may still use their blocks
+        self._leaving: dict[str, Request] = {}  # aborted or called back while a ticket may still use their blocks
 
     def _may_offload(self) -> bool:
         return self.config.strategy != "gpu-only"
@@ -74,11 +79,11 @@ class OffloadScheduler(Scheduler, ABC):
 
     @abstractmethod
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        """Turn the draft and the CPU decodes that may start a token into a plan."""
+        """Turn the draft and the CPU decodes that may start a token into a plan; ``ready.overdue`` does not wait."""
 
     def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         for request_id in result.left:
-            self._let_go(self._leaving.pop(request_id))
+            self._come_to_rest(self._leaving.pop(request_id))
         for cohort_id, cohort in list(self._cohorts.items()):
             if result.left:
                 cohort.members = [request for request in cohort.members if request.request_id not in result.left]
@@ -101,7 +106,7 @@ class OffloadScheduler(Scheduler, ABC):
     def _finish_cohort(self, cohort: CohortState) -> None:
         del self._cohorts[cohort.cohort_id]
         for request in [request for request in self._leaving.values() if request.cohort_id == cohort.cohort_id]:
-            self._let_go(self._leaving.pop(request.request_id))
+            self._come_to_rest(self._leaving.pop(request.request_id))
         for request in cohort.members:
             request.cohort_id = None
             request.last_served = self._iteration
@@ -118,7 +123,7 @@ class OffloadScheduler(Scheduler, ABC):
                 if request.tier is Tier.CPU:  # not evicted meanwhile
                     self._grow_on_cpu(request, draft)
             resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
-        return CpuDecodes(resting)
+        return CpuDecodes(resting, self._overdue(resting))
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
         """Give a CPU request its next block, evicting younger ones for it; without any of those it has to wait."""
@@ -144,18 +149,23 @@ class OffloadScheduler(Scheduler, ABC):
         return True
 
     def _younger_cpu_requests(self, request: Request) -> list[Request]:
-        queue = self.running[Tier.CPU]
-        first_younger = bisect_right(queue, request.arrival_index, key=arrival_order)
-        return [r for r in queue[first_younger:] if self._at_rest(r)]
+        return [r for r in self.running[Tier.CPU].younger_than(request) if self._at_rest(r)]
 
-    def _starving(self, ready: CpuDecodes) -> bool:
-        """Whether a CPU request has been left out for too long: a rule that predicts no gain must not starve it."""
-        earliest = self._iteration - self.config.max_wait_iterations
-        if self._oldest_served >= earliest:  # spares a look at a thousand requests until somebody may have waited
-            return False
-        resting = [request for request in self.decoding[Tier.CPU] if self._at_rest(request)]
-        self._oldest_served = min([request.last_served for request in resting], default=self._iteration)
-        return self._oldest_served < earliest and any(r.last_served < earliest for r in ready.requests)
+    def _overdue(self, resting: Sequence[Request]) -> Request | None:
+        """The CPU request that has been left out longest, if that is too long: no rule may starve it.
+
+        There is one in ``max_wait_iterations`` iterations at most. A CPU that takes longer than that for a token of
+        every request would otherwise be waited for nearly always: the net would be the policy.
+        """
+        if self._iteration < self._next_look or not resting:
+            return None
+        longest_waiting = min(resting, key=attrgetter("last_served"))
+        patience = self.config.max_wait_iterations
+        if self._iteration - longest_waiting.last_served > patience:
+            self._next_look = self._iteration + patience
+            return longest_waiting
+        self._next_look = longest_waiting.last_served + patience + 1
+        return None
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -164,10 +174,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
-        return self._continue_cohort(cohort, rule)
-
-    def _continue_cohort(self, cohort: CohortState, rule: SteppingRule) -> CohortPlan:
-        return CohortPlan(cohort.cohort_id, tuple(cohort.members), rule)
+        return cohort.plan(rule)
 
     def _under_way(self) -> list[CohortState]:
         """Cohorts part of the way through their token, the most advanced first."""
@@ -175,32 +182,40 @@ class OffloadScheduler(Scheduler, ABC):
         return sorted(alive, key=lambda cohort: -cohort.layer)
 
     def _pipelined_plan(
-        self, draft: PlanDraft, pipeline: Pipeline, under_way: Sequence[CohortState], predicted: dict[str, float]
+        self,
+        draft: PlanDraft,
+        pipeline: Pipeline,
+        stepping: Sequence[CohortState] = (),
+        predicted: dict[str, float] | None = None,
     ) -> IterationPlan:
-        """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and cohorts under way step."""
-        cohorts = [self._continue_cohort(cohort, SteppingRule.STEP_AND_WAIT) for cohort in under_way]
+        """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and ``stepping`` cohorts step."""
+        cohorts = [cohort.plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
         rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
         cohorts += [
             CohortPlan(next(self._cohort_ids), tuple(batch.requests), rule)
             for batch, rule in zip(pipeline.batches, rules, strict=True)
             if batch.requests
         ]
-        return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, predicted)
+        return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, pipeline.iteration_s(), predicted)
 
     def _gpu_only_plan(
         self, draft: PlanDraft, load: LaneLoad, predicted: dict[str, float] | None = None
     ) -> IterationPlan:
-        iteration_s = self._gpu_only_s(load)
-        return self._plan(Strategy.GPU_ONLY, draft, [], {"iteration_s": iteration_s, **(predicted or {})})
+        return self._plan(Strategy.GPU_ONLY, draft, [], self._gpu_only_s(load), predicted)
 
     def _gpu_only_s(self, load: LaneLoad) -> float:
         layer_s = self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model)
         return self.model.num_layers * layer_s + self.model.ends_s(load.requests)
 
     def _plan(
-        self, strategy: Strategy, draft: PlanDraft, cohorts: Sequence[CohortPlan], predicted: dict[str, float]
+        self,
+        strategy: Strategy,
+        draft: PlanDraft,
+        cohorts: Sequence[CohortPlan],
+        iteration_s: float,
+        predicted: dict[str, float] | None,
     ) -> IterationPlan:
-        return draft.plan(strategy, cohorts, self._leaving, predicted)
+        return draft.plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 
@@ -213,6 +228,14 @@ class OffloadScheduler(Scheduler, ABC):
         self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
         return request
 
-    def _let_go(self, request: Request) -> None:
-        self.kv.release(request)
-        del self.requests[request.request_id]
+    def _call_back(self, request: Request) -> None:
+        # The GPU starts its token anew: to wait for the cohort's takes an iteration for every layer that is left.
+        self._leaving[request.request_id] = request
+
+    def _come_to_rest(self, request: Request) -> None:
+        """Nothing of a request that left its cohort is under way any more."""
+        if request.is_finished:
+            self.kv.release(request)
+            del self.requests[request.request_id]
+        else:
+            request.cohort_id = None

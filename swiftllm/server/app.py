@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
 from swiftllm.server.body import Body, parse
@@ -50,7 +51,7 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> FastAPI:
+def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> ASGIApp:
     """The HTTP side of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
@@ -62,7 +63,9 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     app.include_router(metrics.router)
     app.include_router(StatusPage(service, context.model_name, recorder).router)
     app.include_router(api_routes(context))
-    return app
+    if not settings.allowed_origins:
+        return app
+    return CORSMiddleware(app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])  # has streams, too
 
 
 def api_routes(context: ServingContext) -> APIRouter:
@@ -105,7 +108,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
-            tokens = await context.encode_chat(body.messages, body.add_generation_prompt)
+            tokens = await context.encode_chat(body.messages, body)
         elif body.prompt is not None:
             tokens = await context.encode(body.prompt, body.add_special_tokens)
         else:
@@ -169,6 +172,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     async for part in request.stream():
         num_bytes += len(part)
         if num_bytes > max_bytes:
-            raise ApiError(413, f"the body exceeds the {max_bytes} bytes that this server reads", code="body_too_large")
+            message = f"the body exceeds the {max_bytes} bytes that this server reads (--max-body-bytes)"
+            raise ApiError(413, message, code="body_too_large")
         parts.append(part)
     return b"".join(parts)

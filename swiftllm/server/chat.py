@@ -21,7 +21,7 @@ async def chat(context: ServingContext, body: ChatRequest, request: Request) -> 
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
-    prompt = Prompt(await context.encode_chat(body.messages, body.add_generation_prompt))
+    prompt = Prompt(await context.encode_chat(body.messages, body))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:  # whatever is left; nothing is refused below, with the numbers
         max_tokens = max(1, context.longest_request - len(prompt.token_ids))

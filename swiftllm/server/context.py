@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from swiftllm.model.source import model_name
 from swiftllm.server.errors import ApiError
-from swiftllm.server.protocol import ChatMessage
+from swiftllm.server.protocol import ChatMessage, TemplateOptions
 from swiftllm.server.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from swiftllm.tokenizer import Tokenizer
@@ -36,12 +36,12 @@ class ServingContext:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:
-        """None is the model there is, as in vLLM.
+        """None and "" are the model there is, as in vLLM.
 
         Raises:
             ApiError: another model is asked for.
         """
-        if name is not None and name != self.model_name:
+        if name and name != self.model_name:
             message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
@@ -89,19 +89,24 @@ class ServingContext:
             raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
         return await self.beside(tokenizer.decode, token_ids, False)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[int]:
+    async def encode_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> list[int]:
         """Tokens of a conversation in the model's own form.
 
         Raises:
             ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
         """
-        plain: list[dict[str, Any]] = [message.for_template() for message in messages]
+        if how.continue_final_message and how.add_generation_prompt:
+            message = "continue_final_message goes with add_generation_prompt=false only"
+            raise ApiError(400, message, "continue_final_message", "invalid_value")
+        messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
+        variables = how.chat_template_kwargs or {}
+        options = (messages, how.add_generation_prompt, how.continue_final_message, variables)
+        render = self.needed_tokenizer().render_chat
         try:
-            render = self.needed_tokenizer().render_chat
-            if sum(len(message["content"]) for message in plain) <= LONG_TEXT_CHARS:
-                text = render(plain, add_generation_prompt)
+            if sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS:
+                text = render(*options)
             else:
-                text = await self.beside(render, plain, add_generation_prompt)
+                text = await self.beside(render, *options)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
         return await self.encode(text, add_special_tokens=False)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from swiftllm.arrival_queue import arrival_order
 from swiftllm.engine import Engine, EngineStalled
 from swiftllm.plan import IterationPlan, StepResult
 from swiftllm.request import Request, RequestOutput
-from swiftllm.scheduler import arrival_order
 from swiftllm.server.isolation import Isolation
 from swiftllm.server.ledger import Entry, Ledger, Order
 from swiftllm.server.report import report

@@ -52,7 +52,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case RequestRefused():
-            return ApiError(400, str(error), code="request_refused")
+            return ApiError(400, str(error), error.about, "request_refused")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", retry_after=str(error.retry_after_s))
         case ServiceStopping():

@@ -58,7 +58,7 @@ class Generation:
         n, limit = body.num_choices, context.service.limits.max_queued_requests
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
-            raise ApiError(400, message, code="too_many_choices")
+            raise ApiError(400, message, "n" if n > 1 else body.param("prompt"), "too_many_choices")
         requests = [
             NewRequest(
                 f"{self.request_id}-{prompt_number * n + number}",
@@ -74,7 +74,8 @@ class Generation:
         except RequestRefused as error:
             longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
             code = "context_length_exceeded" if longest > context.longest_request else "request_refused"
-            raise ApiError(400, str(error), code=code) from None
+            param = None if error.about is None else body.param(error.about)
+            raise ApiError(400, str(error), param, code) from None
         self.choices = [
             Choice(index, prompts[index // n], stream, body.output_text(context.tokenizer))
             for index, stream in enumerate(streams)

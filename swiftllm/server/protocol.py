@@ -1,13 +1,7 @@
-"""The requests of OpenAI's API and vLLM's additions to it: what they may say, and what of it is refused.
-
-Fields nobody knows are let in and ignored, since clients send all sorts of them. Those that would change the output and
-are not implemented are refused by name, unless they have the value that changes nothing.
-"""
+"""The requests of OpenAI's API and vLLM's additions to it: what they may say; `extras.py` has what nothing reads."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -17,51 +11,15 @@ from swiftllm.request import SamplingParams
 from swiftllm.sampling_params import MAX_LOGPROBS
 from swiftllm.server.body import Flag, Lenient
 from swiftllm.server.errors import ApiError
+from swiftllm.server.extras import check_extras
 from swiftllm.server.text import NoOutput, OutputText
 from swiftllm.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI takes four, vLLM any number, and evaluation harnesses send six
 MAX_STOP_CHARS = 1000
-MAX_IGNORED_NOTES = 100  # in the log: clients choose these names
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
-
-# Parameters that change the output and are not implemented, each with the values that leave it as it is (beside null).
-NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
-_ignored_parameters: set[str] = set()  # those the log has named already
 
 
 class StreamOptions(Lenient):
@@ -87,6 +45,8 @@ class GenerationRequest(Lenient):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    """Benchmark clients send it beside ignore_eos, where it changes nothing."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: Flag = False
@@ -126,15 +86,13 @@ class GenerationRequest(Lenient):
         Raises:
             ApiError: something is not implemented, or does not go together.
         """
-        for name, value in (self.model_extra or {}).items():
-            harmless = NOT_IMPLEMENTED.get(name)
-            if harmless is None:
-                note_ignored(name)
-            elif value is not None and value not in harmless:
-                raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+        check_extras(self.model_extra or {})
         if self.best_of not in (None, self.num_choices):
             message = f"best_of={self.best_of} is not implemented, only best_of=n is: leave it out"
             raise ApiError(400, message, "best_of", "unsupported_parameter")
+        if self.min_tokens and (self.stop_strings or not self.ignore_eos):
+            message = "min_tokens is not implemented, only with ignore_eos=true and no stop: leave it out"
+            raise ApiError(400, message, "min_tokens", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options go with stream=true only", "stream_options", "invalid_value")
         if self.prompt_logprobs is not None and self.stream:
@@ -169,8 +127,13 @@ class GenerationRequest(Lenient):
                 prompt_logprobs=self.num_prompt_logprobs,
             )
         except ValueError as error:
-            message = str(error)  # it begins with the name of the field
-            raise ApiError(400, message, message.partition("=")[0], "invalid_value") from None
+            about, _, rule = str(error).partition("=")
+            param = self.param(about)
+            raise ApiError(400, f"{param}={rule}", param, "invalid_value") from None
+
+    def param(self, about: str) -> str:
+        """What a client calls the prompt, or a field of :class:`SamplingParams`."""
+        return about
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
         """Makes the text of one output."""
@@ -257,16 +220,31 @@ class ChatMessage(Lenient):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class ChatRequest(GenerationRequest):
+class TemplateOptions(Lenient):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    """Go on with the last message instead of answering it (vLLM)."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template (vLLM)."""
+
+
+class ChatRequest(GenerationRequest, TemplateOptions):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: Flag = True
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def param(self, about: str) -> str:
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names.get(about, about)
 
     def check(self) -> None:
         super().check()
@@ -274,14 +252,13 @@ class ChatRequest(GenerationRequest):
             raise ApiError(400, "top_logprobs go with logprobs=true only", "top_logprobs", "invalid_value")
 
 
-class TokenizeRequest(Lenient):
+class TokenizeRequest(TemplateOptions):
     """A text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: Flag = True
-    add_generation_prompt: Flag = True
     return_token_strs: bool | None = None
 
 
@@ -293,9 +270,3 @@ class DetokenizeRequest(Lenient):
 def is_list_of(kind: type, value: Any) -> bool:
     """A list with something in it, all exactly of this type (true is no number)."""
     return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
-
-
-def note_ignored(name: str) -> None:
-    if name not in _ignored_parameters and len(_ignored_parameters) < MAX_IGNORED_NOTES:
-        _ignored_parameters.add(name)
-        logger.warning("a request has the parameter %r, which is unknown here and ignored (said once)", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ from types import FrameType
 import uvicorn
 
 from swiftllm.server.app import create_app
+from swiftllm.server.connection import LAST_BYTES_TIMEOUT_S, Connection
 from swiftllm.server.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from swiftllm.server.status import IterationRecorder
@@ -22,7 +24,6 @@ from swiftllm.server.status import IterationRecorder
 # interpreter's lock when it wakes up while the event loop serves a step's tokens, and the device with it.
 SWITCH_INTERVAL_S = 0.001
 EXIT_INTERRUPTED = 130  # as shells have it
-LAST_BYTES_TIMEOUT_S = 5  # for clients to read what was sent, once all requests have ended
 
 
 class DrainingServer(uvicorn.Server):
@@ -62,9 +63,10 @@ def make_server(
         create_app(service, settings, recorder),
         host=settings.host,
         port=settings.port,
+        http=Connection,
         ws="none",
         access_log=False,
-        timeout_graceful_shutdown=LAST_BYTES_TIMEOUT_S,
+        timeout_graceful_shutdown=math.ceil(LAST_BYTES_TIMEOUT_S) + 1,  # connections close themselves before
     )
     return DrainingServer(config, service)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+ORIGIN = re.compile("[a-z-]+://[^/]+")  # extensions of browsers have schemes of their own
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,17 @@ class ServerSettings:
     """What clients call the model; by default the name of its folder."""
     api_key: str | None = None
     """Clients must send it as `Authorization: Bearer KEY`; by default anybody may come in."""
+    allowed_origins: tuple[str, ...] = ()
+    """Websites whose pages may call the server from a browser, such as http://localhost:3000; * is all of them."""
     max_body_bytes: int = 4 * 2**20
     """Size of a request's body at most; reading a large one holds up all streams."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port!r} must be in 0..65535")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"allowed_origins={origin!r} must be * or like http://localhost:3000, without a path")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes!r} must be at least 1")
         if self.api_key is not None and not self.api_key:

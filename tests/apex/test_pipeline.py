@@ -7,8 +7,10 @@ from itertools import accumulate
 
 import pytest
 
+from apex.lane_load import LaneLoad
 from apex.perf_model import PerfModel
-from apex.planner.pipeline import CpuDecodes, LaneLoad, Pipeline, longest_run
+from apex.planner.cpu_decodes import CpuDecodes, longest_run
+from apex.planner.pipeline import Pipeline
 from swiftllm.kv_cache import KVCacheManager
 from swiftllm.request import Request, SamplingParams, Tier
 from tests.reference.linear_profile import flat_ends_table

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from apex.simulated_backend import Interconnect
+from apex.simulated_worker import Interconnect
 from apex.simulation import SIMULATED_SYSTEMS, build_simulated
 from swiftllm.engine import Engine
 from swiftllm.plan import StepResult

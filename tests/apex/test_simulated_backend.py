@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from apex.perf_model import Curve, PerfModel, ProfileTable
-from apex.simulated_backend import Interconnect, SimulatedBackend
+from apex.simulated_backend import SimulatedBackend
+from apex.simulated_worker import Interconnect
 from swiftllm.plan import LaneItem, Swap
 from swiftllm.request import Request, RequestStatus, SamplingParams, Tier
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s

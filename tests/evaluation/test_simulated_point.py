@@ -11,7 +11,7 @@ from rich.console import Console
 
 from apex.config import StrategyConfig
 from apex.perf_model import Curve, ProfileTable, Surface
-from apex.simulated_backend import Interconnect
+from apex.simulated_worker import Interconnect
 from apex.simulation import SIMULATED_SYSTEMS
 from evaluation import profile_check, validate
 from evaluation.experiment import Point

@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
     "<s>{{ message.role }}: {{ message.content }}</s>\n"
-    "{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant:{{ thoughts }}{% endif %}"
 )
 
 

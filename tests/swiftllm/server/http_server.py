@@ -24,12 +24,12 @@ class RunningServer:
     """``thread`` runs until the server ends."""
 
     def __init__(self, service: EngineService, settings: ServerSettings) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server has come up
-        self.port = listener.getsockname()[1]
+        self.listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server has come up
+        self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.service = service
         self.server = make_server(service, settings)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:

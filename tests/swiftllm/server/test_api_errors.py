@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from swiftllm import LLM, RequestRefused, SamplingParams
-from swiftllm.server import protocol
+from swiftllm.server import extras, protocol
 from swiftllm.server.app import model_card
 from swiftllm.server.body import parse
 from swiftllm.server.context import ServingContext
@@ -52,12 +52,13 @@ BAD_BODIES = [
     ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1"),
     ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens", "at least 1"),
     ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs", "0..20"),
-    ({"prompt": [5] * 512, "max_tokens": 0, "echo": True}, None, "512 prompt + 1 output tokens = 513 exceed"),
+    ({"prompt": [5] * 512, "max_tokens": 0, "echo": True}, "prompt", "512 prompt + 1 output tokens = 513 exceed"),
     ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "0..20"),
     ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs", "valid integer"),
     ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream=false"),
-    ({"prompt": [5] * 512, "max_tokens": 1, "prompt_logprobs": 0}, None, "512 prompt + 1 output tokens = 513 exceed"),
+    ({"prompt": [5] * 512, "max_tokens": 1, "prompt_logprobs": 0}, "prompt", "513 exceed"),
     ({"prompt": "a", "min_tokens": 3}, "min_tokens", "not implemented"),
+    ({"prompt": "a", "min_tokens": 3, "ignore_eos": True, "stop": "b"}, "min_tokens", "not implemented"),
     ({"prompt": "a", "return_token_ids": True}, "return_token_ids", "not implemented"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "[-2, 2]"),
     ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", "[-2, 2]"),
@@ -65,20 +66,24 @@ BAD_BODIES = [
     ({"prompt": "a", "min_p": 1.5}, "min_p", "[0, 1]"),
     ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
     ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "valid integer"),
-    ({"prompt": "a", "logit_bias": {"128": 1}}, None, "logit_bias: token id 128 is outside the vocabulary of 128"),
+    ({"prompt": "a", "logit_bias": {"128": 1}}, "logit_bias", "token id 128 is outside the vocabulary of 128"),
+    ({"prompt": "a", "stop_token_ids": [5, 128]}, "stop_token_ids", "token id 128 is outside the vocabulary of 128"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "token id -1 is outside the vocabulary of 128"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
-    ({"prompt": ""}, None, "empty"),
+    ({"prompt": ""}, "prompt", "empty"),
     ({"prompt": []}, "prompt", "not empty"),
     ({"prompt": [[]]}, "prompt", "not empty"),
-    ({"prompt": ["a", [1]], "n": 1, "max_tokens": 10**9}, None, "max_model_len=512"),
+    ({"prompt": ["a", [1]], "n": 1, "max_tokens": 10**9}, "max_tokens", "max_model_len=512"),
     ({"prompt": [1, "a"]}, "prompt", "list of token ids"),
     ({"prompt": [True]}, "prompt", "list of token ids"),
     ({"prompt": [1.0]}, "prompt", "list of token ids"),
     ({"prompt": {"a": 1}}, "prompt", "list of token ids"),
-    ({"prompt": [128]}, None, "vocabulary of 128"),
-    ({"prompt": [-1]}, None, "vocabulary of 128"),
-    ({"prompt": [5] * 512}, None, "512 prompt + 16 output tokens = 528 exceed max_model_len=512"),
-    ({"prompt": ["a"] * 33, "n": 2}, None, "64 requests that this server takes at once"),
+    ({"prompt": [128]}, "prompt", "vocabulary of 128"),
+    ({"prompt": [-1]}, "prompt", "vocabulary of 128"),
+    ({"prompt": [5] * 512}, "prompt", "512 prompt + 16 output tokens = 528 exceed max_model_len=512"),
+    ({"prompt": [5] * 500}, "max_tokens", "500 prompt + 16 output tokens = 516 exceed max_model_len=512"),
+    ({"prompt": ["a"] * 33, "n": 2}, "n", "64 requests that this server takes at once"),
+    ({"prompt": ["a"] * 65}, "prompt", "64 requests that this server takes at once"),
     ({}, "prompt", "required"),
 ]
 
@@ -101,7 +106,12 @@ BAD_CHATS = [
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),
     ({"messages": HELLO, "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream=false"),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, None, "exceed max_model_len=512"),
+    ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 must be"),
+    ({"messages": HELLO, "max_completion_tokens": 512}, "max_completion_tokens", "exceed max_model_len=512"),
+    ({"messages": HELLO, "max_tokens": 512}, "max_tokens", "exceed max_model_len=512"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "exceed max_model_len=512"),
+    ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "messages", "cannot be called tokenize"),
+    ({"messages": HELLO, "continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
 ]
 
 
@@ -127,10 +137,12 @@ def test_bodies_that_are_no_requests(server, data):
 
 
 def test_values_that_change_nothing_are_let_in(server):
-    harmless = {name: values[0] for name, values in protocol.NOT_IMPLEMENTED.items() if values}
+    harmless = {name: values[0] for name, values in extras.NOT_IMPLEMENTED.items() if values}
     answer = server.post(COMPLETIONS, {"prompt": "a", **harmless, "user": None, "n": None, "logit_bias": None})
     assert answer.status_code == 200
-    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "top_logprobs": 0})
+    answer = server.post(COMPLETIONS, {"prompt": "a", "min_tokens": 3, "max_tokens": 3, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "top_logprobs": 0, "model": ""})
     assert answer.status_code == 200
 
 
@@ -208,6 +220,17 @@ def test_large_bodies_are_not_read_to_their_end():
         assert error_of(server.post(COMPLETIONS, {"prompt": [5] * 600}), 413)["code"] == "body_too_large"
 
 
+def test_what_no_tier_can_hold_is_said_of_the_prompt_or_of_the_output():
+    with running(fake_service()) as server:  # 8 blocks of 4
+        for prompt, max_tokens, param in (([5] * 33, 1, "prompt"), ([5] * 32, 2, "max_tokens"), ([5] * 32, 1, None)):
+            answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": max_tokens})
+            if param is None:
+                assert answer.status_code == 200
+            else:
+                error = error_of(answer)
+                assert error["param"] == param and error["code"] == "context_length_exceeded"
+
+
 def test_a_model_without_tokenizer_speaks_in_tokens():
     with running(fake_service()) as server:
         answer = server.post(COMPLETIONS, {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "logprobs": 0}).json()
@@ -254,7 +277,10 @@ def test_what_each_failure_is_called(error, status, kind):
     assert response.headers.get("Retry-After") == ("3" if status == 429 else None)
 
 
-@pytest.mark.parametrize(("field", "value"), [("port", -1), ("port", 70000), ("max_body_bytes", 0), ("api_key", "")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("port", -1), ("port", 70000), ("max_body_bytes", 0), ("api_key", ""), ("allowed_origins", ("*", "http://x/"))],
+)
 def test_bad_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         ServerSettings(**{field: value})
