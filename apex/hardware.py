@@ -17,6 +17,7 @@ import yaml
 
 from apex.perf_model import Curve
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.source import model_folder
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 HARDWARE_DIR = CONFIGS / "hardware"
@@ -131,14 +132,15 @@ def load_host(name_or_path: str | Path) -> Host:
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """Read a model's shape: a name in ``configs/models`` (no weights there), or a Hugging Face folder."""
+    """Read a model's shape: a name in ``configs/models`` (no weights there), a Hugging Face folder, or a name on its hub."""
     folder = MODELS_DIR / name_or_path
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
-    if Path(name_or_path).is_dir():
-        return ModelConfig.from_folder(name_or_path)
+    folder = model_folder(name_or_path, weights=False)
+    if folder.is_dir():
+        return ModelConfig.from_folder(folder)
     known = ", ".join(sorted(path.name for path in MODELS_DIR.iterdir()))
-    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder")
+    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a name on its hub")
 
 
 def known(kind: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Replays one workload against OpenAI-compatible servers, running ones or ones it starts itself.
 
     python evaluation/load_test.py --url vllm=http://127.0.0.1:8000 --workload azure-conv --request-rates 1 2 4
-    python evaluation/load_test.py --start "apex=python -m apex serve MODEL_DIR" --concurrency 1 8 64
+    python evaluation/load_test.py --start "apex=python -m apex serve MODEL" --concurrency 1 8 64
 
 Every token is timed here, at the client. Results are those of any other experiment: a record per request, metrics
 (docs/metrics.md), provenance with all flags of the servers started here.
@@ -50,7 +50,7 @@ class Options(HttpOptions):
     url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
     """A running server and what to call it, e.g. vllm=http://127.0.0.1:8000; once for each."""
     start: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=COMMAND")] = ()
-    """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL_DIR"; once for each.
+    """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL"; once for each.
     --host and --port are added to the command. They run at the same time: idle servers should be idle."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the model that the servers serve: its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
@@ -107,7 +107,7 @@ def parse_commands(texts: Sequence[str]) -> list[ServerCommand]:
     for text in texts:
         name, _, command = text.partition("=")
         if not name.strip() or not (arguments := shlex.split(command)):
-            raise ValueError(f'--start {text!r}: write it as "NAME=COMMAND ...", e.g. "vllm=vllm serve MODEL_DIR"')
+            raise ValueError(f'--start {text!r}: write it as "NAME=COMMAND ...", e.g. "vllm=vllm serve MODEL"')
         commands.append(ServerCommand(name.strip(), tuple(arguments)))
     return commands
 

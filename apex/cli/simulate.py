@@ -47,7 +47,7 @@ class Simulate(ConfigFile):
     host: str = "dual-xeon-6342"
     """Host: a name or a .yaml file."""
     model: str = "llama-3.1-8b"
-    """Model: a name, or a Hugging Face folder, of which only config.json is read."""
+    """Model: a name in configs/models, a Hugging Face folder, or a name on its hub; only config.json is read."""
     dtype: Dtype = "float16"
     """Weights, activations and KV cache."""
     cpu_kernel: str = "native"

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
+from swiftllm.server.activity import ActivityLog
 from swiftllm.server.body import Body, parse
 from swiftllm.server.chat import chat
 from swiftllm.server.completions import complete
@@ -62,6 +63,7 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     app.include_router(open_routes(context))
     app.include_router(metrics.router)
     app.include_router(StatusPage(service, context.model_name, recorder).router)
+    app.include_router(ActivityLog(service).router)
     app.include_router(api_routes(context))
     if not settings.allowed_origins:
         return app

@@ -11,8 +11,7 @@ import base64
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from swiftllm.plan import Strategy
+from swiftllm.server.background import lifespan_of
 
 if TYPE_CHECKING:
     from swiftllm.server.service import EngineService
@@ -59,19 +59,9 @@ class StatusPage:
         self._history: deque[list[float]] = deque(maxlen=HISTORY_SAMPLES)
         self._page, policy = assemble_page()
         self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        self.router = APIRouter(lifespan=self._lifespan)
+        self.router = APIRouter(lifespan=lifespan_of(self._sample))
         for path, endpoint in (("/", self._html), ("/status.json", self._json)):
             self.router.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
-
-    @asynccontextmanager
-    async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._sample())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
     async def _sample(self) -> None:
         while True:
