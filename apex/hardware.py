@@ -132,7 +132,7 @@ def load_host(name_or_path: str | Path) -> Host:
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """Read a model's shape: a name in ``configs/models`` (no weights there), a Hugging Face folder, or a name on its hub."""
+    """Read a model's shape: a name in ``configs/models`` (no weights there), a Hugging Face folder, or a name on the hub."""
     folder = MODELS_DIR / name_or_path
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
@@ -140,7 +140,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
     known = ", ".join(sorted(path.name for path in MODELS_DIR.iterdir()))
-    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a name on its hub")
+    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
 
 
 def known(kind: str) -> list[str]:
