@@ -132,7 +132,7 @@ def load_host(name_or_path: str | Path) -> Host:
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """Read the shape of a model: of ``configs/models`` (no weights there), a Hugging Face folder, or a name on its hub."""
+    """Read the shape of a model: one of ``configs/models`` (no weights there), a Hugging Face folder, or a hub name."""
     folder = MODELS_DIR / name_or_path
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
