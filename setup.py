@@ -177,7 +177,7 @@ setup(
     description="LLM serving for GPUs whose memory is too small for the KV cache",
     python_requires=">=3.11",
     packages=find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]),
-    package_data={"swiftllm.server": ["page/*"]},
+    package_data={"swiftllm.server.observe": ["page/*"], "evaluation.figures": ["templates/*"]},
     ext_modules=[Extension("pacpu._pacpu", sources=[])],
     cmdclass={"build_ext": BuildPacpu},
     entry_points={"console_scripts": ["apex = apex.cli:main"]},

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swiftllm.backend import Backend, Batch, Ticket
-from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
+from swiftllm.engine.backend import Backend, Batch, Ticket
 
 
 @dataclass(eq=False)

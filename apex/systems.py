@@ -13,24 +13,24 @@ from pathlib import Path
 
 import torch
 
-from apex.config import StrategyConfig
-from apex.core_division import DecodeRates, fastest, full_load, measure_divisions
-from apex.cpu_worker import CpuWorker
 from apex.executor import OverlapExecutor
-from apex.machine import cpu_name
-from apex.perf_model import TABLE_VERSION, PerfModel, ProfileTable, attention_rate, write_json
-from apex.planner import SCHEDULERS
-from apex.profiler import Profiler
-from apex.progress import progress_bar
-from apex.workbench import MOST_BLOCKS, Workbench
+from apex.perf.core_division import DecodeRates, fastest, full_load, measure_divisions
+from apex.perf.model import TABLE_VERSION, PerfModel, ProfileTable, attention_rate
+from apex.perf.profiler import Profiler
+from apex.perf.progress import progress_bar
+from apex.perf.workbench import MOST_BLOCKS, Workbench
+from apex.schedulers import SCHEDULERS
+from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
-from swiftllm.cores import CoreDivision, core_divisions
-from swiftllm.engine import Engine
-from swiftllm.paths import cache_dir
-from swiftllm.request import Tier
+from swiftllm.core.request import Tier
+from swiftllm.engine.engine import Engine
+from swiftllm.files import cache_dir, write_atomically
+from swiftllm.machine import cpu_model, usable_cores
+from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.torch_backend import InlineWorker, TorchBackend
+from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 from swiftllm.systems import assemble, build_gpu_only, make_kv_manager, register_system, scheduler_limits
-from swiftllm.torch_backend import InlineWorker, TorchBackend
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,8 @@ def division_rates(
     load = full_load(bench.num_blocks, bench.block_size, limits)
     with progress_bar("dividing the cores") as progress:
         rates = measure_divisions(backend.use_cores, bench, divisions, load, progress)
-    write_json(path, {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]})
+    measured = {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]}
+    write_atomically(path, json.dumps(measured, indent=1))
     return rates
 
 
@@ -147,7 +148,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
     return {
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
-        "cpu": cpu_name(),
+        "cpu": f"{cpu_model()} x{usable_cores()}",
         "lane_threads": str(backend.cores.lane_threads),
         "cpu_threads": str(backend.cores.cpu_threads),
         "cpu_kernel": backend.cpu_kernel,

@@ -27,15 +27,14 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import torch
 
 from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, memory_bandwidth, wake_up
-from evaluation.gpu_check import CASES, Case, model_folder
-from evaluation.provenance import usable_cores
-from evaluation.results import write_atomically
+from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
-from swiftllm.memory import InsufficientMemory
-from swiftllm.plan import LaneItem
-from swiftllm.request import Request, SamplingParams, Tier
-from swiftllm.sampling import Sampler
-from swiftllm.torch_backend import TorchBackend
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.files import write_atomically
+from swiftllm.machine import InsufficientMemory, usable_cores
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.sampling.sampler import Sampler
 
 ITERATION_BATCHES = (1, 8, 32, 64)
 ITERATION_CONTEXT = 32  # short: the weights are what an iteration reads

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import pacpu
 from apex.cli.parser import parse_options
-from evaluation.paths import default_model
+from evaluation.results.paths import default_model
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights

@@ -28,15 +28,13 @@ import torch
 
 import pacpu
 from apex.cli.parser import parse_options
-from apex.doctor import last_level_cache_bytes
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
 from benchmarks.pacpu_peers import peers
 from benchmarks.pacpu_report import Progress, figure, markdown, print_medians, verdicts
 from evaluation.figures import save
-from evaluation.paths import RESULTS_DIR
-from evaluation.provenance import cpu_model, usable_cores
-from evaluation.results import FlatRecord, ResultFolder
-from swiftllm.memory import available_host_bytes
+from evaluation.results.folder import FlatRecord, ResultFolder
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),

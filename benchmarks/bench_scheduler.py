@@ -26,14 +26,15 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from apex.cli.parser import parse_options
-from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
 from benchmarks.bench_simulator import NUM_LAYERS, table
-from evaluation.paths import RESULTS_DIR
-from evaluation.provenance import cpu_model, git_state
-from evaluation.results import ResultFolder, flat_record
-from swiftllm.engine import Engine
-from swiftllm.request import SamplingParams
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from evaluation.results.folder import ResultFolder, flat_record
+from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.provenance import git_state
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.machine import cpu_model
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 
 LIMIT_MS = 1.0
 WARM_UP_ITERATIONS = 1200

@@ -38,20 +38,20 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 
 from apex.cli.parser import parse_options
-from apex.perf_model import FREE, ProfileTable, Surface
-from apex.simulation import SIMULATED_SYSTEMS, build_simulated
+from apex.perf.model import FREE, ProfileTable, Surface
+from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
-from evaluation.drivers.launch import free_port
-from evaluation.drivers.server import connect
-from evaluation.paths import RESULTS_DIR, default_model
-from evaluation.results import FlatRecord, ResultFolder, flat_record, markdown_table
-from evaluation.workloads import load_prompt_tokens
-from swiftllm.engine import Engine
-from swiftllm.request import RequestOutput
+from evaluation.replay.launch import free_port
+from evaluation.replay.server import connect
+from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
+from evaluation.results.paths import RESULTS_DIR, default_model
+from evaluation.traces.workloads import load_prompt_tokens
+from swiftllm.core.request import RequestOutput
+from swiftllm.engine.engine import Engine
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.run import run_server
-from swiftllm.server.service import EngineService
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
-from swiftllm.tokenizer import Tokenizer
 
 LIMIT_MS = 2.0
 NUM_LAYERS = 4

@@ -17,12 +17,12 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from apex.cli.parser import parse_options
-from apex.perf_model import Curve, ProfileTable, Surface
-from apex.simulation import SIMULATED_SYSTEMS, build_simulated
-from evaluation.paths import RESULTS_DIR
-from evaluation.results import ResultFolder, flat_record, markdown_table
-from swiftllm.engine import Engine
-from swiftllm.request import SamplingParams
+from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from evaluation.results.folder import ResultFolder, flat_record, markdown_table
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
 
 NUM_LAYERS = 32
 ITERATIONS = 1000

@@ -12,7 +12,7 @@ import torch
 
 import pacpu
 from pacpu import _pacpu
-from swiftllm.kv_pool import host_tensor
+from swiftllm.kv.pools import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16

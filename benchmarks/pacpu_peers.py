@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.pacpu_cases import HEAD_DIM, HEADS, Case, Contender, Memory
-from swiftllm.paths import cache_dir
+from swiftllm.files import cache_dir
 
 MAX_SDPA_BYTES = 160 << 20  # without AMX it takes a second for more, and a round shall end soon
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this

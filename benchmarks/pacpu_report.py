@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.pacpu_cases import HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
 from evaluation.figures.style import FAINT, INK, FigureText, set_words, style, tidy
-from evaluation.results import FlatRecord
+from evaluation.results.folder import FlatRecord
 
 PLAIN_LINE_EVERY_S = 15.0
 # Okabe and Ito's colours.

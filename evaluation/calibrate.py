@@ -2,7 +2,7 @@
 
 `python -m evaluation.calibrate --tables FOLDER` prints the errors and the fitted figures; with `--write-curves` it also
 writes the compact curves of `configs/hardware/measured/`, fitted to all rows. The tables are published ones
-(evaluation/calibration_tables.py): docs/calibration.md tells where they come from and what they are called here.
+(evaluation/calibration/tables.py): docs/calibration.md tells where they come from and what they are called here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 import tyro
 import yaml
 
-from apex.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
 from apex.cli.parser import parse_options
-from apex.hardware import HARDWARE_DIR, Gpu, LayerShape, load_gpu
-from apex.perf_model import Curve
-from evaluation.calibration_tables import (
+from apex.perf.model import Curve
+from apex.simulator.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
+from apex.simulator.hardware import HARDWARE_DIR, Gpu, LayerShape, load_gpu
+from evaluation.calibration.curve_fit import compact_curve, fit_terms
+from evaluation.calibration.tables import (
     ATTENTION_TABLES,
     GEMM_POINTS,
     GEMMS,
@@ -32,9 +33,9 @@ from evaluation.calibration_tables import (
     read_layer_tables,
     read_rows,
 )
-from evaluation.curve_fit import compact_curve, fit_terms
-from evaluation.paths import RESULTS_DIR
-from evaluation.results import ResultFolder, write_atomically
+from evaluation.results.folder import ResultFolder
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.files import write_atomically
 
 ITEMSIZE = 2
 

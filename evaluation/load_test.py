@@ -26,18 +26,18 @@ from rich.table import Table
 
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
-from evaluation.drivers.launch import ServerCommand, launched, stop_on_sigterm
-from evaluation.drivers.server import Server, connect
-from evaluation.experiment import Point, run_experiment
+from evaluation.experiments.http_point import HttpTask, run_http_point
+from evaluation.experiments.options import HttpOptions, parse_urls
+from evaluation.experiments.runner import Point, run_experiment
 from evaluation.figures.table import LATENCY_COLUMNS, cell
-from evaluation.http_point import HttpTask, run_http_point
-from evaluation.metrics import DEFAULT_TARGETS, Targets
-from evaluation.options import HttpOptions, parse_urls
-from evaluation.paths import RESULTS_DIR, model_folder
-from evaluation.provenance import model_identity
-from evaluation.results import FlatRecord
-from evaluation.traces import Trace, UniformTrace, load_trace
-from evaluation.workloads import WorkloadSpec, make_lengths
+from evaluation.replay.launch import ServerCommand, launched, stop_on_sigterm
+from evaluation.replay.server import Server, connect
+from evaluation.results.folder import FlatRecord
+from evaluation.results.metrics import DEFAULT_TARGETS, Targets
+from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.results.provenance import model_identity
+from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
+from evaluation.traces.workloads import WorkloadSpec, make_lengths
 
 NAME = "load_test"
 STARTED_READY_TIMEOUT_S = 600.0

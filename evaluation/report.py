@@ -2,8 +2,8 @@
 
 python evaluation/report.py [FOLDER ...] [-o report.html] [--help]
 
-The page needs no network and no other file. All it says is read from the folders (evaluation/results.py); nothing is
-computed anew but the ratios that stand beside the papers' claims.
+The page needs no network and no other file. Its content is read from result folders (evaluation/results/folder.py);
+only the ratios beside the papers' claims are computed anew.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ import tyro
 from rich.console import Console
 
 from apex.cli.parser import parse_options
-from evaluation.claims import Comparison, compare, load_claims
-from evaluation.experiment import print_error
-from evaluation.paths import RESULTS_DIR
-from evaluation.report_tables import Table, columns_of, make_table, origin_of
-from evaluation.results import FlatRecord, write_atomically
+from evaluation.experiments.runner import print_error
+from evaluation.figures.report_tables import Table, columns_of, make_table, origin_of
+from evaluation.results.claims import Comparison, compare, load_claims
+from evaluation.results.folder import FlatRecord
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.files import write_atomically
 
-TEMPLATES_DIR = Path(__file__).resolve().parent / "templates"
+TEMPLATES_DIR = Path(__file__).resolve().parent / "figures" / "templates"
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 
 

@@ -14,9 +14,9 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 
 from apex.cli.parser import parse_options
+from evaluation.experiments.options import FigureOptions
 from evaluation.figures.apex_paper import draw_fig6
-from evaluation.options import FigureOptions
-from evaluation.reproduction import PaperFigure, reproduce
+from evaluation.figures.paper_figure import PaperFigure, reproduce
 
 FIGURE = PaperFigure(
     "fig6",

@@ -18,15 +18,15 @@ import tyro
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiment import Point, print_error
+from evaluation.experiments.neo_points import make_neo_points, with_rates_at_latency
+from evaluation.experiments.options import Folder, Names, Range, experiment_settings
+from evaluation.experiments.runner import Point, print_error
+from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.simulated_sweeps import describe
 from evaluation.figures.neo_paper import draw_neo
-from evaluation.neo import make_neo_points, with_rates_at_latency
-from evaluation.options import Folder, Names, Range, experiment_settings
-from evaluation.paths import RESULTS_DIR
-from evaluation.reproduction import SENSITIVITY, PaperFigure, read_run, run_and_show, show
-from evaluation.sensitivity import parse_sensitivity
-from evaluation.sweeps import describe
-from swiftllm.cores import usable_cores
+from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, run_and_show, show
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.machine import usable_cores
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
 ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")

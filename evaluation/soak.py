@@ -31,12 +31,12 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 import httpx
 
 from apex.cli.parser import parse_options
-from evaluation.drivers.launch import free_port, stop_on_sigterm
-from evaluation.drivers.server import connect
-from evaluation.progress import format_s
-from evaluation.soak_requests import Draw, Unexpected, exchange, plain
+from evaluation.replay.launch import free_port, stop_on_sigterm
+from evaluation.replay.server import connect
+from evaluation.replay.soak_requests import Draw, Unexpected, exchange, plain
+from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
-from swiftllm.server.service import ServiceLimits
+from swiftllm.server.service.service import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 
 TINY = {
@@ -105,10 +105,10 @@ def make_tiny_model(folder: Path) -> None:
 
 def serve(model: Path, port: int) -> None:
     """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, as a crash in native code would."""
-    from apex.config import StrategyConfig
+    from apex.strategy import StrategyConfig
     from apex.systems import build_system
     from swiftllm.server.run import run_server
-    from swiftllm.server.service import EngineService
+    from swiftllm.server.service.service import EngineService
 
     logging.basicConfig(level=logging.WARNING)
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}

@@ -24,13 +24,9 @@ from rich.table import Table
 from apex.cli.config_file import ConfigFile, parse
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation import measured
-from evaluation.experiment import Point, PointResult, print_error, run_experiment
-from evaluation.figures.style import save
-from evaluation.figures.validation import draw_validation
-from evaluation.options import FigureOptions, make_measured_plan
-from evaluation.paths import RESULTS_DIR
-from evaluation.profile_check import (
+from evaluation.experiments import measured_sweeps as measured
+from evaluation.experiments.options import FigureOptions, make_measured_plan
+from evaluation.experiments.profile_check import (
     Machine,
     MachineProfiles,
     OperationError,
@@ -38,14 +34,19 @@ from evaluation.profile_check import (
     operation_errors,
     save_table,
 )
-from evaluation.provenance import machine_identity
-from evaluation.results import FlatRecord, to_json, write_atomically
-from evaluation.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
-from evaluation.torch_point import TorchTask, run_torch_point
+from evaluation.experiments.runner import Point, PointResult, print_error, run_experiment
+from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
+from evaluation.experiments.torch_point import TorchTask, run_torch_point
+from evaluation.figures.style import save
+from evaluation.figures.validation import draw_validation
+from evaluation.results.folder import FlatRecord, to_json
+from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.provenance import machine_identity
 from swiftllm.config import EngineConfig
+from swiftllm.files import write_atomically
 
 if TYPE_CHECKING:
-    from swiftllm.engine import Engine
+    from swiftllm.engine.engine import Engine
 
 AIM = 0.1
 

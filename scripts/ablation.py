@@ -20,20 +20,20 @@ from rich.table import Table
 from apex.cli.output import mix, number, ratio, stdout_console, table
 from apex.cli.parser import parse_options
 from apex.cli.profile import attention_rate
-from apex.config import StrategyConfig
-from apex.inequality import offload_bound_tokens_per_s
-from evaluation.experiment import Point, PointResult, RunPoint, run_experiment
-from evaluation.options import Folder
-from evaluation.paths import RESULTS_DIR, model_folder
-from evaluation.provenance import model_identity
-from evaluation.results import FlatRecord
-from evaluation.torch_point import TorchTask, run_torch_point
-from evaluation.traces import Origin, TraceRow
-from evaluation.workloads import Lengths, WorkloadSpec
+from apex.schedulers.inequality import offload_bound_tokens_per_s
+from apex.strategy import StrategyConfig
+from evaluation.experiments.options import Folder
+from evaluation.experiments.runner import Point, PointResult, RunPoint, run_experiment
+from evaluation.experiments.torch_point import TorchTask, run_torch_point
+from evaluation.results.folder import FlatRecord
+from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.results.provenance import model_identity
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import DeviceName, DtypeName, EngineConfig
 
 if TYPE_CHECKING:
-    from swiftllm.engine import Engine
+    from swiftllm.engine.engine import Engine
 
 BASELINE = "swiftllm"
 

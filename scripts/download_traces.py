@@ -30,8 +30,8 @@ import tyro
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.paths import default_model, trace_dirs
-from evaluation.trace_sources import SOURCES, TextOptions, fetch_trace
+from evaluation.results.paths import default_model, trace_dirs
+from evaluation.traces.sources import SOURCES, TextOptions, fetch_trace
 
 if TYPE_CHECKING:
     Name = str

@@ -22,7 +22,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from swiftllm.paths import cache_dir
+from swiftllm.files import cache_dir
 
 PACKAGE = "llama-cpp-python"
 # Version 0.3.2 refuses products with fewer than two columns, so decodes without grouped queries.

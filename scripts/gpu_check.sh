@@ -7,7 +7,7 @@
 #
 # Needs a GPU, g++, and a python3 (or $PYTHON) with its headers, torch, numpy, Triton, pybind11 and setuptools;
 # matplotlib draws the pictures where it is there; no network. Every part is a process of its own with a time limit and
-# may fail without stopping the others; all of it ends within 9 minutes, which evaluation/gpu_stages.py shares out. The
+# may fail without stopping the others; all of it ends within 9 minutes, which evaluation/gpu/stages.py shares out. The
 # exit status is 0 if all parts went well.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
@@ -19,4 +19,4 @@ export PYTHONUNBUFFERED=1
 export PYTHONFAULTHANDLER=1 # a part that crashes or hangs says where
 ulimit -c 0                 # and leaves no image of its gigabytes
 unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # float32 is checked to its last bits
-exec "${PYTHON:-python3}" evaluation/gpu_stages.py "$@"
+exec "${PYTHON:-python3}" evaluation/gpu/stages.py "$@"

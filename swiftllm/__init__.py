@@ -3,7 +3,7 @@
 from typing import Any
 
 from swiftllm.config import EngineConfig
-from swiftllm.request import RequestOutput, RequestRefused, SamplingParams
+from swiftllm.core.request import RequestOutput, RequestRefused, SamplingParams
 
 __version__ = "0.1.0"
 

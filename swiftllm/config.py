@@ -28,7 +28,7 @@ class EngineConfig:
 
     model: str
     """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json); for what the hub has,
-    see :func:`swiftllm.model.source.model_folder`."""
+    see :func:`swiftllm.model.hub.model_folder`."""
     device: DeviceName = "auto"
     """Where the linear layers run; auto takes CUDA when torch sees a GPU."""
     dtype: DtypeName = "auto"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.source import model_folder
-from swiftllm.request import RequestOutput, SamplingParams
+from swiftllm.core.request import RequestOutput, SamplingParams
+from swiftllm.model.hub import model_folder
 from swiftllm.systems import build_engine
 
 Prompt = str | Sequence[int]

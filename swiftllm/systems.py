@@ -10,13 +10,13 @@ from typing import Any
 
 import pacpu
 from swiftllm.config import EngineConfig
-from swiftllm.engine import Engine
-from swiftllm.executor import Executor, LaneExecutor
-from swiftllm.kv_cache import KVCacheManager
-from swiftllm.scheduler import Scheduler, SchedulerLimits
-from swiftllm.tokenizer import Tokenizer
-from swiftllm.torch_backend import TorchBackend
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import Executor, LaneExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 
 Builder = Callable[[EngineConfig], Engine]
 

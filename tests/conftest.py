@@ -12,5 +12,5 @@ torch.set_num_threads(1)
 def one_core() -> Iterator[None]:
     """Engines that are told nothing about threads take this for a machine of one core."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swiftllm.cores.usable_cores", lambda: 1)
+        patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
         yield

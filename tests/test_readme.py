@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftllm.paths import cache_dir
+from swiftllm.files import cache_dir
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -30,14 +30,14 @@ from apex.cli.flags import (
 )
 from apex.cli.output import mix, number, ratio, stdout_console, table
 from apex.cli.validate import optional_module
-from apex.progress import progress_bar
-from swiftllm.model.source import model_name
-from swiftllm.request import Request, SamplingParams
+from apex.perf.progress import progress_bar
+from swiftllm.core.request import Request, SamplingParams
+from swiftllm.model.hub import model_name
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swiftllm.engine import Engine, EngineStats
+    from swiftllm.engine.engine import Engine, EngineStats
 
 WARM_UP = SamplingParams(max_tokens=4, ignore_eos=True)
 WARM_UP_REQUESTS = 2
@@ -97,7 +97,7 @@ class Bench(ConfigFile):
         self.timeline.check(self.system)
         check_output_file("--output", self.output)
         check_output_folder("--results-dir", self.results_dir)
-        results = self.results_dir and optional_module("evaluation.bench_results", "apex bench --results-dir")
+        results = self.results_dir and optional_module("evaluation.results.bench", "apex bench --results-dir")
         runs: list[BenchRun] = []
         with input_errors():
             config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)

@@ -1,8 +1,58 @@
-"""`apex doctor`: can the engine run here, and what is there to run it on?"""
+"""`apex doctor`: what this machine has of what the engine needs, measured and found rather than assumed."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from apex.cli.output import stdout_console
+from swiftllm.files import cache_dir
+from swiftllm.machine import (
+    GIB,
+    available_host_bytes,
+    cpu_flags,
+    cpu_model,
+    host_memory_bytes,
+    last_level_cache_bytes,
+    usable_cores,
+)
+
+Status = Literal["ok", "note", "missing"]  # note: works without; missing: the engine cannot run
+
+MARKS: Mapping[Status, str] = {"ok": "[green]ok[/]", "note": "[yellow]--[/]", "missing": "[bold red]NO[/]"}
+CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
+PACKAGES = {  # and what does not work without; torch is needed for everything
+    "torch": "",
+    "transformers": "tokenizers of models",
+    "triton": "kernels on a GPU",
+    "fastapi": "apex serve",
+    "uvicorn": "apex serve",
+    "prometheus_client": "apex serve",
+}
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+SETUP = "type `make setup`"
+
+READ_SECONDS = 0.5  # per measurement of bandwidth
+MIN_READ_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -14,9 +64,220 @@ class Doctor:
     """
 
     def run(self) -> int:
-        from apex.cli.output import stdout_console
-        from apex.doctor import can_run, examine, print_report
-
         report = examine()
         print_report(report, stdout_console())
         return 0 if can_run(report) else 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    status: Status = "ok"
+
+
+def examine() -> dict[str, list[Finding]]:
+    """Everything the report shows, by section. Takes a few seconds: torch is loaded and memory is read."""
+    sections: Mapping[str, Callable[[], Iterator[Finding]]] = {
+        "Software": software,
+        "Compilers": compilers,
+        "CPU attention": cpu_kernels,
+        "Machine": machine,
+        "GPU": gpus,
+        "Files": files,
+    }
+    return {title: list(section()) for title, section in sections.items()}
+
+
+def can_run(report: Mapping[str, list[Finding]]) -> bool:
+    return all(finding.status != "missing" for findings in report.values() for finding in findings)
+
+
+def print_report(report: Mapping[str, list[Finding]], console: Console) -> None:
+    """One page: a table on a terminal, a line per finding elsewhere."""
+    verdict = "the engine can run here" if can_run(report) else "the engine cannot run here yet: see the lines with NO"
+    if not console.is_terminal:
+        for title, findings in report.items():
+            for finding in findings:
+                print(f"{title}: {finding.what}: {finding.found} [{finding.status}]", file=console.file)
+        print(f"{verdict[0].upper()}{verdict[1:]}.", file=console.file)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for title, findings in report.items():
+        for row, finding in enumerate(findings):
+            section = f"[bold]{title}[/]" if row == 0 else ""
+            table.add_row(section, MARKS[finding.status], finding.what, escape(finding.found))
+        table.add_row()
+    console.print(table)
+    console.print(f"[bold {'green' if can_run(report) else 'red'}]{verdict[0].upper()}{verdict[1:]}.[/]")
+
+
+# -- sections ---------------------------------------------------------------------------------------------------------
+
+
+def software() -> Iterator[Finding]:
+    tested = sys.version_info[:2] in ((3, 11), (3, 12))
+    yield Finding(
+        "Python",
+        platform.python_version() + ("" if tested else " (tested on 3.11 and 3.12)"),
+        "ok" if tested else "note",
+    )
+    for name, needed_for in PACKAGES.items():
+        module, problem = load(name)
+        if module is not None:
+            yield Finding(name, getattr(module, "__version__", None) or metadata.version(name))
+        elif needed_for:
+            yield Finding(name, f"{problem}; needed for {needed_for} only", "note")
+        else:
+            yield Finding(name, f"{problem}: {SETUP}", "missing")
+
+
+def compilers() -> Iterator[Finding]:
+    cxx = shlex.split(os.environ.get("CXX", "g++"))[0]
+    yield compiler("C++", shutil.which(cxx), f"no {cxx}: install g++ or set CXX, to build the CPU kernels")
+    # The places the build looks at.
+    named = os.environ.get("ISPC")
+    ispc = shutil.which(named) if named else shutil.which("ispc") or shutil.which(cache_dir() / "ispc/bin/ispc")
+    yield compiler("ISPC", ispc, f"not found; optional, for the ispc kernel: {SETUP}")
+
+
+def compiler(what: str, path: str | None, otherwise: str) -> Finding:
+    if path is None:
+        return Finding(what, otherwise, "note")
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(what, f"{path} does not run: {error}", "note")
+    version = re.search(r"\d+\.\d+(\.\d+)?", answer)
+    return Finding(what, f"{version.group() if version else 'version unknown'} ({path})")
+
+
+def cpu_kernels() -> Iterator[Finding]:
+    pacpu, problem = load("pacpu")
+    if pacpu is None:
+        build = "type `make setup`, or `python setup.py build_ext --inplace`"
+        # A failed import of the extension speaks of circular imports where the file is simply not there.
+        reason = "not built" if problem and "circular import" in problem else problem
+        yield Finding("pacpu", f"{reason}: {build}", "missing")
+        return
+    kernels = pacpu.kernels()
+    yield Finding("kernels", ", ".join(kernels) or f"none: {SETUP}", "ok" if kernels else "missing")
+    for name, reason in pacpu.unavailable().items():
+        yield Finding(name, f"not available: {reason}", "note")
+    defaults = {}
+    for dtype in ("float32", "float16", "bfloat16"):
+        try:
+            defaults.setdefault(pacpu.default_kernel(dtype), []).append(dtype)
+        except ValueError as error:
+            yield Finding(dtype, str(error), "note")
+    yield Finding("default", "; ".join(f"{kernel} for {', '.join(dtypes)}" for kernel, dtypes in defaults.items()))
+    yield Finding("instructions", f"{pacpu.isa()} (PACPU_ISA=portable|avx2|avx512 overrides)")
+
+
+def machine() -> Iterator[Finding]:
+    load = os.getloadavg()[0]
+    busy = load > usable_cores() / 2
+    remark = f", busy with other work (load {load:.1f}): measured figures will be low" if busy else ""
+    yield Finding("CPU", f"{cpu_model()} x{usable_cores()} ({platform.machine()}){remark}", "note" if busy else "ok")
+    flags = cpu_flags()
+    yield Finding("CPU features", ", ".join(f"{'' if name in flags else 'no '}{name}" for name in CPU_FLAGS))
+    available = available_host_bytes()
+    yield Finding("memory", f"{available / GIB:.1f} GiB available of {host_memory_bytes() / GIB:.1f} GiB")
+    yield Finding("NUMA nodes", str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1))
+    yield from bandwidth(usable_cores(), available)
+
+
+def gpus() -> Iterator[Finding]:
+    torch, problem = load("torch")
+    if torch is None:
+        yield Finding("CUDA", f"unknown without torch ({problem})", "note")
+        return
+    if not torch.cuda.is_available():
+        driver = Path("/dev/nvidiactl").exists()
+        if torch.version.cuda is None:
+            reason = f"torch {torch.__version__} is a build without CUDA, " + (
+                "but there is an NVIDIA driver: install the CUDA build" if driver else "and there is no NVIDIA driver"
+            )
+        else:
+            reason = f"torch is built for CUDA {torch.version.cuda}, " + (
+                "the driver is there, and no GPU answers: see `nvidia-smi`"
+                if driver
+                else "and there is no NVIDIA driver"
+            )
+        yield Finding("CUDA", f"{reason}. Without a GPU the lane runs on the CPU's cores", "note")
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            f"cuda:{index}",
+            f"{device.name}, capability {device.major}.{device.minor}, "
+            f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB, CUDA {torch.version.cuda}",
+        )
+
+
+def files() -> Iterator[Finding]:
+    models = sorted(path.parent for path in (cache_dir() / "models").glob("*/config.json"))
+    if models:
+        yield from (Finding("model", str(model)) for model in models)
+    else:
+        yield Finding("model", f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {SETUP}", "note")
+    tables = cached_profiles()
+    count = f"{len(tables)} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
+    yield Finding("profile tables", count, "ok" if tables else "note")
+
+
+# -- how it is found out ----------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> tuple[ModuleType | None, str | None]:
+    """A module, or why it cannot be imported."""
+    try:
+        return importlib.import_module(name), None
+    except ModuleNotFoundError as error:
+        return None, "not installed" if error.name == name else str(error)
+    except Exception as error:  # a broken installation may raise anything, and the report must go on
+        return None, f"does not load ({type(error).__name__}: {error})"
+
+
+def cached_profiles() -> dict[Path, dict[str, str]]:
+    """The profile tables in the cache and what each was measured on."""
+    found = {}
+    for path in sorted((cache_dir() / "profiles").glob("*.json")):
+        try:
+            found[path] = json.loads(path.read_text())["identity"]
+        except (OSError, ValueError, KeyError):
+            continue  # a table of another format; whoever needs it will say so
+    return found
+
+
+def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
+    """Streaming reads from memory, the limit of CPU attention: a buffer that no cache holds, on one core and on all."""
+    if load("pacpu")[0] is None:
+        yield Finding("read bandwidth", "not measured: pacpu, which does it, is not there", "note")
+        return
+    cache = last_level_cache_bytes()
+    size = max(MIN_READ_BYTES, 4 * cache)
+    if size > available_bytes // 4:
+        yield Finding("read bandwidth", f"not measured: it takes {size >> 20} MiB, a quarter of what is free", "note")
+        return
+    how = f"prefetched streams over {size >> 20} MiB, L3 {cache >> 20} MiB, best round"
+    for threads in sorted({1, cores}):
+        name = "1 thread" if threads == 1 else f"{threads} threads"
+        yield Finding(f"read, {name}", f"{read_bytes_per_s(threads, size) / 1e9:.1f} GB/s ({how})")
+
+
+def read_bytes_per_s(threads: int, size: int, seconds: float = READ_SECONDS) -> float:
+    """The best of as many rounds as fit in ``seconds``, at least two; other work on the machine lowers it."""
+    import numpy as np
+
+    import pacpu
+
+    buffer = np.empty(size // 8)
+    with ThreadPoolExecutor(threads) as pool:  # pages lie on the NUMA node of the thread that touches them first
+        list(pool.map(lambda part: part.fill(1.0), np.array_split(buffer, threads)))
+    deadline = time.perf_counter() + seconds
+    rates: list[float] = []
+    while len(rates) < 2 or time.perf_counter() < deadline:
+        rates.append(pacpu.read_bandwidth(buffer, num_threads=threads))
+    return max(rates)

@@ -19,7 +19,7 @@ def input_errors() -> Iterator[None]:
     """
     try:
         import pacpu  # noqa: F401  before anything is read or measured
-        from swiftllm.memory import InsufficientMemory
+        from swiftllm.machine import InsufficientMemory
     except ImportError as error:
         # Name the package: the text of a failed import speaks of circular imports and other things it is not.
         raise InputError(

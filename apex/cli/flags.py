@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from apex.cli.errors import InputError, input_errors
-from apex.config import StrategyConfig
-from apex.planner import SCHEDULERS
-from apex.timeline_files import names_file, write_timeline
+from apex.schedulers import SCHEDULERS
+from apex.strategy import StrategyConfig
+from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig
-from swiftllm.model.source import model_folder
-from swiftllm.request import SamplingParams
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from swiftllm.core.request import SamplingParams
+from swiftllm.model.hub import model_folder
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 
 if TYPE_CHECKING:
-    from swiftllm.engine import Engine
+    from swiftllm.engine.engine import Engine
 
 # Every system is a scheduler; apex.systems, which builds them, cannot be imported without torch.
 SystemName = Literal[(*GPU_ONLY_SCHEDULERS, *SCHEDULERS)]
@@ -151,7 +151,7 @@ class TimelineFlags:
         if self.trace_timeline is None:
             yield
             return
-        from apex.timeline_recorder import recording
+        from apex.timeline.recorder import recording
 
         window = {"num_iterations": self.timeline_iterations, "start": self.timeline_start}
         with recording(engine, **window, progress=progress) as recorder:

@@ -20,11 +20,11 @@ from apex.cli.flags import (
     SystemName,
     running,
 )
-from apex.progress import progress_bar
+from apex.perf.progress import progress_bar
 
 if TYPE_CHECKING:
-    from swiftllm.engine import Engine
-    from swiftllm.request import RequestOutput
+    from swiftllm.core.request import RequestOutput
+    from swiftllm.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from apex.cli.config_file import ConfigFile
 from apex.cli.errors import input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, check_output_file
 from apex.cli.output import number, ratio, stdout_console, table
-from apex.perf_model import PerfModel, ProfileTable, attention_rate
+from apex.perf.model import PerfModel, ProfileTable, attention_rate
 
 if TYPE_CHECKING:
     from rich.table import Table

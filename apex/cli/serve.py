@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running
-from swiftllm.server.service import EngineService, ServiceLimits
+from swiftllm.server.service.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from apex.live_timeline import LiveTimeline
-    from swiftllm.engine import Engine
+    from apex.timeline.live import LiveTimeline
+    from swiftllm.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Serve(ConfigFile):
         settings = replace(settings, port=free_port(settings.host, settings.port))
         run_server = server_function()
         with running(self.system, config, strategy, self.profile) as engine:
-            from apex.live_timeline import LiveTimeline
+            from apex.timeline.live import LiveTimeline
 
             recorder = LiveTimeline(engine)
             service = EngineService(engine, limits)

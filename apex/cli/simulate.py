@@ -14,14 +14,14 @@ from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
 from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags, check_output_file
 from apex.cli.output import stdout_console
-from apex.config import StrategyConfig
-from apex.progress import progress_bar
-from apex.simulation import build_simulated
-from swiftllm.engine import Engine, EngineStats
-from swiftllm.request import Request, SamplingParams
+from apex.perf.progress import progress_bar
+from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
+from swiftllm.core.request import Request, SamplingParams
+from swiftllm.engine.engine import Engine, EngineStats
 
 if TYPE_CHECKING:
-    from apex.cli.machines import Machine
+    from apex.simulator.machines import Machine
 
 Dtype = Literal["float16", "bfloat16"]
 
@@ -82,7 +82,7 @@ class Simulate(ConfigFile):
     def run(self) -> int:
         self._check()
         with _input_errors():
-            from apex.cli.machines import predict_machine
+            from apex.simulator.machines import predict_machine
 
             machine = predict_machine(
                 self.gpu,

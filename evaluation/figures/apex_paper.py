@@ -8,13 +8,13 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from evaluation.claims import Claim, place_of
+from evaluation.experiments.sensitivity import varied_in
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import INK, colour
 from evaluation.figures.words import halves_of, is_simulated, lettered, panel_name, unique, words
-from evaluation.results import FlatRecord, span_of
-from evaluation.sensitivity import varied_in
+from evaluation.results.claims import Claim, place_of
+from evaluation.results.folder import FlatRecord, span_of
 
 Records = Sequence[FlatRecord]
 

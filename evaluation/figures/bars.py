@@ -22,7 +22,7 @@ from evaluation.figures.style import (
     tidy,
     words_inches,
 )
-from evaluation.results import FlatRecord, span_of
+from evaluation.results.folder import FlatRecord, span_of
 
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8

@@ -13,7 +13,7 @@ from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, colour
 from evaluation.figures.words import lettered, panel_name, trace_note, unique, words
-from evaluation.results import FlatRecord, read_records, records_file
+from evaluation.results.folder import FlatRecord, read_records, records_file
 
 Records = Sequence[FlatRecord]
 

@@ -12,8 +12,8 @@ from apex.cli.output import table
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.style import FigureText, save
 from evaluation.figures.table import LATENCY_COLUMNS, cell
-from evaluation.provenance import cpu_model
-from evaluation.results import FlatRecord, median_record
+from evaluation.results.folder import FlatRecord, median_record
+from swiftllm.machine import cpu_model
 
 BASELINE = "vllm"
 

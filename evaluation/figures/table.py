@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.claims import place_of
-from evaluation.results import FlatRecord
-from evaluation.sensitivity import varied_in
+from evaluation.experiments.sensitivity import varied_in
+from evaluation.results.claims import place_of
+from evaluation.results.folder import FlatRecord
 
 # Title, field and format; the ratio is computed here.
 COLUMNS = (

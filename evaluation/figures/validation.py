@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from evaluation.figures.style import FAINT, FigureText, colour, legend, set_words, style, tidy
-from evaluation.results import FlatRecord
+from evaluation.results.folder import FlatRecord
 
 MARKERS = "osD^vP"
 SIZE = (6.6, 6.4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from evaluation.claims import place_of
 from evaluation.figures.style import FigureText
-from evaluation.other_work import DISTURBING_CORES
-from evaluation.results import FlatRecord
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from evaluation.results.claims import place_of
+from evaluation.results.folder import FlatRecord
+from evaluation.results.other_work import DISTURBING_CORES
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 
 Records = Sequence[FlatRecord]
 

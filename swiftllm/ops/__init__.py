@@ -124,7 +124,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
     if why := why_no_triton(capability):
         warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
         return ReferenceOps()
-    from swiftllm.ops.triton_ops import TritonOps
+    from swiftllm.ops.triton.ops import TritonOps
 
     return TritonOps(device, capability, gpu.multi_processor_count)
 

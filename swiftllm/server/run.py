@@ -14,11 +14,11 @@ from types import FrameType
 
 import uvicorn
 
-from swiftllm.server.app import create_app
-from swiftllm.server.connection import LAST_BYTES_TIMEOUT_S, Connection
-from swiftllm.server.service import EngineService
+from swiftllm.server.api.app import create_app
+from swiftllm.server.api.header_limits import LAST_BYTES_TIMEOUT_S, Connection
+from swiftllm.server.observe.status import IterationRecorder
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
-from swiftllm.server.status import IterationRecorder
 
 # The engine's thread launches a layer's work and sleeps, over and over. By default it would wait up to 5 ms for the
 # interpreter's lock when it wakes up while the event loop serves a step's tokens, and the device with it.

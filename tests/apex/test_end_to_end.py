@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3
 
 import apex.systems
 import swiftllm
-from apex.config import StrategyConfig
+from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.paths import cache_dir
-from swiftllm.plan import Strategy
-from swiftllm.request import Request, TokenLogprob
-from swiftllm.sampling import Sampler
-from swiftllm.sampling_params import SamplingParams
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from swiftllm.core.plan import Strategy
+from swiftllm.core.request import Request, TokenLogprob
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.files import cache_dir
+from swiftllm.sampling.sampler import Sampler
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 from tests.reference.fake_engine import flat_table
 from tests.reference.logit_rules import by_the_rules, plain
 from tests.reference.tiny_model import make_tiny_llama

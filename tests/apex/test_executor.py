@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from apex.executor import OverlapExecutor
-from swiftllm.executor import LaneExecutor
-from swiftllm.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
-from swiftllm.request import Request, RequestStatus, SamplingParams, Tier
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
+from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
+from swiftllm.engine.executor import LaneExecutor
 from tests.reference.fake_backend import FakeBackend, FakeTicket
 
 LAYERS = 4

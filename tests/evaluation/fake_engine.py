@@ -1,11 +1,11 @@
-"""An engine with the surface of swiftllm.engine.Engine on a virtual clock: every step gives each request a token."""
+"""An engine with the surface of swiftllm.engine.engine.Engine on a virtual clock: each step is a token a request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from swiftllm.request import Request, RequestOutput, RequestRefused
+from swiftllm.core.request import Request, RequestOutput, RequestRefused
 
 
 @dataclass

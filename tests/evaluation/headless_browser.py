@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from swiftllm.paths import cache_dir
+from swiftllm.files import cache_dir
 
 TIMEOUT_S = 60.0
 ON_PATH = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

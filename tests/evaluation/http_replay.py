@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from evaluation.drivers.http import replay
-from evaluation.drivers.server import connect
-from evaluation.traces import Origin, TraceRow
-from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
+from evaluation.replay.http import replay
+from evaluation.replay.server import connect
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apex.hardware import HARDWARE_DIR, load_gpu, read_measured_layer
+from apex.simulator.hardware import HARDWARE_DIR, load_gpu, read_measured_layer
 from evaluation.calibrate import Options, attention_errors, held_out, layer_errors, main, transfer_errors, write_curves
-from evaluation.calibration_tables import ATTENTION_TABLES, ELEMENTWISE, GEMMS, LAYER_TABLES, read_layer_tables
-from evaluation.curve_fit import compact_curve, fit_terms
+from evaluation.calibration.curve_fit import compact_curve, fit_terms
+from evaluation.calibration.tables import ATTENTION_TABLES, ELEMENTWISE, GEMMS, LAYER_TABLES, read_layer_tables
 
 TABLES = Path(os.environ.get("APEX_CALIBRATION_TABLES", "no tables"))
 needs_tables = pytest.mark.skipif(

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from evaluation import compare_vllm
 from evaluation.compare_vllm import Options, System, main, make_points, make_systems
-from evaluation.drivers.launch import ServerCommand
 from evaluation.figures.servers import medians, with_ratios
-from evaluation.paths import REPO_ROOT
-from evaluation.results import read_records, records_file
+from evaluation.replay.launch import ServerCommand
+from evaluation.results.folder import read_records, records_file
+from evaluation.results.paths import REPO_ROOT
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ import json
 import pytest
 from rich.console import Console
 
-from evaluation import points, reproduce_fig5, reproduce_fig6, reproduce_fig7
-from evaluation.measured import configuration, make_points, pool_blocks
-from evaluation.options import FigureOptions, make_measured_plan
-from evaluation.torch_point import run_torch_point
-from evaluation.traces import Origin, TraceRow
-from evaluation.workloads import Lengths, WorkloadSpec, load_prompt_tokens
+from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
+from evaluation.experiments import points
+from evaluation.experiments.measured_sweeps import configuration, make_points, pool_blocks
+from evaluation.experiments.options import FigureOptions, make_measured_plan
+from evaluation.experiments.torch_point import run_torch_point
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from tests.evaluation.fake_engine import FakeEngine
 
 SPEEDS = {"swiftllm": 0.5, "neo": 0.4, "apex": 0.25}

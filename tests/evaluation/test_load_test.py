@@ -11,13 +11,13 @@ import time
 import pytest
 from rich.console import Console
 
-from evaluation.drivers.http import replay
-from evaluation.drivers.server import connect
 from evaluation.load_test import Options, main
-from evaluation.paths import REPO_ROOT
-from evaluation.results import read_records, records_file
-from evaluation.traces import Origin, TraceRow
-from evaluation.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
+from evaluation.replay.http import replay
+from evaluation.replay.server import connect
+from evaluation.results.folder import read_records, records_file
+from evaluation.results.paths import REPO_ROOT
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
 
 
@@ -56,7 +56,7 @@ def test_a_closed_loop_keeps_so_many_under_way():
 
 
 def test_an_engine_in_this_process_knows_no_closed_loop():
-    from evaluation.drivers.inprocess import replay as replay_here
+    from evaluation.replay.inprocess import replay as replay_here
 
     with pytest.raises(ValueError, match="closed loop"):
         replay_here(None, closed_loop(2, 1))

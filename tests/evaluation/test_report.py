@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
+from evaluation.figures.report_tables import origin_of
 from evaluation.report import Options, claim_rows, latest_folders, main, read_section, render
-from evaluation.report_tables import origin_of
-from evaluation.results import ResultFolder, flat_record
+from evaluation.results.folder import ResultFolder, flat_record
 from tests.evaluation.headless_browser import NOT_FOUND, Browser, find_browser
 
 HOSTILE = '<script>alert("x")</script> & "quotes"'

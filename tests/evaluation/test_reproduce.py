@@ -9,20 +9,14 @@ import sys
 
 import pytest
 
-from evaluation import (
-    experiment,
-    points,
-    reproduce_fig5,
-    reproduce_fig6,
-    reproduce_fig7,
-    reproduce_neo,
-    reproduction,
-    validate,
-)
-from evaluation.options import FigureOptions, experiment_settings
-from evaluation.paths import REPO_ROOT
-from evaluation.reproduction import make_points, measured_options
-from evaluation.results import read_records, records_file
+from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
+from evaluation.experiments import points
+from evaluation.experiments import runner as experiment
+from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.figures import paper_figure as reproduction
+from evaluation.figures.paper_figure import make_points, measured_options
+from evaluation.results.folder import read_records, records_file
+from evaluation.results.paths import REPO_ROOT
 
 SYSTEMS = ("swiftllm", "neo", "apex")
 

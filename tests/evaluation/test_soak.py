@@ -9,8 +9,18 @@ from collections import Counter
 import httpx
 import pytest
 
+from evaluation.replay.soak_requests import (
+    KINDS,
+    QUEUE_FULL,
+    SERVED,
+    Draw,
+    Unexpected,
+    exchange,
+    malformed,
+    plain,
+    stream,
+)
 from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run
-from evaluation.soak_requests import KINDS, QUEUE_FULL, SERVED, Draw, Unexpected, exchange, malformed, plain, stream
 from tests.evaluation.fake_server import FakeServer
 
 SHORT = Options(requests=300)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
 from swiftllm.ops import ReferenceOps, select_ops
-from swiftllm.request import Request, SamplingParams
-from swiftllm.sampling import Sampler
+from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from swiftllm.engine import Engine
-from swiftllm.request import FinishReason, Request, SamplingParams, Tier, TokenLogprob
-from swiftllm.sampling import Sampler
+from swiftllm.core.request import FinishReason, Request, SamplingParams, Tier, TokenLogprob
+from swiftllm.engine.engine import Engine
+from swiftllm.sampling.sampler import Sampler
 from tests.gpu.judge import CONFIG, Judge, tiny_model
 from tests.gpu.tokens import build, make_prompts
 

@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch
 
-from apex.config import StrategyConfig
+from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.engine import Engine
-from swiftllm.request import SamplingParams
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
 from tests.gpu.judge import SEED, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 

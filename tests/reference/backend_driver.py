@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, SamplingParams, Tier
-from swiftllm.torch_backend import TorchBackend
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.runtime.torch_backend import TorchBackend
 
 
 class BackendDriver:

@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request, Tier, TokenLogprob
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, Tier, TokenLogprob
 
 EOS = 1
 VOCABULARY = 50

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from apex.config import StrategyConfig
 from apex.executor import OverlapExecutor
-from apex.perf_model import Curve, PerfModel, ProfileTable, Surface
-from apex.planner import SCHEDULERS
-from swiftllm.engine import Engine
-from swiftllm.executor import LaneExecutor
-from swiftllm.kv_cache import KVCacheManager
-from swiftllm.scheduler import SchedulerLimits
-from swiftllm.vllm_scheduler import GPU_ONLY_SCHEDULERS
+from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.schedulers import SCHEDULERS
+from apex.strategy import StrategyConfig
+from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import LaneExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 
 

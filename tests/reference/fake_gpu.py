@@ -10,8 +10,8 @@ import torch
 
 import apex.systems
 import pacpu
-import swiftllm.torch_backend
-from swiftllm.device import CudaDevice
+import swiftllm.runtime.torch_backend
+from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops import ReferenceOps
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE, FakeWorker
@@ -47,7 +47,7 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
             device.torch_device = DEVICE
             return device
 
-        patch.setattr(swiftllm.torch_backend, "open_device", open_device)
-        patch.setattr(swiftllm.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
+        patch.setattr(swiftllm.runtime.torch_backend, "open_device", open_device)
+        patch.setattr(swiftllm.runtime.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
         patch.setattr(apex.systems, "CpuWorker", lambda: FakeWorker(cuda))
         yield cuda

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swiftllm.backend import Batch, Ticket
-from swiftllm.engine import Engine
-from swiftllm.plan import LaneItem, Swap
-from swiftllm.request import Request
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request
+from swiftllm.engine.backend import Batch, Ticket
+from swiftllm.engine.engine import Engine
 
 Fault = Callable[[str, frozenset[str]], None]
 """Called with an operation and the ids of the requests it is about, before it is carried out; raises to make it fail.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apex.perf_model import Curve, ProfileTable, Surface
+from apex.perf.model import Curve, ProfileTable, Surface
 
 LAYERS = 16
 ENDS_S = 8e-4

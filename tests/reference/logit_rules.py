@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from swiftllm.request import Request
+from swiftllm.core.request import Request
 
 
 def by_the_rules(row: torch.Tensor, request: Request) -> torch.Tensor:

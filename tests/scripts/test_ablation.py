@@ -10,7 +10,7 @@ import pytest
 from ablation import ROWS, Options, bound_text, main, make_points, results_table
 from rich.console import Console
 
-from evaluation.experiment import PointResult
+from evaluation.experiments.runner import PointResult
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0}

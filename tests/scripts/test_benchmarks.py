@@ -11,9 +11,9 @@ import pytest
 from apex.cli.parser import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
 from benchmarks.overhead_clients import Stream
-from evaluation.paths import REPO_ROOT
-from evaluation.report_tables import MEASURED, origin_of
-from evaluation.results import markdown_table
+from evaluation.figures.report_tables import MEASURED, origin_of
+from evaluation.results.folder import markdown_table
+from evaluation.results.paths import REPO_ROOT
 
 
 @pytest.mark.parametrize("name", ["bench_scheduler", "bench_simulator"])

@@ -17,10 +17,11 @@ import tyro
 from download_traces import Options, main
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from evaluation import trace_downloads, trace_sources
-from evaluation.paths import REPO_ROOT
-from evaluation.trace_files import TraceRow, read_rows
-from evaluation.trace_sources import SOURCES
+from evaluation.results.paths import REPO_ROOT
+from evaluation.traces import downloads as trace_downloads
+from evaluation.traces import sources as trace_sources
+from evaluation.traces.files import TraceRow, read_rows
+from evaluation.traces.sources import SOURCES
 
 ORIGINS = {source.name: source.origin for source in SOURCES}
 AZURE_2023 = b"""TIMESTAMP,ContextTokens,GeneratedTokens

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_gpu, gpu_parts
-from evaluation import gpu_check, gpu_report
-from evaluation.gpu_check import CASES
-from swiftllm import torch_backend
+from evaluation.gpu import check as gpu_check
+from evaluation.gpu import report as gpu_report
+from evaluation.gpu.check import CASES
 from swiftllm.config import EngineConfig
-from swiftllm.memory import InsufficientMemory
-from swiftllm.torch_backend import TorchBackend
+from swiftllm.machine import InsufficientMemory
+from swiftllm.runtime import torch_backend
+from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 
@@ -95,7 +96,7 @@ def test_a_system_is_measured_on_a_gpu_that_is_late_and_out_of_order(
 ) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
-    monkeypatch.setattr("swiftllm.graphs.ROW_BUCKETS", (1, 4, 16))
+    monkeypatch.setattr("swiftllm.runtime.graphs.ROW_BUCKETS", (1, 4, 16))
     sizes = {"num_requests": 5, "input_len": 12, "output_len": 4, "num_gpu_blocks": 4, "num_cpu_blocks": 24}
     case = replace(CASES["rehearsal"], max_model_len=48, **sizes)
     with fake_gpu(1) as cuda:

@@ -11,8 +11,8 @@ from operator import attrgetter
 import pytest
 import torch
 
-from swiftllm.engine import Engine
-from swiftllm.request import FinishReason, Request, SamplingParams
+from swiftllm.core.request import FinishReason, Request, SamplingParams
+from swiftllm.engine.engine import Engine
 from tests.gpu import random_load
 from tests.gpu.judge import Judge, tiny_model
 from tests.gpu.tokens import build, make_prompts
@@ -35,7 +35,7 @@ def finished(engine: Engine, count: int, seed: int) -> list[Request]:
 def test_all_that_requests_ask_for_is_right_on_a_gpu_that_is_late_and_out_of_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swiftllm.graphs.ROW_BUCKETS", (1, 4, 16))
+    monkeypatch.setattr("swiftllm.runtime.graphs.ROW_BUCKETS", (1, 4, 16))
     with tiny_model() as model, fake_gpu(3), closing(build(model, "apex, overlap", HOST, "float32")) as engine:
         judge, requests = Judge(model), finished(engine, count=8, seed=0)
         for request in requests:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftllm.paths import cache_dir
+from swiftllm.files import cache_dir
 from tests.reference.tiny_model import make_tiny_llama
 
 

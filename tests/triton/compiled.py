@@ -19,8 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from swiftllm.ops import triton_attention, triton_cache, triton_rows
-from swiftllm.ops.triton_ops import TritonOps
+from swiftllm.ops.triton import attention as triton_attention
+from swiftllm.ops.triton import cache as triton_cache
+from swiftllm.ops.triton import rows as triton_rows
+from swiftllm.ops.triton.ops import TritonOps
 
 # Most that one program may have, in KiB (compute capabilities in the CUDA programming guide).
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227}

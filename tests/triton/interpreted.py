@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftllm.ops import ReferenceOps
-from swiftllm.ops.triton_ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
+from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16_dot

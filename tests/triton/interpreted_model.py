@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from swiftllm.config import EngineConfig
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.ops import Ops, ReferenceOps
-from swiftllm.ops.triton_ops import TritonOps
-from swiftllm.plan import LaneItem
-from swiftllm.request import Request, SamplingParams, Tier
-from swiftllm.torch_backend import TorchBackend
+from swiftllm.ops.triton.ops import TritonOps
+from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.tiny_model import make_tiny_llama
 from tests.triton.interpreter import repair_bfloat16_dot
@@ -45,7 +45,7 @@ def generate(model_folder, monkeypatch) -> Callable[[Ops, str], list[Request]]:
     """Requests join one by one, in chunks, while the others decode, ride and change tiers at random."""
 
     def run(ops: Ops, dtype: str) -> list[Request]:
-        monkeypatch.setattr("swiftllm.torch_backend.select_ops", lambda *_: ops)
+        monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
         config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
         driver, rng = BackendDriver(TorchBackend(config)), random.Random(3)
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -31,13 +31,13 @@ def test_a_cpu_gets_operations_for_the_cpu():
 
 @pytest.mark.parametrize("name, capability", [("Tesla T4", (7, 5)), ("NVIDIA A10", (8, 6)), ("NVIDIA H200", (9, 0))])
 def test_a_gpu_gets_triton(pretend_gpu, name, capability):
-    triton_ops = pytest.importorskip("swiftllm.ops.triton_ops", reason="Triton is not installed")
+    triton_ops = pytest.importorskip("swiftllm.ops.triton.ops", reason="Triton is not installed")
     pretend_gpu(name, *capability)
     assert type(select_ops(GPU, torch.float16)) is triton_ops.TritonOps
 
 
 def test_prompts_of_new_lengths_need_no_plan_of_cudnn():
-    triton_ops = pytest.importorskip("swiftllm.ops.triton_ops", reason="Triton is not installed")
+    triton_ops = pytest.importorskip("swiftllm.ops.triton.ops", reason="Triton is not installed")
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -84,7 +84,7 @@ def test_the_engine_loads_without_triton():
 
 
 def test_caches_in_host_memory_beside_a_gpu_are_left_to_the_host():
-    triton_ops = pytest.importorskip("swiftllm.ops.triton_ops", reason="Triton is not installed")
+    triton_ops = pytest.importorskip("swiftllm.ops.triton.ops", reason="Triton is not installed")
     ops = triton_ops.TritonOps(GPU, 90, num_multiprocessors=132)
     pool = torch.randn(2, 5, 3, 2, 16, 8)
     k, v = torch.randn(2, 4, 3, 8)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from swiftllm.scheduler import SchedulerLimits
-from swiftllm.server.snapshot import Snapshot
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.server.service.snapshot import Snapshot
 
 DESCRIPTION = {
     "system": "apex", "model": "/models/tiny", "device": "a processor", "device_type": "cpu", "dtype": "float32",

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import openai
 
-from swiftllm.engine import Engine
+from swiftllm.engine.engine import Engine
 from swiftllm.server.run import make_server
-from swiftllm.server.service import EngineService
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
 TIMEOUT_S = 30.0  # of tests that would hang

@@ -7,9 +7,9 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from swiftllm.engine import Engine
-from swiftllm.request import SamplingParams, TokenLogprob
-from swiftllm.server.service import Delta, EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
+from swiftllm.core.request import SamplingParams, TokenLogprob
+from swiftllm.engine.engine import Engine
+from swiftllm.server.service.service import Delta, EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
 from tests.reference.fake_backend import VOCABULARY, expected_output
 
 TIMEOUT_S = 60.0  # of a test that would hang

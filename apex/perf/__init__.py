@@ -1,0 +1,1 @@
+"""Predicted times: the performance model, and the profiler that measures its tables."""

@@ -1,0 +1,53 @@
+"""An engine with nothing behind it: what its iterations take is the host's own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from apex.executor import OverlapExecutor
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import SamplingParams, TokenLogprob
+from swiftllm.engine.engine import Engine
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+
+
+class _NoWork:
+    """A backend on which everything is done at once: what is left of an iteration is the engine's own time."""
+
+    worker_restarts = 0
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.now = time.perf_counter
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        pass
+
+    def open_lane(self, items: Sequence[LaneItem]) -> list[str]:
+        return [item.request.request_id for item in items]
+
+    def boundary(self, layer: int, batches: Sequence[list[str]]) -> Mapping[str, int]:
+        return dict.fromkeys(batches[0], 0) if layer == self.num_layers - 1 else {}
+
+    def gpu_attention(self, layer: int, lane: list[str]) -> None:
+        pass
+
+    def whole_iteration(self, lane: list[str]) -> None:
+        pass
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return {}
+
+
+def idle_engine(num_layers: int, requests: int) -> Engine:
+    """An engine of decodes that go on for ever, in which nothing is computed."""
+    backend = _NoWork(num_layers)
+    limits = SchedulerLimits(requests, requests, 1 << 20)
+    kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
+    engine = Engine(Scheduler(limits, kv, backend.now), OverlapExecutor(backend), backend, vocab_size=1)
+    for i in range(requests):
+        engine.add_request(str(i), (0,), SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True))
+    engine.step()  # the prefills
+    return engine

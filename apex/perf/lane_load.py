@@ -1,0 +1,59 @@
+"""What a lane asks of the GPU, counted: the sizes that predictions and simulated times are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from apex.perf.model import PerfModel
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import Request
+from swiftllm.scheduling.plan_draft import PlanDraft
+
+
+@dataclass(frozen=True)
+class LaneLoad:
+    """What a lane asks of the GPU: counts of tokens and requests."""
+
+    tokens: int
+    requests: int
+    decodes: int
+    decode_context: int
+    chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
+
+    @staticmethod
+    def of(lane: Sequence[LaneItem]) -> LaneLoad:
+        prefills = [item for item in lane if item.is_prefill]
+        context = sum([item.start for item in lane if not item.is_prefill])
+        num_decodes = len(lane) - len(prefills)
+        return LaneLoad._of_parts(num_decodes, context + num_decodes, prefills)
+
+    @staticmethod
+    def of_draft(draft: PlanDraft) -> LaneLoad:
+        return LaneLoad._of_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
+
+    @staticmethod
+    def _of_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
+        return LaneLoad(
+            tokens=num_decodes + sum([item.num_tokens for item in prefills]),
+            requests=num_decodes + len(prefills),
+            decodes=num_decodes,
+            decode_context=decode_context,
+            chunks=tuple([(item.num_tokens, item.start) for item in prefills]),
+        )
+
+    def without(self, chunk: LaneItem) -> LaneLoad:
+        """The load if a prefill did not run."""
+        chunks = list(self.chunks)
+        chunks.remove((chunk.num_tokens, chunk.start))
+        return replace(self, tokens=self.tokens - chunk.num_tokens, requests=self.requests - 1, chunks=tuple(chunks))
+
+    def gpu_attention_s(self, model: PerfModel) -> float:
+        """One layer's attention in the lane, prefills and decodes."""
+        decode_s = model.gpu_attention_s(self.decodes, self.decode_context)
+        return decode_s + model.prefill_attention_s(self.chunks)
+
+
+def context_tokens(requests: Sequence[Request]) -> int:
+    """What a decode of all of them attends to."""
+    return sum([request.num_tokens for request in requests])

@@ -1,0 +1,228 @@
+"""Predicts how long an operation takes from a profile table: monotone interpolation, linear extrapolation, flagged.
+
+A table belongs to one machine, model and kernel: it carries its identity and is refused on any other.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from swiftllm.files import write_atomically
+
+TABLE_VERSION = 4
+
+
+class ProfileMismatch(ValueError):
+    """A profile table of another machine, model or kernel."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over one size, piecewise linear. Sizes ascend, and seconds too: a larger job is no faster."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"a curve needs at least two ascending sizes, got {self.sizes}")
+        seconds = tuple(_ascending(self.seconds))
+        knots = pairwise(zip(self.sizes, seconds, strict=True))
+        slopes = tuple([(end_s - start_s) / (end - start) for (start, start_s), (end, end_s) in knots])
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "_slopes", slopes)
+
+    def __call__(self, size: float) -> float:
+        sizes = self.sizes
+        i = bisect_right(sizes, size, 1, len(sizes) - 1) - 1  # the first or last two sizes beyond the ends
+        result = self.seconds[i] + self._slopes[i] * (size - sizes[i])
+        return result if result > 0.0 else 0.0
+
+
+def _ascending(values: Sequence[float]) -> list[float]:
+    """The closest ascending sequence in least squares: neighbours in the wrong order share their mean."""
+    runs: list[tuple[float, int]] = []  # (mean, how many)
+    for value in values:
+        run = (value, 1)
+        while runs and runs[-1][0] > run[0]:
+            mean, count = runs.pop()
+            total = count + run[1]
+            run = ((mean * count + run[0] * run[1]) / total, total)
+        runs.append(run)
+    return [mean for mean, count in runs for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Seconds over two sizes: a curve over the second size at each of the first sizes, interpolated between them."""
+
+    firsts: tuple[float, ...]
+    curves: tuple[Curve, ...]
+
+    def __call__(self, first: float, second: float) -> float:
+        firsts = self.firsts
+        i = bisect_right(firsts, first, 1, len(firsts) - 1) - 1
+        low, high = self.curves[i](second), self.curves[i + 1](second)
+        share = (first - firsts[i]) / (firsts[i + 1] - firsts[i])
+        result = low + share * (high - low)
+        return result if result > 0.0 else 0.0
+
+
+FREE = Curve((1, 2), (0.0, 0.0))
+"""Of what costs nothing, or could not be measured."""
+
+
+def attention_rate(surface: Surface) -> float | None:
+    """Context tokens per second in one layer, at the best of the sizes measured; None if the tier was too small."""
+    rates = [
+        requests * context / seconds
+        for requests, curve in zip(surface.firsts, surface.curves, strict=True)
+        for context, seconds in zip(curve.sizes, curve.seconds, strict=True)
+        if seconds > 0
+    ]
+    return max(rates, default=None)
+
+
+def covers(sizes: Sequence[float], size: float) -> bool:
+    return sizes[0] <= size <= sizes[-1]
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """Measured seconds. Per layer: ``linear`` over tokens, ``prefill_attention`` over (new tokens, tokens cached
+    before), ``gpu_attention`` and ``cpu_attention`` (with the way to the worker and back) over (requests, context
+    tokens of each), ``hand_over`` over requests: what giving a ticket to the worker costs the lane. Per iteration:
+    ``ends`` over sampled rows (embedding, logits, sampling), ``iteration`` over requests (the host's own work:
+    scheduling, opening batches, taking tokens in). ``swap`` over blocks.
+
+    ``first_share`` is the part of a layer's linear work that comes before its attention (norm, QKV, rotary): the
+    first boundary is that part for all tokens, the last one is the rest for the sampled rows alone.
+    ``prefill_shared_s`` is the part of a prefill's attention that a lane pays once, however many chunks it has.
+    """
+
+    identity: Mapping[str, str]
+    linear: Curve
+    ends: Curve
+    swap: Curve
+    prefill_attention: Surface
+    gpu_attention: Surface
+    cpu_attention: Surface
+    first_share: float = 0.5
+    prefill_shared_s: float = 0.0
+    hand_over: Curve = FREE
+    iteration: Curve = FREE
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
+
+    @staticmethod
+    def load(path: Path, identity: Mapping[str, str]) -> ProfileTable:
+        """Read a table.
+
+        Raises:
+            ProfileMismatch: it cannot be read, or was measured on something else; the message names what differs.
+        """
+        try:
+            raw = json.loads(path.read_text())
+        except OSError as error:
+            raise ProfileMismatch(f"no profile table in {path} ({error.strerror}): run `apex profile` first") from None
+        except json.JSONDecodeError as error:
+            raise ProfileMismatch(f"{path} is no profile table ({error}): run `apex profile` again") from None
+        if raw.pop("version", None) != TABLE_VERSION:
+            raise ProfileMismatch(f"{path} has another format: run `apex profile` again")
+        found = raw.pop("identity")
+        differing = [k for k in {**identity, **found} if identity.get(k) != found.get(k)]
+        if differing:
+            details = "; ".join(f"{k}: table {found.get(k)!r}, here {identity.get(k)!r}" for k in sorted(differing))
+            raise ProfileMismatch(f"{path} was measured on something else ({details}): run `apex profile` here")
+        return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
+
+
+def _from_json(value: dict | float) -> Curve | Surface | float:
+    if isinstance(value, float):
+        return value
+    if "curves" in value:
+        return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
+    return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
+
+
+class PerfModel:
+    """Predictions for the schedulers. All sizes are counts of tokens, requests or blocks; all results seconds."""
+
+    KNEE_RATIO = 1.25
+
+    def __init__(self, table: ProfileTable, num_layers: int) -> None:
+        self.table = table
+        self.num_layers = num_layers
+        self.extrapolated: set[str] = set()
+        floor_s = table.linear(1) * self.KNEE_RATIO
+        flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
+        self.linear_knee_tokens = int(max(flat, default=1))
+        """Tokens until which a boundary costs about the same: reading the weights is what takes the time."""
+        self._linear_s: dict[int, float] = {}  # what has been asked before: sizes are no more than a lane has tokens
+
+    def linear_s(self, tokens: int) -> float:
+        """One boundary (T_l) with so many tokens; nothing for an empty batch."""
+        seconds = self._linear_s.get(tokens)
+        if seconds is None:
+            seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
+        return seconds
+
+    def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""
+        if not chunks:
+            return 0.0
+        alone_s = [self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks]
+        return max(max(alone_s), sum(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
+
+    def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
+        """One layer's decode attention in the lane (T_g); the context is summed over the requests."""
+        if requests <= 0:
+            return 0.0
+        return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
+
+    def cpu_attention_s(self, requests: int, context_tokens: int) -> float:
+        """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above."""
+        if requests <= 0:
+            return 0.0
+        return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
+
+    def ends_s(self, rows: int) -> float:
+        """What an iteration costs beside its layers: the host's work, embedding, logits and sampling."""
+        return self.iteration_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
+
+    def first_s(self, tokens: int) -> float:
+        """The boundary before all layers."""
+        return self.table.first_share * self.linear_s(tokens)
+
+    def last_s(self, rows: int) -> float:
+        """The boundary after all layers, which only rows that get a token cross (and here the embedding counts)."""
+        return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
+
+    def hand_over_s(self, requests: int) -> float:
+        """What the lane loses by giving a cohort of so many requests to the CPU worker, in one layer."""
+        return self._curve("hand_over", self.table.hand_over, requests)
+
+    def iteration_s(self, requests: int) -> float:
+        """The host's own work in an iteration of so many requests; with 0, what an iteration costs in any case."""
+        return self.table.iteration(requests)
+
+    def swap_s(self, blocks: int) -> float:
+        return self._curve("swap", self.table.swap, blocks)
+
+    def _curve(self, name: str, curve: Curve, size: float) -> float:
+        if size <= 0 or curve == FREE:
+            return 0.0
+        if not covers(curve.sizes, size):
+            self.extrapolated.add(name)
+        return curve(size)
+
+    def _surface(self, name: str, surface: Surface, first: float, second: float) -> float:
+        if not covers(surface.firsts, first) or not covers(surface.curves[0].sizes, second):
+            self.extrapolated.add(name)
+        return surface(first, second)

@@ -1,0 +1,258 @@
+"""Made-up work for the profiler: each operation of a backend at a given size, ready to be timed once and again.
+
+A method here prepares an operation and returns its sampler: a function that runs it once and returns the seconds it
+took. Layers take turns, so that weights and KV caches come from memory as they do when an engine runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from apex.executor import OverlapExecutor
+from apex.perf.idle_engine import idle_engine
+from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.engine.backend import Backend, Batch
+
+Sampler = Callable[[], float]
+
+MOST_BLOCKS = 8192
+"""Blocks of a tier that are worked on, unless a request is longer: what a large batch of long contexts takes."""
+
+SMALL_TOKENS = 64
+"""Up to here an operation is short enough to be run several times a sample."""
+SHORT_S = 2e-3
+"""And so is a boundary that takes no longer than this, of however many tokens."""
+HAND_OVERS = 3
+"""A hand-over is a difference of two boundaries and so needs more of them."""
+
+
+class Workbench:
+    """Samplers run within :meth:`in_use`, while no request is there; the pools' contents are overwritten."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        num_blocks: Mapping[Tier, int],
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int,
+        synchronize: Callable[[], None],
+    ) -> None:
+        """``synchronize`` waits until the device has done what it was told to. The first ``MOST_BLOCKS`` blocks of each
+        tier have been written: host memory that nobody has written reads as one page of zeros, out of the caches."""
+        self.backend = backend
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.tables: dict[str, list[int]] = {}
+        self._synchronize = synchronize
+        self._random = random.Random(0)
+        self._tokens = self._random.choices(range(vocab_size), k=max_model_len + 1)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The backend's block tables are the made-up ones meanwhile, and forgotten afterwards."""
+        saved, self.backend.block_tables = self.backend.block_tables, self.tables
+        try:
+            yield
+        finally:
+            self.backend.block_tables = saved
+            self.tables.clear()
+
+    # -- the lane ---------------------------------------------------------------------------------------------------
+
+    def linear(self, tokens: int) -> Sampler:
+        """A boundary between two layers."""
+        lane, layers = self._lane(self._prefill_items(tokens)), self._layers()
+        return self._repeated(lambda: self.backend.boundary(next(layers), [lane]), tokens)
+
+    def first(self, rows: int) -> Sampler:
+        """The boundary before all layers."""
+        lane = self._lane(self._single_rows(rows))
+        return self._repeated(lambda: self.backend.boundary(-1, [lane]), rows)
+
+    def last(self, rows: int) -> Sampler:
+        """The boundary after all layers, with a token sampled in every row."""
+        lane = self._lane(self._single_rows(rows))
+        return self._repeated(lambda: self.backend.boundary(self.backend.num_layers - 1, [lane]), rows)
+
+    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> Sampler:
+        """One layer's attention of prefill chunks: (new tokens, tokens cached before) each."""
+        tier = self.larger_tier
+        items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
+        return self._attention(self._lane(items), sum(new for new, _ in chunks))
+
+    def gpu_attention(self, requests: int, context: int) -> Sampler:
+        """One layer's decode attention in the lane."""
+        items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
+        lane = self._lane(items)
+        return self._attention(lane, requests, lane)
+
+    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> Sampler:
+        """Boundaries come between: they sweep the caches as in a run. Prefills have those of a lane of one row; decodes
+        their own, after which captured graphs find the lane where they want it."""
+        sweeper, boundaries = sweeper or self._lane(self._single_rows(1)), self._layers()
+        layers = self._layers(self.backend.num_layers)
+
+        def sample() -> float:
+            seconds = []
+            for _ in range(2 if rows <= SMALL_TOKENS else 1):
+                self.backend.boundary(next(boundaries), [sweeper])
+                seconds.append(self._time_s(lambda: self.backend.gpu_attention(next(layers), lane)))
+            return statistics.fmean(seconds)
+
+        return sample
+
+    # -- the CPU worker ---------------------------------------------------------------------------------------------
+
+    def cpu_attention(self, requests: int, context: int) -> Sampler:
+        """One layer's decode attention while the lane computes, and how much later an idle lane hears of its end."""
+        backend, cohort = self.backend, self._cohort(requests, context)
+        lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
+
+        def sample() -> float:
+            ticket = backend.submit_cpu_attention(next(layers), cohort)
+            while not ticket.ready():
+                backend.boundary(next(lane_layers), [lane])
+            busy_s = ticket.wait()
+            self._synchronize()
+            start_s = time.perf_counter()
+            idle_busy_s = backend.submit_cpu_attention(next(layers), cohort).wait()
+            return busy_s + max(0.0, time.perf_counter() - start_s - idle_busy_s)
+
+        return sample
+
+    def hand_over(self, requests: int, context: int) -> Sampler:
+        """What a ticket costs the lane: a boundary with a ticket just submitted, less one without."""
+        backend, cohort = self.backend, self._cohort(requests, context)
+        lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
+
+        def sample() -> float:
+            lost = []
+            for _ in range(HAND_OVERS):
+                alone_s = self._time_s(lambda: backend.boundary(next(lane_layers), [lane]))
+                self._synchronize()
+                start_s = time.perf_counter()
+                ticket = backend.submit_cpu_attention(next(layers), cohort)
+                backend.boundary(next(lane_layers), [lane])
+                self._synchronize()
+                lost.append(time.perf_counter() - start_s - alone_s)
+                ticket.wait()
+            return statistics.median(lost)
+
+        return sample
+
+    # -- beside the layers ------------------------------------------------------------------------------------------
+
+    def swap(self, blocks: int) -> Sampler:
+        """Blocks from the GPU tier to the CPU tier."""
+        request = self._request(1, Tier.GPU)
+        gpu, cpu = (self._random.sample(self._pool(tier, blocks), blocks) for tier in (Tier.GPU, Tier.CPU))
+        out = Swap(request, Tier.GPU, tuple(gpu), tuple(cpu))
+        back = Swap(request, Tier.CPU, tuple(cpu), tuple(gpu))
+
+        def sample() -> float:
+            seconds = self._time_s(lambda: self.backend.swap([out]))
+            # What the worker has yet to write is waited for here, and not by the prefill that is measured next.
+            self.backend.swap([back])
+            return seconds
+
+        return sample
+
+    def iteration(self, requests: int) -> Sampler:
+        """The host's part of an iteration of decodes: schedule, open the lane, loop over the layers, take tokens in."""
+        engine = idle_engine(self.backend.num_layers, requests)
+        items = []
+        for _ in range(requests):
+            request = self._request(2, Tier.GPU)
+            self.tables[request.request_id] = [0]  # opening a lane looks at the table only
+            items.append(LaneItem(request, 1, 1, Tier.GPU, False))
+
+        def sample() -> float:
+            return self._time_s(engine.step) + self._time_s(lambda: self.backend.open_lane(items))
+
+        return sample
+
+    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> Sampler:
+        """A whole iteration: requests of the GPU tier in the lane, those of the CPU tier in the two batches of
+        asymmetric pipelining, all with so many tokens of context."""
+        tiers = [Tier.GPU] * on_gpu + [Tier.CPU] * on_cpu
+        requests = [self._request(context, tier) for tier in tiers]
+        for request in requests:
+            request.num_uncomputed = 1
+        lane, riding, stepping = requests[:on_gpu], requests[on_gpu::2], requests[on_gpu + 1 :: 2]
+        rules = ((riding, SteppingRule.RIDE_AND_WAIT), (stepping, SteppingRule.STEP_AND_WAIT))
+        cohorts = [CohortPlan(i, tuple(batch), rule) for i, (batch, rule) in enumerate(rules) if batch]
+        executor, plan = OverlapExecutor(self.backend), IterationPlan(decodes=tuple(lane), cohorts=tuple(cohorts))
+        return lambda: self._time_s(lambda: executor.run(plan))
+
+    # -- requests and batches ---------------------------------------------------------------------------------------
+
+    @property
+    def larger_tier(self) -> Tier:
+        return max(self.num_blocks, key=lambda tier: self.num_blocks[tier])
+
+    def _request(self, tokens: int, tier: Tier) -> Request:
+        """A request of so many tokens whose blocks lie scattered over its tier."""
+        prompt = tuple(self._tokens[:tokens])
+        request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
+        count = -(-tokens // self.block_size)
+        pool = self._pool(tier, count)
+        self.tables[request.request_id] = self._random.sample(pool, count) if count <= len(pool) else []
+        return request
+
+    def _pool(self, tier: Tier, count: int) -> range:
+        """The blocks that ``count`` of them are chosen from."""
+        return range(min(self.num_blocks[tier], max(count, MOST_BLOCKS)))
+
+    def _prefill_items(self, tokens: int) -> list[LaneItem]:
+        """Prefill chunks of so many tokens together, each within one of the pools."""
+        tier = self.larger_tier
+        longest = min(self.max_model_len, self.num_blocks[tier] * self.block_size)
+        sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+        return [LaneItem(self._request(size, tier), 0, size, tier, True) for size in sizes]
+
+    def _single_rows(self, rows: int) -> list[LaneItem]:
+        return [item for _ in range(rows) for item in self._prefill_items(1)]
+
+    def _lane(self, items: Sequence[LaneItem]) -> Batch:
+        lane = self.backend.open_lane(items)
+        self.backend.boundary(-1, [lane])
+        self.backend.gpu_attention(0, lane)
+        return lane
+
+    def _cohort(self, requests: int, context: int) -> Batch:
+        cohort = self.backend.open_cohort([self._request(context, Tier.CPU) for _ in range(requests)])
+        self.backend.boundary(-1, [cohort])
+        return cohort
+
+    # -- timing -----------------------------------------------------------------------------------------------------
+
+    def _layers(self, stop: int | None = None) -> Iterator[int]:
+        """Layers in turn for ever; by default those whose boundary has a next layer."""
+        return itertools.cycle(range(max(1, self.backend.num_layers - 1 if stop is None else stop)))
+
+    def _repeated(self, run: Callable[[], object], rows: int) -> Sampler:
+        """Short operations run thrice: the first time only brings the code back into the caches, and the lane to where
+        captured graphs want it."""
+
+        def sample() -> float:
+            first_s = self._time_s(run)
+            if rows > SMALL_TOKENS and first_s > SHORT_S:
+                return first_s
+            return (self._time_s(run) + self._time_s(run)) / 2
+
+        return sample
+
+    def _time_s(self, run: Callable[[], object]) -> float:
+        self._synchronize()
+        start_s = time.perf_counter()
+        run()
+        self._synchronize()
+        return time.perf_counter() - start_s

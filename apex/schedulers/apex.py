@@ -1,0 +1,113 @@
+"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality picks how the CPU is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apex.perf.lane_load import LaneLoad, context_tokens
+from apex.schedulers.base import OffloadScheduler
+from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
+from apex.schedulers.pipeline import Pipeline
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
+from swiftllm.core.request import Request
+from swiftllm.scheduling.plan_draft import PlanDraft
+
+
+class ApexScheduler(OffloadScheduler):
+    """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
+
+    def _may_offload(self) -> bool:
+        return self._may_pipeline or self._may_overlap
+
+    @property
+    def _may_pipeline(self) -> bool:
+        config = self.config
+        return config.strategy in ("auto", "asymmetric-pipelining") and not config.disable_asymmetric_pipelining
+
+    @property
+    def _may_overlap(self) -> bool:
+        config = self.config
+        return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
+
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        under_way, load = self._under_way(), LaneLoad.of_draft(draft)
+        if not ready and not under_way:
+            return self._gpu_only_plan(draft, load)
+        partial = [request for cohort in under_way for request in cohort.members]
+        num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
+        inequality = self._inequality(load, num_cpu, cpu_context)
+        predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
+        may_start = self._may_overlap and self._enough(ready, num_cpu, load)
+        forced = self.config.strategy == "asymmetric-pipelining"
+        only_way = ready.overdue is not None and not self._may_overlap
+        if self._may_pipeline and (inequality.holds or forced or only_way):
+            if self._hides(load, partial):
+                pipeline = self._pipeline(load, ready, partial)
+                if any(batch.size for batch in pipeline.batches):
+                    return self._pipelined_plan(draft, pipeline, under_way, predicted)
+            else:
+                may_start = False  # what is under way overlaps to its end, and nothing more joins it
+        cohorts = [cohort.plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
+        if may_start and len(cohorts) < self.config.max_cohorts:
+            # One cohort at a time starts, so that the next arrivals need not wait for all the others.
+            cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
+        if not cohorts:
+            return self._gpu_only_plan(draft, load, predicted)
+        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, cohorts), predicted)
+
+    # -- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    def _inequality(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> Inequality:
+        """Inequality (5) at this iteration's sizes; with prefills the CPU's window is the longer one of Algorithm 1."""
+        model = self.model
+        linear_s = model.linear_s(load.decodes)
+        attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
+        cpu_attention_s = model.cpu_attention_s(num_cpu, cpu_context)
+        cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
+        gpu_rate = load.decode_context / attention_s if attention_s else 0.0
+        window_s = None
+        if load.chunks:
+            window_s = mixed_cpu_window_s(model.linear_s(load.tokens), linear_s, load.gpu_attention_s(model))
+            if not load.decodes:  # Algorithm 1 divides by the decodes' time; with none the lane's own time stands in
+                linear_s = model.linear_s(load.tokens)
+        return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
+
+    def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
+        """Whether the CPU's window takes all that is under way; an empty lane has nothing that could wait for it."""
+        if not partial or not load.requests:
+            return True
+        pipeline = Pipeline(self.model, load)
+        pipeline.add_under_way(partial)
+        return pipeline.hides_cpu()
+
+    def _pipeline(self, load: LaneLoad, ready: CpuDecodes, partial: Sequence[Request]) -> Pipeline:
+        """Two batches of what the CPU can compute in its window; requests under way have the first claim on it."""
+        pipeline = Pipeline(self.model, load)
+        if not self.config.disable_partial_progress_priority:
+            pipeline.add_under_way(partial)
+        if load.requests:
+            pipeline.fill(ready)
+            if ready.overdue is not None:
+                pipeline.include(ready.overdue)
+        else:
+            pipeline.split_evenly(ready)
+        if self.config.disable_partial_progress_priority:
+            pipeline.add_under_way(partial)
+        return pipeline
+
+    # -- asynchronous overlap ---------------------------------------------------------------------------------------
+
+    def _enough(self, ready: CpuDecodes, num_cpu: int, load: LaneLoad) -> bool:
+        """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
+        if not ready:
+            return False
+        forced = self.config.strategy == "asynchronous-overlap"
+        return forced or ready.overdue is not None or num_cpu >= self.config.min_cpu_request_ratio * load.requests
+
+    def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
+        """GPU-only time, and what the riders add to the boundary each of them crosses."""
+        model = self.model
+        alone_s = model.linear_s(load.tokens)
+        riders_s = sum(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)
+        return self._gpu_only_s(load) + riders_s

@@ -1,0 +1,241 @@
+"""What every scheduler that decodes on the CPU shares: two tiers of decodes, cohorts under way, ageing, aborts."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.pipeline import Pipeline
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
+from swiftllm.core.request import FinishReason, Request, Tier
+from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
+from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+
+
+@dataclass(eq=False)
+class CohortState:
+    """A cohort under way between iterations; ``layer`` is the boundary it crosses next. Batches that an iteration waits
+    for are never under way."""
+
+    cohort_id: int
+    members: list[Request]
+    layer: int = -1
+
+    def plan(self, rule: SteppingRule) -> CohortPlan:
+        return CohortPlan(self.cohort_id, tuple(self.members), rule)
+
+
+class OffloadScheduler(Scheduler, ABC):
+    """Queue mechanics of hybrid schedulers. A subclass decides in :meth:`_decide` what runs on the CPU, and how."""
+
+    decode_tiers = (Tier.GPU, Tier.CPU)
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        now: Callable[[], float],
+        model: PerfModel,
+        config: StrategyConfig,
+    ) -> None:
+        super().__init__(limits, kv, now)
+        self.model = model
+        self.config = config
+        self._cohort_ids = itertools.count()
+        self._iteration = 0
+        self._next_look = 0  # the iteration that next looks whether a CPU request has been left out too long
+        if not self._may_offload():
+            self.decode_tiers = (Tier.GPU,)
+
+    def _empty_queues(self) -> None:
+        super()._empty_queues()
+        self._cohorts: dict[int, CohortState] = {}
+        self._leaving: dict[str, Request] = {}  # aborted or called back while a ticket may still use their blocks
+
+    def _may_offload(self) -> bool:
+        return self.config.strategy != "gpu-only"
+
+    # -- one iteration ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> IterationPlan:
+        if not self._may_offload():
+            return super().schedule()
+        self._iteration += 1
+        draft = PlanDraft(self.limits.max_num_batched_tokens)
+        self._schedule_gpu_decodes(draft)
+        self._swap_in(draft)
+        ready = self._ready_cpu_decodes(draft)
+        self._schedule_running_prefills(draft)
+        self._admit(draft)
+        return self._decide(draft, ready)
+
+    @abstractmethod
+    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        """Turn the draft and the CPU decodes that may start a token into a plan; ``ready.overdue`` does not wait."""
+
+    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+        for request_id in result.left:
+            self._come_to_rest(self._leaving.pop(request_id))
+        for cohort_id, cohort in list(self._cohorts.items()):
+            if result.left:
+                cohort.members = [request for request in cohort.members if request.request_id not in result.left]
+            if cohort_id in result.cohort_layers:
+                cohort.layer = result.cohort_layers[cohort_id]
+            else:
+                self._finish_cohort(cohort)
+        for item in plan.prefills:
+            item.request.last_served = self._iteration
+        for batch in plan.cohorts:
+            if batch.rule is not SteppingRule.RIDE_IF_READY:  # waited for, so its token is done
+                for request in batch.requests:
+                    request.last_served = self._iteration
+        return super().update(plan, result)
+
+    def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
+        super()._move(request, target, draft)
+        request.last_served = self._iteration
+
+    def _finish_cohort(self, cohort: CohortState) -> None:
+        del self._cohorts[cohort.cohort_id]
+        for request in [request for request in self._leaving.values() if request.cohort_id == cohort.cohort_id]:
+            self._come_to_rest(self._leaving.pop(request.request_id))
+        for request in cohort.members:
+            request.cohort_id = None
+            request.last_served = self._iteration
+
+    # -- CPU decodes ------------------------------------------------------------------------------------------------
+
+    def _ready_cpu_decodes(self, draft: PlanDraft) -> CpuDecodes:
+        """CPU requests at a token boundary with room for their next token, oldest first."""
+        queue = self.decoding[Tier.CPU]
+        resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
+        growing = out_of_blocks(resting)
+        if not self.kv.grow_by_one(growing, Tier.CPU):
+            for request in growing:
+                if request.tier is Tier.CPU:  # not evicted meanwhile
+                    self._grow_on_cpu(request, draft)
+            resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
+        return CpuDecodes(resting, self._overdue(resting))
+
+    def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
+        """Give a CPU request its next block, evicting younger ones for it; without any of those it has to wait."""
+        while not self.kv.grow(request, request.num_tokens):
+            younger = self._younger_cpu_requests(request)
+            if not younger:
+                return
+            self._recompute(younger[-1], draft)
+
+    def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
+        """Give a GPU request room in the CPU tier, at the cost of younger ones there if that suffices."""
+        missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
+        victims = []
+        for victim in reversed(self._younger_cpu_requests(request)):
+            if missing <= 0:
+                break
+            victims.append(victim)
+            missing -= self.kv.num_held(victim)
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._recompute(victim, draft)
+        return True
+
+    def _younger_cpu_requests(self, request: Request) -> list[Request]:
+        return [r for r in self.running[Tier.CPU].younger_than(request) if self._at_rest(r)]
+
+    def _overdue(self, resting: Sequence[Request]) -> Request | None:
+        """The CPU request that has been left out longest, if that is too long: no rule may starve it.
+
+        There is one in ``max_wait_iterations`` iterations at most. A CPU that takes longer than that for a token of
+        every request would otherwise be waited for nearly always: the net would be the policy.
+        """
+        if self._iteration < self._next_look or not resting:
+            return None
+        longest_waiting = min(resting, key=attrgetter("last_served"))
+        patience = self.config.max_wait_iterations
+        if self._iteration - longest_waiting.last_served > patience:
+            self._next_look = self._iteration + patience
+            return longest_waiting
+        self._next_look = longest_waiting.last_served + patience + 1
+        return None
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def _start_cohort(self, requests: list[Request], rule: SteppingRule) -> CohortPlan:
+        cohort = CohortState(next(self._cohort_ids), requests)
+        self._cohorts[cohort.cohort_id] = cohort
+        for request in requests:
+            request.cohort_id = cohort.cohort_id
+        return cohort.plan(rule)
+
+    def _under_way(self) -> list[CohortState]:
+        """Cohorts part of the way through their token, the most advanced first."""
+        alive = [c for c in self._cohorts.values() if any(r.request_id not in self._leaving for r in c.members)]
+        return sorted(alive, key=lambda cohort: -cohort.layer)
+
+    def _pipelined_plan(
+        self,
+        draft: PlanDraft,
+        pipeline: Pipeline,
+        stepping: Sequence[CohortState] = (),
+        predicted: dict[str, float] | None = None,
+    ) -> IterationPlan:
+        """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and ``stepping`` cohorts step."""
+        cohorts = [cohort.plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
+        rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
+        cohorts += [
+            CohortPlan(next(self._cohort_ids), tuple(batch.requests), rule)
+            for batch, rule in zip(pipeline.batches, rules, strict=True)
+            if batch.requests
+        ]
+        return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, pipeline.iteration_s(), predicted)
+
+    def _gpu_only_plan(
+        self, draft: PlanDraft, load: LaneLoad, predicted: dict[str, float] | None = None
+    ) -> IterationPlan:
+        return self._plan(Strategy.GPU_ONLY, draft, [], self._gpu_only_s(load), predicted)
+
+    def _gpu_only_s(self, load: LaneLoad) -> float:
+        layer_s = self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model)
+        return self.model.num_layers * layer_s + self.model.ends_s(load.requests)
+
+    def _plan(
+        self,
+        strategy: Strategy,
+        draft: PlanDraft,
+        cohorts: Sequence[CohortPlan],
+        iteration_s: float,
+        predicted: dict[str, float] | None,
+    ) -> IterationPlan:
+        return draft.plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
+
+    # -- the end of a request ---------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> Request | None:
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished or self._at_rest(request):
+            return super().abort(request_id)
+        request.finish(FinishReason.ABORT, self.now())
+        self._leave_running(request)
+        self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
+        return request
+
+    def _call_back(self, request: Request) -> None:
+        # The GPU starts its token anew: to wait for the cohort's takes an iteration for every layer that is left.
+        self._leaving[request.request_id] = request
+
+    def _come_to_rest(self, request: Request) -> None:
+        """Nothing of a request that left its cohort is under way any more."""
+        if request.is_finished:
+            self.kv.release(request)
+            del self.requests[request.request_id]
+        else:
+            request.cohort_id = None

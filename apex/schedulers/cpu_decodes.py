@@ -1,0 +1,102 @@
+"""CPU decodes on their way into the batches of a pipeline: which of them come next, and how many at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from swiftllm.core.request import Request
+
+MAX_GUESSES = 6  # of a search; 3 to 5 find the end where predictions are straight
+
+
+class CpuDecodes:
+    """CPU decodes, oldest first, and their lengths: reading those of a thousand requests takes longer than most of what
+    is done with them, so it is done once. ``tokens`` is int64 ``[len(requests)]``; ``overdue`` is the one of them that
+    is to be served whatever the model predicts.
+    """
+
+    def __init__(self, requests: list[Request], overdue: Request | None = None) -> None:
+        self.requests = requests
+        self.overdue = overdue
+        self.tokens = np.fromiter([request.num_tokens for request in requests], np.int64, len(requests))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self.tokens.sum())
+
+    def at(self, positions: Sequence[int]) -> list[Request]:
+        requests = self.requests
+        return [requests[position] for position in positions]
+
+
+class CpuDecodeQueue:
+    """CPU decodes on their way into the batches, oldest first."""
+
+    def __init__(self, decodes: CpuDecodes) -> None:
+        self._decodes = decodes
+        self._start_with(np.arange(len(decodes)))
+
+    def _start_with(self, positions: np.ndarray) -> None:
+        """Let these decodes wait, and no others."""
+        self._positions = positions
+        self._tokens = self._decodes.tokens[positions]
+        self._sums = [0, *self._tokens.cumsum().tolist()]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._positions) - self._next
+
+    def context(self, count: int) -> int:
+        """Tokens of the next requests together."""
+        return self._sums[self._next + count] - self._sums[self._next]
+
+    def take(self, count: int) -> list[Request]:
+        start, self._next = self._next, self._next + count
+        return self._decodes.at(self._positions[start : self._next].tolist())
+
+    def leave_out(self, fits: Callable[[int], bool]) -> None:
+        """Go on to the next request whose length ``fits``, without all that are as long as one that does not.
+
+        Only a request shorter than all before it can be the next that fits: no others are asked about.
+        """
+        tokens = self._tokens[self._next :]
+        shortest_so_far = np.minimum.accumulate(tokens)
+        shorter = np.flatnonzero(shortest_so_far[1:] < shortest_so_far[:-1]) + 1
+        too_long = bisect_left(shorter, True, key=lambda position: fits(tokens.item(position)))
+        if too_long == len(shorter):
+            self._next += len(tokens)
+            return
+        first = shorter[too_long]
+        rest = np.flatnonzero(tokens[first:] < shortest_so_far[first - 1]) + first
+        self._start_with(self._positions[self._next + rest])
+
+
+def longest_run(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
+    """The largest count up to ``most`` that takes no longer than the limit; more never takes less.
+
+    Predictions cost, so few are asked for: what they give is almost a straight line, and the next guess is where one
+    through the ends of what is left crosses the limit. Bisection ends what is less straight.
+    """
+    if most < 1 or (low_s := seconds(1)) > limit_s:
+        return 0
+    if most == 1 or (high_s := seconds(most)) <= limit_s:
+        return most
+    low, high, guesses = 1, most, 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if guesses < MAX_GUESSES:
+            guesses += 1
+            crossing = low + int((limit_s - low_s) / (high_s - low_s) * (high - low))
+            middle = min(max(crossing, low + 1), high - 1)
+        middle_s = seconds(middle)
+        if middle_s <= limit_s:
+            low, low_s = middle, middle_s
+        else:
+            high, high_s = middle, middle_s
+    return low

@@ -1,0 +1,1 @@
+"""Simulated machines: hardware files, predicted profile tables, the backend on a virtual clock."""

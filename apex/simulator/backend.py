@@ -1,0 +1,218 @@
+"""The backend that predicts: the interface of real hardware over a virtual clock, with no tensors behind it.
+
+Scheduler, KV accounting and executor are the real ones; only the seconds are made up, from a profile table. Resources:
+
+- GPU: boundaries and lane attention, one after the other, each as long as :class:`~apex.perf.model.PerfModel` says and
+  no shorter than the host takes to launch it. The host is paced by the GPU, so the two share the clock. Boundary -1
+  is what comes before a layer's attention, for all rows; boundary ``num_layers - 1`` the rest of a layer, logits and
+  sampling, for the rows alone that get a token.
+- Host: its own work of an iteration and of each request, and the handing over of tickets, hold up the lane.
+- CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v are there.
+- PCIe, one link each way: swaps, which the lane waits for, and q, k, v to the host and the outputs back where an
+  :class:`Interconnect` tells their sizes; without one the profile's CPU attention includes the hand-over.
+- DRAM bandwidth: whatever crosses PCIe is read from or written to DRAM at the link's rate, and the CPU worker has what
+  is left: while a link is moving it goes at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, Tier, TokenLogprob
+from swiftllm.engine.backend import TicketTimes
+
+PLACEHOLDER_TOKEN = 0
+"""Every sampled token: nothing is computed, so requests end by ``max_tokens`` alone."""
+
+
+@dataclass(frozen=True)
+class BusyTimes:
+    """Seconds each resource has worked; CPU time counts when a ticket is collected."""
+
+    gpu_s: float
+    cpu_s: float
+    to_host_s: float
+    to_gpu_s: float
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedBatch:
+    """A lane or a cohort: its size, one layer's attention in seconds, and who gets a token at the last boundary."""
+
+    num_rows: int
+    attention_s: float
+    sampled: tuple[str, ...]
+    requests: tuple[Request, ...] = ()
+
+
+class SimulatedTicket:
+    """See :class:`swiftllm.engine.backend.Ticket`."""
+
+    __slots__ = ("backend", "task")
+
+    def __init__(self, backend: SimulatedBackend, task: CpuTask) -> None:
+        self.backend = backend
+        self.task = task
+
+    def ready(self) -> bool:
+        return self.backend.is_ready(self.task)
+
+    def wait(self) -> float:
+        return self.backend.collect(self.task)
+
+    def times(self) -> TicketTimes:
+        return self.task.times()
+
+
+class _Memo(dict[int, float]):
+    """A prediction for each size, made once."""
+
+    def __init__(self, predict: Callable[[int], float]) -> None:
+        self._predict = predict
+
+    def __missing__(self, size: int) -> float:
+        seconds = self[size] = self._predict(size)
+        return seconds
+
+
+class SimulatedBackend:
+    """See :class:`swiftllm.engine.backend.Backend` for the interface and the module's text for the model.
+
+    Attributes:
+        clock_s: the virtual time; starts at 0.
+    """
+
+    worker_restarts = 0
+
+    def __init__(self, model: PerfModel, *, launch_s: float = 0.0, interconnect: Interconnect | None = None) -> None:
+        """``launch_s``: what the host takes to launch a boundary or a layer's attention, for profiles without it."""
+        self.num_layers = model.num_layers
+        self.clock_s = 0.0
+        self._model = model
+        self._launch_s = launch_s
+        self._interconnect = interconnect
+        self._last = model.num_layers - 1
+        self._linear_s = _Memo(model.linear_s)
+        self._first_s = _Memo(model.first_s)
+        self._last_s = _Memo(model.last_s)
+        self._hand_over_s = _Memo(model.hand_over_s)
+        self._iteration_s = model.iteration_s(0)
+        self._requests_s = _Memo(lambda requests: model.iteration_s(requests) - self._iteration_s)
+        self._gpu_busy_s = 0.0
+        self._cpu_busy_s = 0.0
+        self._to_host = Link()
+        self._to_gpu = Link()
+        self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
+
+    @property
+    def busy(self) -> BusyTimes:
+        """What each resource has worked so far."""
+        return BusyTimes(self._gpu_busy_s, self._cpu_busy_s, self._to_host.busy_s, self._to_gpu.busy_s)
+
+    @property
+    def extrapolated(self) -> frozenset[str]:
+        """Operations that ran at sizes outside the profile table."""
+        return frozenset(self._model.extrapolated)
+
+    def now(self) -> float:
+        return self.clock_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass while there is nothing to do."""
+        self.clock_s += seconds
+
+    # -- the GPU ----------------------------------------------------------------------------------------------------
+
+    def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
+        self.clock_s += self._requests_s[len(items)]
+        load = LaneLoad.of(items)
+        sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
+        return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
+
+    def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
+        self.clock_s += self._requests_s[len(requests)]
+        return self._cohort(requests)
+
+    def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
+        context_tokens = sum(request.num_tokens for request in requests)
+        attention_s = self._model.cpu_attention_s(len(requests), context_tokens)
+        return SimulatedBatch(len(requests), attention_s, tuple(r.request_id for r in requests), tuple(requests))
+
+    def drop_rows(self, cohort: SimulatedBatch, request_ids: frozenset[str]) -> SimulatedBatch:
+        return self._cohort([r for r in cohort.requests if r.request_id not in request_ids])
+
+    def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+        num_rows = 0
+        for batch in batches:
+            num_rows += batch.num_rows
+        if 0 <= layer < self._last:
+            self._run(self._linear_s[num_rows])
+            return {}
+        if layer < 0:
+            self._run(self._first_s[num_rows])
+            return {}
+        self._run(self._last_s[sum(len(batch.sampled) for batch in batches)])
+        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+
+    def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
+        self._run(lane.attention_s)
+
+    def whole_iteration(self, lane: SimulatedBatch) -> None:
+        """Operations are timed one by one, so a simulated device gets them one by one."""
+
+    def _run(self, seconds: float) -> None:
+        self._gpu_busy_s += seconds
+        self.clock_s += seconds if seconds > self._launch_s else self._launch_s
+
+    # -- PCIe and the CPU worker ------------------------------------------------------------------------------------
+
+    def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
+        self.clock_s += self._hand_over_s[cohort.num_rows]
+        arrived_s, return_s, to_host = self.clock_s, 0.0, None
+        if self._interconnect is not None:
+            link = self._interconnect
+            self._worker.settle(arrived_s)
+            to_host = self._to_host.book(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
+            self._worker.slow_down(*to_host)
+            arrived_s = to_host[1]
+            return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
+        return SimulatedTicket(self, self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host))
+
+    def is_ready(self, task: CpuTask) -> bool:
+        self._worker.settle(self.clock_s)
+        return task.ready_s is not None and task.ready_s <= self.clock_s
+
+    def collect(self, task: CpuTask) -> float:
+        """Wait for a task's output; returns the seconds the worker computed for it."""
+        self.clock_s = max(self.clock_s, self._worker.ready_s(task))
+        busy_s = task.done_s - task.start_s
+        self._cpu_busy_s += busy_s
+        return busy_s
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        """Every iteration begins here, be there anything to move or not."""
+        self.clock_s += self._iteration_s
+        if not swaps:
+            return
+        self._worker.settle(self.clock_s)
+        for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
+            blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
+            if blocks:
+                start_s, self.clock_s = link.book(self.clock_s, self._model.swap_s(blocks))
+                self._worker.slow_down(start_s, self.clock_s)
+
+    # -- nothing is kept --------------------------------------------------------------------------------------------
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return {}
+
+    def recover(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,81 @@
+"""Builds engines on predicted hardware: the named systems over a virtual clock, without torch, model or GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from apex.executor import OverlapExecutor
+from apex.perf.model import PerfModel, ProfileTable
+from apex.schedulers import SCHEDULERS
+from apex.simulator.backend import SimulatedBackend
+from apex.simulator.cpu_path import Interconnect
+from apex.strategy import StrategyConfig
+from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import Executor, LaneExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+
+SIMULATED_SYSTEMS = (*GPU_ONLY_SCHEDULERS, *SCHEDULERS)
+
+
+def build_simulated(
+    system: str,
+    table: ProfileTable,
+    num_layers: int,
+    *,
+    num_gpu_blocks: int,
+    num_cpu_blocks: int,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 512,
+    max_num_seqs: int = 256,
+    max_model_len: int = 8192,
+    strategy: StrategyConfig | None = None,
+    vocab_size: int = 32_000,
+    launch_s: float = 0.0,
+    interconnect: Interconnect | None = None,
+) -> Engine:
+    """An engine of a named system whose time is predicted from ``table``.
+
+    Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: virtual seconds from 0, placeholder tokens,
+    requests that end by ``max_tokens``. The scheduler predicts from the same table that the backend lives by.
+
+    Args:
+        system: one of :data:`SIMULATED_SYSTEMS`.
+        num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier.
+        max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
+        launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
+
+    Raises:
+        ValueError: no such system, no KV cache at all, or options that contradict each other.
+    """
+    if system not in SIMULATED_SYSTEMS:
+        raise ValueError(f"unknown system {system!r}; there are {', '.join(SIMULATED_SYSTEMS)}")
+    if num_gpu_blocks + num_cpu_blocks == 0:
+        raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
+    strategy = strategy or StrategyConfig()
+    # A model each: what one of them extrapolates is its own affair.
+    backend = SimulatedBackend(PerfModel(table, num_layers), launch_s=launch_s, interconnect=interconnect)
+    limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
+    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
+    scheduler: Scheduler
+    executor: Executor
+    if system in SCHEDULERS:
+        scheduler = SCHEDULERS[system](limits, kv, backend.now, PerfModel(table, num_layers), strategy)
+        executor = OverlapExecutor(backend)
+    else:
+        scheduler, executor = GPU_ONLY_SCHEDULERS[system](limits, kv, backend.now), LaneExecutor(backend)
+    description = {
+        "system": system,
+        "backend": "simulated",
+        "device": table.identity.get("device", "simulated"),
+        "num_layers": num_layers,
+        "num_gpu_blocks": num_gpu_blocks,
+        "num_cpu_blocks": num_cpu_blocks,
+        "block_size": block_size,
+        "launch_s": launch_s,
+        "interconnect": asdict(interconnect) if interconnect else None,
+        "strategy": asdict(strategy),
+        "profile": dict(table.identity),
+    }
+    return Engine(scheduler, executor, backend, vocab_size=vocab_size, description=description)

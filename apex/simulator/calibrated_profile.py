@@ -1,0 +1,254 @@
+"""A profile table of a machine that is not here: measured layer times where there are any, data sheets otherwise.
+
+One function per formula. Times are seconds, sizes bytes or elements; every constant is a figure of a hardware file
+with its origin. ``python -m evaluation.calibrate`` reports how far the formulas are from measured tables.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from math import hypot
+
+from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.hardware import Gpu, Host, LayerShape, MeasuredLayer
+from swiftllm.model.config import ModelConfig
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2}
+# Powers of two and their middles: between neighbours a square is off by 4% at most when drawn as a line.
+TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Decode attention and swaps are linear in either size, so the corners of the grid say it all.
+REQUESTS = (1, 4096)
+CONTEXTS = (1, 1 << 17)
+BLOCKS = (1, 1 << 16)
+
+
+def hardware_profile(
+    gpu: Gpu,
+    host: Host,
+    model_config: ModelConfig,
+    *,
+    dtype: str = "float16",
+    cpu_kernel: str = "native",
+    cpu_bandwidth_gb_s: float | None = None,
+    block_size: int = 16,
+    max_tokens: int = 2048,
+) -> ProfileTable:
+    """The profile table of a GPU in a host, as the profiler would write it there.
+
+    Args:
+        dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
+        cpu_kernel: native, ispc or llamafile.
+        cpu_bandwidth_gb_s: what CPU attention achieves, in place of the host's read bandwidth times the kernel's
+            fraction of it.
+        block_size: tokens of a KV block.
+        max_tokens: the largest batch that the linear and prefill curves must cover.
+
+    Raises:
+        ValueError: the dtype or the kernel is not among those that are calibrated, or the bandwidth is not positive.
+    """
+    if dtype not in ITEMSIZES or (dtype == "bfloat16" and gpu["compute_capability"] < 8.0):
+        raise ValueError(f"dtype {dtype!r} is not calibrated for {gpu.name}; take float16")
+    if cpu_bandwidth_gb_s is not None and cpu_bandwidth_gb_s <= 0:
+        raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive")
+    shape, itemsize = LayerShape.of(model_config), ITEMSIZES[dtype]
+    cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape)
+    pcie_gb_s = effective_pcie_gb_s(gpu, host)
+    tokens = _up_to(TOKENS, max_tokens)
+    latency_s = gpu["transfer_latency_us"] * 1e-6
+    block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size
+    identity = {
+        "kind": "calibrated, for simulation",
+        "device": gpu.name,
+        "cpu": host.name,
+        "cpu_kernel": cpu_kernel if cpu_bandwidth_gb_s is None else "as given by cpu_attention_gb_s",
+        "cpu_attention_gb_s": f"{cpu_gb_s:.4g}",
+        "pcie_gb_s": f"{pcie_gb_s:.4g}",
+        "model": f"{model_config.num_layers} layers of {shape.hidden_size}/{shape.intermediate_size}, "
+        f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}",
+        "dtype": dtype,
+        "tensor_parallel": "1",
+        "block_size": str(block_size),
+        "linear": _linear_origin(gpu, shape),
+        "gpu_attention": gpu.figures["decode_attention_fraction"].status,
+    }
+    return ProfileTable(
+        identity,
+        linear=linear_curve(gpu, shape, itemsize, max_tokens),
+        ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows)),
+        swap=_curve(BLOCKS, lambda blocks: transfer_s(blocks * block_bytes, pcie_gb_s, latency_s)),
+        prefill_attention=_surface(
+            tokens, (0, CONTEXTS[-1]), lambda new, cached: prefill_attention_s(gpu, shape, new, cached)
+        ),
+        gpu_attention=_surface(
+            REQUESTS, CONTEXTS, lambda n, context: gpu_attention_s(gpu, shape, itemsize, n, context)
+        ),
+        cpu_attention=_surface(
+            REQUESTS,
+            CONTEXTS,
+            lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context),
+        ),
+        first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
+        # Handing a ticket over is taken to cost the lane nothing: its time is in the ticket's own, see cpu_attention_s.
+        iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
+    )
+
+
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def linear_curve(gpu: Gpu, shape: LayerShape, itemsize: int, max_tokens: int) -> Curve:
+    """T_l over tokens: the measured table closest in size, scaled to the shape; the data sheet if there is none."""
+    if not gpu.layers:
+        return _curve(_up_to(TOKENS, max_tokens), lambda n: sheet_linear_s(gpu, shape, itemsize, n))
+    layer = closest_layer(gpu, shape)
+    # Reading weights and multiplying both grow with the number of weights: one factor serves all batch sizes.
+    gemm_factor = shape.gemm_weights / layer.shape.gemm_weights
+    elementwise_factor = shape.elementwise_elements / layer.shape.elementwise_elements
+    sizes = sorted({*layer.gemm.sizes, *layer.elementwise.sizes})
+    seconds = [gemm_factor * layer.gemm(size) + elementwise_factor * layer.elementwise(size) for size in sizes]
+    # Beyond the table time grows in proportion to tokens: that large a batch computes at a constant rate.
+    beyond = max(2 * sizes[-1], max_tokens)
+    return Curve((*sizes, beyond), (*seconds, seconds[-1] * beyond / sizes[-1]))
+
+
+def closest_layer(gpu: Gpu, shape: LayerShape) -> MeasuredLayer:
+    def distance(layer: MeasuredLayer) -> tuple[bool, int]:
+        return layer.shape != shape, abs(layer.shape.gemm_weights - shape.gemm_weights)
+
+    return min(gpu.layers, key=distance)
+
+
+def sheet_linear_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> float:
+    """T_l of a layer from bandwidth and FLOPS alone."""
+    return gemm_s(gpu, shape.gemm_weights, itemsize, tokens) + elementwise_s(gpu, shape, itemsize, tokens)
+
+
+def gemm_s(gpu: Gpu, weights: int, itemsize: int, tokens: float) -> float:
+    """Multiply tokens by so many weights: reading them bounds small batches, multiplying large ones.
+
+    Combined as the root of the sum of squares, because measured cards round the roofline's corner: up to 512 tokens
+    the median error falls from 14-32% with the larger of the two to 6-26% (docs/calibration.md).
+    """
+    read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
+    multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])
+    return hypot(read_s, multiply_s)
+
+
+def elementwise_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> float:
+    """Norms, rotation, activation and additions of one layer: some short kernels, then memory traffic."""
+    traffic_bytes = shape.elementwise_elements * itemsize * tokens
+    gb_s = gpu["memory_bandwidth_gb_s"] * gpu["weight_read_fraction"]
+    return gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
+
+
+def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float) -> float:
+    """Per iteration: embedding rows, logits of the sampled rows."""
+    embedding_bytes = 2 * rows * config.hidden_size * itemsize  # read and written
+    embedding_s = embedding_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
+    logits_s = gemm_s(gpu, config.vocab_size * config.hidden_size, itemsize, rows)
+    return embedding_s + logits_s
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def gpu_attention_s(gpu: Gpu, shape: LayerShape, itemsize: int, requests: float, context_tokens: float) -> float:
+    """T_g of one layer: a kernel's latency, a start per request and KV head, and reading the KV cache.
+
+    The two starts are what lowers the achieved bandwidth below about 30k tokens of context in total.
+    """
+    kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
+    read_s = kv_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["decode_attention_fraction"])
+    starts_s = requests * shape.num_kv_heads * gpu["decode_attention_request_head_ns"] * 1e-9
+    return gpu["decode_attention_fixed_us"] * 1e-6 + starts_s + read_s
+
+
+def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_tokens: float) -> float:
+    """One chunk in one layer. The masked half counts as computed: measured times follow new x (cached + new)."""
+    flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (cached_tokens + new_tokens)
+    fraction = gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
+    return gpu["prefill_attention_fixed_us"] * 1e-6 + flops / (gpu["tensor_tflops"] * 1e12 * fraction)
+
+
+def cpu_attention_s(
+    host: Host,
+    shape: LayerShape,
+    itemsize: int,
+    cpu_gb_s: float,
+    pcie_gb_s: float,
+    requests: float,
+    context_tokens: float,
+) -> float:
+    """T_c of one layer: hand-over to the worker and back, Q, K, V and output over PCIe, reading the KV cache."""
+    kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
+    crossing_bytes = requests * (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
+    crossing_s = transfer_s(crossing_bytes, pcie_gb_s, host["hand_over_us"] * 1e-6)
+    return crossing_s + kv_bytes / (cpu_gb_s * 1e9)
+
+
+def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
+    """What a kernel achieves on a host with all its cores.
+
+    A kernel's fraction was measured on a core that reads ``core_read_gb_s`` when it only reads. What it takes longer
+    than that for each byte is arithmetic, which all cores do at once; reading they share, so a core of a crowded
+    socket gets less than it could read alone. Taken as not overlapping, as in the measurement.
+
+    Raises:
+        ValueError: there is no figure for the kernel; the message lists the kernels there are.
+    """
+    heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
+    figure = f"{cpu_kernel}_{host.isa}_{heads}"
+    if figure not in host.figures:
+        ending = f"_{host.isa}_{heads}"
+        kernels = sorted(name.removesuffix(ending) for name in host.figures if name.endswith(ending))
+        raise ValueError(f"no figure for CPU kernel {cpu_kernel!r} on {host.isa}: known are {', '.join(kernels)}")
+    alone_gb_s = host["core_read_gb_s"]
+    arithmetic_s_per_gb = (1 / host[figure] - 1) / alone_gb_s
+    reading_s_per_gb = 1 / min(alone_gb_s, host_read_gb_s(host) / host["cores"])
+    return host["cores"] / (arithmetic_s_per_gb + reading_s_per_gb)
+
+
+def host_read_gb_s(host: Host) -> float:
+    """What the cores we have read: their share of the channels' peak, as far as streaming reaches it."""
+    return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
+
+
+# -- transfers --------------------------------------------------------------------------------------------------------
+
+
+def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
+    """One direction, as pinned copies reach it; the older of the two ends sets the generation."""
+    return min(gpu["pcie_gb_s"], host["pcie_gb_s"]) * gpu["pcie_fraction"]
+
+
+def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
+    return latency_s + num_bytes / (gb_s * 1e9)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _linear_origin(gpu: Gpu, shape: LayerShape) -> str:
+    if not gpu.layers:
+        return "data sheet and the fractions of it that are assumed to be reached"
+    layer = closest_layer(gpu, shape)
+    if layer.shape == shape:
+        return f"measured ({layer.model})"
+    return f"scaled by {shape.gemm_weights / layer.shape.gemm_weights:.4g} from measured ({layer.model})"
+
+
+def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """The sizes until one of them covers ``most``; ``most`` itself if none does."""
+    end = bisect_left(sizes, most) + 1
+    return tuple(sizes[:end]) if end <= len(sizes) else (*sizes, most)
+
+
+def _curve(sizes: Sequence[int], seconds: Callable[[float], float]) -> Curve:
+    return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
+
+
+def _surface(firsts: Sequence[int], second_sizes: Sequence[int], formula: Callable[[float, float], float]) -> Surface:
+    curves = (_curve(second_sizes, lambda second, first=first: formula(first, second)) for first in firsts)
+    return Surface(tuple(firsts), tuple(curves))

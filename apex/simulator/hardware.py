@@ -1,0 +1,198 @@
+"""GPUs and hosts from their files in ``configs/hardware``: figures with origin, and measured layer times.
+
+A figure says where it comes from and whether it is measured, published or assumed. ``assumptions.yaml`` holds what
+is the same for every machine until a file says better, so that a new card needs its data sheet alone.
+``apex/simulator/calibrated_profile.py`` turns a GPU, a host and a model into a profile table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from apex.perf.model import Curve
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.hub import model_folder
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+HARDWARE_DIR = CONFIGS / "hardware"
+MODELS_DIR = CONFIGS / "models"
+ASSUMPTIONS_FILE = HARDWARE_DIR / "assumptions.yaml"
+
+STATUSES = ("measured", "published", "assumed")
+GPU_FIGURES = ("memory_gb", "memory_bandwidth_gb_s", "tensor_tflops", "pcie_gb_s", "compute_capability")
+HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie_gb_s")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its unit, where it comes from, and its status: one of ``STATUSES``."""
+
+    value: float
+    unit: str
+    origin: str
+    status: str
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES or not self.origin or not self.unit:
+            raise ValueError(f"a figure needs a unit, an origin and a status of {STATUSES}, got {self}")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one transformer layer, in elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LayerShape:
+        return cls(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def gemm_weights(self) -> int:
+        """Elements of the four weight matrices: QKV, output, gate and up, down."""
+        attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def elementwise_elements(self) -> int:
+        """Elements read and written per token by two norms, rotation of Q and K, SiLU times gate, two additions."""
+        rotated = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return 4 * self.hidden_size + rotated + 3 * self.intermediate_size + 6 * self.hidden_size
+
+    @property
+    def kv_elements(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """Measured seconds of one layer over tokens: its four GEMMs, and all its elementwise operations together."""
+
+    model: str
+    shape: LayerShape
+    gemm: Curve
+    elementwise: Curve
+    origin: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a GPU and a host have in common: a name and figures, ``machine["pcie_gb_s"]`` being a value."""
+
+    name: str
+    figures: Mapping[str, Figure]
+
+    def __getitem__(self, figure: str) -> float:
+        return self.figures[figure].value
+
+
+@dataclass(frozen=True)
+class Gpu(Machine):
+    layers: tuple[MeasuredLayer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host(Machine):
+    isa: str = "avx2"
+
+
+@functools.cache
+def load_gpu(name_or_path: str | Path) -> Gpu:
+    """Read a GPU: a name in ``configs/hardware``, or a path to a file of the same form.
+
+    Raises:
+        ValueError: there is no such GPU (the message lists those there are), or its file is incomplete or malformed.
+    """
+    path = _find(name_or_path, "gpu")
+    raw, figures = _read(path, "gpu", GPU_FIGURES)
+    layers = tuple(read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ()))
+    return Gpu(raw["name"], figures, layers)
+
+
+@functools.cache
+def load_host(name_or_path: str | Path) -> Host:
+    """Read a host, as :func:`load_gpu` does a GPU."""
+    raw, figures = _read(_find(name_or_path, "host"), "host", HOST_FIGURES)
+    return Host(raw["name"], figures, raw["isa"])
+
+
+def load_model_config(name_or_path: str | Path) -> ModelConfig:
+    """Read the shape of a model: one of ``configs/models`` (no weights there), a Hugging Face folder, or a hub name."""
+    folder = MODELS_DIR / name_or_path
+    if folder.is_dir():
+        return ModelConfig.from_folder(folder)
+    folder = model_folder(name_or_path, weights=False)
+    if folder.is_dir():
+        return ModelConfig.from_folder(folder)
+    known = ", ".join(sorted(path.name for path in MODELS_DIR.iterdir()))
+    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
+
+
+def known(kind: str) -> list[str]:
+    """The names of the files in ``configs/hardware`` of a kind: "gpu" or "host"."""
+    return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml") if _load_yaml(path).get("kind") == kind)
+
+
+def read_figures(path: Path) -> dict[str, Figure]:
+    """The figures of a hardware file by themselves.
+
+    Raises:
+        ValueError: one lacks a field; the message names file and figure.
+    """
+    figures = {}
+    for name, fields in _load_yaml(path)["figures"].items():
+        try:
+            figures[name] = Figure(**fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: figure {name}: {error}") from None
+    return figures
+
+
+def read_measured_layer(path: Path) -> MeasuredLayer:
+    """Read a file of measured layer times; its curves are in milliseconds over tokens."""
+    raw = _load_yaml(path)
+
+    def curve(name: str) -> Curve:
+        tokens, milliseconds = zip(*raw[name], strict=True)
+        return Curve(tokens, tuple(ms * 1e-3 for ms in milliseconds))
+
+    return MeasuredLayer(raw["model"], LayerShape(**raw["shape"]), curve("gemm"), curve("elementwise"), raw["origin"])
+
+
+def _find(name_or_path: str | Path, kind: str) -> Path:
+    path = Path(name_or_path)
+    if path.suffix == ".yaml" and path.is_file():
+        return path
+    if str(name_or_path) in known(kind):
+        return HARDWARE_DIR / f"{name_or_path}.yaml"
+    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(known(kind))}; or give a .yaml file")
+
+
+def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Figure]]:
+    raw, own, assumed = _load_yaml(path), read_figures(path), read_figures(ASSUMPTIONS_FILE)
+    if raw.get("kind") != kind:
+        raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
+    if missing := set(required) - set(own):
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+    if unknown := set(own) - set(required) - set(assumed):
+        raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; possible are also {', '.join(assumed)}")
+    return raw, assumed | own
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,0 +1,82 @@
+"""Predicted machines from names on the command line. Model files are read with torch at hand: import this late."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apex.perf.model import ProfileTable
+from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
+from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known, load_gpu, load_host, load_model_config
+from swiftllm.model.config import ModelConfig
+
+GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver take the rest
+HOST_MEMORY_SHARE = 0.5  # as the engine does on a machine that is here
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Predicted hardware and the model on it."""
+
+    gpu: Gpu
+    host: Host
+    model: ModelConfig
+    model_name: str
+    dtype: str
+    table: ProfileTable
+
+    @property
+    def words(self) -> str:
+        gb_s = self.table.identity["cpu_attention_gb_s"]
+        return f"{self.model_name} ({self.dtype}) on {self.gpu.name} and {self.host.name}, CPU attention at {gb_s} GB/s"
+
+    def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
+        """KV blocks of both tiers: those given, else what memory there is.
+
+        Raises:
+            ValueError: the weights leave no room on the GPU, or a tier is larger than the memory behind it.
+        """
+        itemsize = ITEMSIZES[self.dtype]
+        block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
+        weight_bytes = self.model.num_parameters * itemsize
+        gpu_bytes = self.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE - weight_bytes
+        host_bytes = self.host["memory_gb"] * 1e9
+        if gpu_bytes < block_bytes:
+            raise ValueError(
+                f"{self.model_name} takes {weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
+                f"{self.gpu['memory_gb']:g} GB, of which {GPU_MEMORY_SHARE:.0%} may be used: take a larger --gpu or a "
+                "smaller --model"
+            )
+        most = {"num_gpu_blocks": int(gpu_bytes / block_bytes), "num_cpu_blocks": int(host_bytes / block_bytes)}
+        for name, given in zip(most, (num_gpu, num_cpu), strict=True):
+            if given is not None and given > most[name]:
+                raise ValueError(f"{name}={given} is more than the memory there is holds: {most[name]} at most")
+        defaults = (most["num_gpu_blocks"], int(most["num_cpu_blocks"] * HOST_MEMORY_SHARE))
+        given = (num_gpu, num_cpu)
+        return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
+
+
+def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> Machine:
+    """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
+
+    Raises:
+        ValueError: a name is not among those there are, which the message lists; or an option makes no sense.
+    """
+    gpu = _find("gpu", gpu_name, load_gpu, known("gpu"))
+    host = _find("host", host_name, load_host, known("host"))
+    models = sorted(path.name for path in MODELS_DIR.iterdir())
+    model = _find("model", model_name, load_model_config, models)
+    table = hardware_profile(gpu, host, model, dtype=dtype, **options)
+    return Machine(gpu, host, model, Path(model_name).name, dtype, table)
+
+
+def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
+    """Load by name or path; a name that is not there is answered with the nearest."""
+    try:
+        return load(name)
+    except ValueError as error:
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3) if name not in names else []
+        raise ValueError(f"--{what}: {error}" + (f". Did you mean {near[0]}?" if near else "")) from None

@@ -1,0 +1,268 @@
+"""Draws a timeline as a Gantt chart: the whole window small above, some layers of it large enough to read below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from apex.timeline.spans import Iteration, Kind, Load, Span, Timeline
+
+ZOOM_LAYERS = 8
+
+WIDTH_INCHES = 13.0
+LANE_LINEAR, LANE_ATTENTION = "#A6A6A6", "#D6D6D6"
+# Okabe and Ito's colours: distinct for every common kind of colour vision.
+COHORT_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
+SWAP, HOST_WORK = "#7A6A9B", "#C8B695"
+ZOOM_COLOUR = "#FFF3CC"
+INK, FAINT = "#222222", "#666666"
+
+ROW_HEIGHT = 0.76
+LABEL_POINTS = 7.0
+LEAST_WAIT_POINTS = 2.0
+POINTS_PER_CHARACTER = 0.62 * LABEL_POINTS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the chart and the kinds of spans in it; a row of steps belongs to one cohort slot."""
+
+    title: str
+    kinds: tuple[Kind, ...]
+    slot: int | None = None
+
+    def holds(self, span: Span) -> bool:
+        return span.kind in self.kinds and (self.slot is None or span.cohorts[0].slot == self.slot)
+
+
+def draw(timeline: Timeline) -> Figure:
+    """The chart. Boxes carry their layer where it fits; colours tell the cohorts apart.
+
+    Raises:
+        ValueError: the timeline is empty.
+    """
+    if not timeline.iterations or not timeline.spans:
+        raise ValueError("nothing to draw: no iteration was recorded")
+    rows, zoom = chart_rows(timeline), zoom_window(timeline)
+    # From the top down, in inches: texts, small chart, gap, large chart, legend and note.
+    heights = (0.98, 0.19 * len(rows), 0.58, 0.44 * len(rows), 1.08)
+    height = sum(heights)
+    figure = Figure(figsize=(WIDTH_INCHES, height))
+
+    def add_chart(top: float, chart_height: float) -> Axes:
+        return figure.add_axes((0.105, 1 - (top + chart_height) / height, 0.88, chart_height / height))
+
+    overview, detail = add_chart(heights[0], heights[1]), add_chart(sum(heights[:3]), heights[3])
+    zero_s = timeline.iterations[0].start_s
+    draw_rows(overview, timeline, rows, (zero_s, timeline.iterations[-1].end_s), zero_s, labels=False)
+    draw_rows(detail, timeline, rows, zoom, zero_s, labels=True)
+    overview.xaxis.set_major_formatter("{x:g} ms")
+    mark_iterations(overview, timeline.iterations, zero_s)
+    edges_ms = [(edge_s - zero_s) * 1e3 for edge_s in zoom]
+    overview.axvspan(*edges_ms, color=ZOOM_COLOUR, zorder=0, linewidth=0)
+    for edge_ms in edges_ms:
+        overview.axvline(edge_ms, color=INK, linewidth=1.0)
+    unit = "simulated milliseconds" if timeline.simulated else "milliseconds"
+    detail.set_xlabel(f"{unit} since the first iteration shown", fontsize=8.5, color=FAINT)
+    explanation = "the marked part enlarged; numbers are layers, E is the embedding, L the logits"
+    detail.set_title(explanation, loc="left", fontsize=8.5, color=FAINT, pad=3)
+    write_texts(figure, timeline, height)
+    legend(figure, timeline, height)
+    return figure
+
+
+# -- what goes where --------------------------------------------------------------------------------------------------
+
+
+def chart_rows(timeline: Timeline) -> list[Row]:
+    """The rows that have something to show, top to bottom."""
+    slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
+    letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
+    rows = [
+        Row("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.OTHER)),
+        Row("lane:\nattention", (Kind.ATTENTION,)),
+        *(Row(f"cohort {letters[slot]}:\nown steps", (Kind.STEP,), slot) for slot in slots),
+        Row("CPU:\nattention", (Kind.CPU_ATTENTION,)),
+        Row("PCIe\nto host", (Kind.TO_HOST,)),
+        Row("PCIe\nto GPU", (Kind.TO_GPU,)),
+        Row("swaps", (Kind.SWAP,)),
+    ]
+    return [row for row in rows if any(row.holds(span) for span in timeline.spans)]
+
+
+def zoom_window(timeline: Timeline) -> tuple[float, float]:
+    """Some layers in a row, in an iteration: those where cohorts cross and compute most, and of these the middle ones.
+
+    From the start of one boundary of the lane (of any batch where the lane is empty) to the start of another.
+    """
+    crossings = [span for span in timeline.spans if span.kind in (Kind.LINEAR, Kind.STEP)]
+    lane = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
+    tickets = [span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION]
+    candidates = []
+    for first, last in zip(lane, lane[ZOOM_LAYERS - 1 :], strict=False):
+        if first.iteration == last.iteration:
+            inside = [span for span in (*crossings, *tickets) if first.start_s <= span.start_s <= last.end_s]
+            candidates.append((sum(len(span.cohorts) for span in inside), first.start_s, last))
+    if not candidates:  # a model of few layers
+        return timeline.iterations[0].start_s, timeline.iterations[0].end_s
+    most = max(worth for worth, _, _ in candidates)
+    best = [(start_s, last) for worth, start_s, last in candidates if worth == most]
+    start_s, last = best[len(best) // 2]
+    after = [span.start_s for span in lane if span.start_s > last.start_s and span.iteration == last.iteration]
+    end_s = after[0] if after else next(i.end_s for i in timeline.iterations if i.index == last.iteration)
+    return start_s, end_s
+
+
+# -- boxes ------------------------------------------------------------------------------------------------------------
+
+
+def draw_rows(
+    ax: Axes, timeline: Timeline, rows: Sequence[Row], window: tuple[float, float], zero_s: float, *, labels: bool
+) -> None:
+    """The spans that reach into the window, cut off at its edges."""
+    start_s, end_s = window
+    points_per_s = width_points(ax) / (end_s - start_s)
+    for place, row in enumerate(rows):
+        y = len(rows) - 1 - place
+        for span in timeline.spans:
+            if not row.holds(span) or span.end_s <= start_s or span.start_s >= end_s:
+                continue
+            if span.kind is Kind.WAIT and span.duration_s * points_per_s < LEAST_WAIT_POINTS:
+                continue  # asking for a result that is there takes microseconds
+            left_s, right_s = max(span.start_s, start_s), min(span.end_s, end_s)
+            box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
+            text = box_text(span, timeline.num_layers, (right_s - left_s) * points_per_s) if labels else ""
+            if text:
+                middle_ms = ((left_s + right_s) / 2 - zero_s) * 1e3
+                up = 0.12 if span.kind is Kind.LINEAR and span.cohorts else 0.0
+                ax.text(
+                    middle_ms, y + up, text, ha="center", va="center", fontsize=LABEL_POINTS, color=INK, clip_on=True
+                )
+    for poll in timeline.polls:
+        if start_s <= poll.time_s < end_s:
+            at = (poll.time_s - zero_s) * 1e3, len(rows) - 1
+            size = {"markersize": 6, "markeredgewidth": 2.0} if labels else {"markersize": 4, "markeredgewidth": 1.2}
+            ax.plot(*at, marker="x", color=cohort_colour(poll.cohort.slot), **size, clip_on=False)
+    ax.set_xlim((start_s - zero_s) * 1e3, (end_s - zero_s) * 1e3)
+    ax.set_ylim(-0.55, len(rows) - 0.4)
+    titles = [row.title if labels else row.title.replace("\n", " ") for row in rows]
+    ax.set_yticks(range(len(rows) - 1, -1, -1), titles, fontsize=8.5 if labels else 6.5, linespacing=1.0)
+    ax.tick_params(axis="y", length=0)
+    ax.tick_params(axis="x", labelsize=8, colors=FAINT)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.set_axisbelow(True)
+    for y in range(len(rows)):
+        ax.axhline(y - 0.5, color="#EEEEEE", linewidth=0.8, zorder=0)
+
+
+def box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined: bool) -> None:
+    colour, hatch = box_style(span)
+    edge = {"edgecolor": "#FFFFFF" if hatch is None else FAINT, "linewidth": 0.7 if outlined else 0.0}
+    place = (left_ms, y - ROW_HEIGHT / 2)
+    ax.add_patch(Rectangle(place, width_ms, ROW_HEIGHT, facecolor=colour, hatch=hatch, **edge))
+    if span.kind is Kind.LINEAR:  # riders: a stripe each at the foot of the lane's box
+        stripe = ROW_HEIGHT * 0.36 / max(1, len(span.cohorts))
+        for number, tag in enumerate(span.cohorts):
+            foot = (left_ms, y - ROW_HEIGHT / 2 + number * stripe)
+            ax.add_patch(Rectangle(foot, width_ms, stripe, facecolor=cohort_colour(tag.slot), **edge))
+
+
+def box_style(span: Span) -> tuple[str, str | None]:
+    """Fill and hatching."""
+    lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
+    if span.kind is Kind.WAIT:
+        return "#FFFFFF", "////"
+    if span.kind in lane:
+        return lane[span.kind], None
+    return cohort_colour(span.cohorts[0].slot), None
+
+
+def cohort_colour(slot: int) -> str:
+    return COHORT_COLOURS[slot % len(COHORT_COLOURS)]
+
+
+def box_text(span: Span, num_layers: int, room: float) -> str:
+    """The longest of a box's texts that fits into ``room`` points, if any."""
+    if span.kind in (Kind.WAIT, Kind.OTHER):
+        return ""
+    letters = "+".join(tag.letter for tag in span.cohorts)
+    layer = {-1: "E", num_layers - 1: "L"}.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
+    layer = layer or str("" if span.layer is None else span.layer)
+    if span.kind is Kind.SWAP:
+        texts = [f"{span.load.requests} requests", str(span.load.requests)]
+    elif span.kind in (Kind.LINEAR, Kind.ATTENTION):
+        texts = [f"{layer} + {letters}", layer] if letters else [layer]
+    else:
+        texts = [f"{letters}: layer {layer}, {span.load.requests} requests", f"{letters}: layer {layer}"]
+        texts += [f"{letters} {layer}", layer]
+    return next((text for text in texts if (len(text) + 1) * POINTS_PER_CHARACTER <= room), "")
+
+
+def mark_iterations(ax: Axes, iterations: Sequence[Iteration], zero_s: float) -> None:
+    """Where each begins, and above it what it is as far as there is room to say so."""
+    (left, right), top = ax.get_xlim(), ax.get_ylim()[1]
+    points_per_ms = width_points(ax) / (right - left)
+    for iteration in iterations:
+        left_ms, right_ms = ((time_s - zero_s) * 1e3 for time_s in (iteration.start_s, iteration.end_s))
+        ax.axvline(left_ms, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+        first = f"iteration {iteration.index}: {iteration.strategy}"
+        second = f"{right_ms - left_ms:.1f} ms"
+        if iteration.predicted_s is not None:
+            second += f", predicted {iteration.predicted_s * 1e3:.1f}"
+        texts = (f"{first}\n{second}", f"{iteration.index}\n{right_ms - left_ms:.1f} ms")
+        room = (right_ms - left_ms) * points_per_ms
+        text = next((text for text in texts if max(map(len, text.split("\n"))) * POINTS_PER_CHARACTER < room), "")
+        middle_ms = (left_ms + right_ms) / 2
+        ax.text(middle_ms, top, text, ha="center", va="bottom", fontsize=7.5, color=FAINT, linespacing=1.15)
+
+
+def width_points(ax: Axes) -> float:
+    return ax.figure.get_size_inches()[0] * 72 * ax.get_position().width
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+NOTE = (
+    "Lane: requests that go straight through all layers. Cohort: requests whose KV cache is in host memory, where the "
+    "CPU computes their attention;\ntheir linear layers run together with the lane's (coloured foot of a box) or by "
+    "themselves (own steps). Linear box i is the work between attention i and attention i+1."
+)
+
+
+def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
+    strategies = ", ".join(strategy.replace("-", " ") for strategy in timeline.strategies)
+    how = "SIMULATED: predicted times" if timeline.simulated else "measured"
+    title, setting = f"{timeline.system}: {strategies}", f"{timeline.setting}; {how}"
+    figure.text(0.01, 1 - 0.09 / height, title, fontsize=13, fontweight="bold", va="top", color=INK)
+    figure.text(0.01, 1 - 0.37 / height, setting, fontsize=9, va="top", color=FAINT)
+    figure.text(0.01, 0.07 / height, NOTE, fontsize=7.5, va="bottom", color=FAINT, linespacing=1.3)
+
+
+def legend(figure: Figure, timeline: Timeline, height: float) -> None:
+    """Colours, and how much the lane and each cohort hold where they are first seen."""
+    lane = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
+    what = "lane" if lane is None else f"lane: {load_text(lane.load)}"
+    handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]
+    first = {span.cohorts[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
+    for slot, span in sorted(first.items()):
+        text = f"cohort {span.cohorts[0].letter}: {load_text(span.load)}"
+        handles.append(Patch(color=cohort_colour(slot), label=text))
+    if any(span.kind is Kind.OTHER for span in timeline.spans):
+        handles.append(Patch(color=HOST_WORK, label="host work"))
+    if any(span.kind is Kind.WAIT for span in timeline.spans):
+        handles.append(Patch(facecolor="#FFFFFF", edgecolor=FAINT, hatch="////", label="lane waits for a cohort"))
+    if timeline.polls:
+        handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="cohort not ready: lane goes on"))
+    where = {"loc": "lower left", "bbox_to_anchor": (0.004, 0.34 / height), "ncols": len(handles)}
+    figure.legend(handles=handles, **where, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.6)
+
+
+def load_text(load: Load) -> str:
+    context = f"{load.context_tokens / 1000:.1f}k" if load.context_tokens >= 10_000 else str(load.context_tokens)
+    tokens = f" ({load.tokens} tokens)" if load.tokens != load.requests else ""
+    return f"{load.requests} request{'s' if load.requests != 1 else ''}{tokens}, {context} tokens of context"

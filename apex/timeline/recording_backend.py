@@ -1,0 +1,228 @@
+"""A backend with notes of what an executor asked of it: what happened when, and what had to end before.
+
+It stands in for the real one only while somebody records, whenever that is: cohorts under way are taken in at the
+beginning and given back at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
+
+from apex.executor import Cohort, OverlapExecutor
+from apex.timeline.spans import CohortTag, Iteration, Kind, Load, Poll, Span
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, TokenLogprob
+from swiftllm.engine.backend import Backend, Batch, Ticket
+from swiftllm.engine.executor import LaneExecutor
+
+
+@dataclass(eq=False)
+class RecordedBatch:
+    """A lane (no ``tag``) or a cohort of the backend behind, and the indexes of the spans that last moved it."""
+
+    inner: Batch
+    load: Load
+    requests: tuple[Request, ...] = ()
+    tag: CohortTag | None = None
+    boundary: int | None = None
+    ticket: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.inner.num_rows
+
+
+@dataclass(eq=False)
+class RecordedTicket:
+    """A ticket that notes failed polls and waiting. Its spans are made at the end: until then it may be delayed."""
+
+    backend: RecordingBackend
+    inner: Ticket
+    index: int
+    iteration: int
+    layer: int
+    batch_load: Load
+    tag: CohortTag
+    after: tuple[int, ...]
+
+    def ready(self) -> bool:
+        is_ready = self.inner.ready()
+        if not is_ready:
+            now_s, notes = self.backend.now(), self.backend.notes
+            notes.polls.append(Poll(now_s, notes.iteration, self.layer, self.tag))
+        return is_ready
+
+    def wait(self) -> float:
+        start_s = self.backend.now()
+        seconds = self.inner.wait()
+        self.backend.note(Kind.WAIT, start_s, self.layer, self.batch_load, (self.tag,))
+        self.backend.outstanding.pop(self.index, None)
+        return seconds
+
+    def spans(self, indexes: Iterator[int]) -> Iterator[Span]:
+        times = self.inner.times()
+        where = {"layer": self.layer, "load": self.batch_load, "cohorts": (self.tag,)}
+        if times.to_host is not None:
+            yield Span(next(indexes), Kind.TO_HOST, *times.to_host, self.iteration, **where, after=self.after)
+        yield Span(
+            self.index, Kind.CPU_ATTENTION, times.start_s, times.done_s, self.iteration, **where, after=self.after
+        )
+        if times.to_gpu is not None:
+            yield Span(next(indexes), Kind.TO_GPU, *times.to_gpu, self.iteration, **where, after=(self.index,))
+
+
+@dataclass
+class Notes:
+    """What was noted in one iteration; ``carried`` are the tickets under way when it began."""
+
+    iteration: int
+    carried: tuple[RecordedTicket, ...] = ()
+    spans: list[Span] = field(default_factory=list)
+    tickets: list[RecordedTicket] = field(default_factory=list)
+    polls: list[Poll] = field(default_factory=list)
+    summary: Iteration | None = None
+    uses_cpu: bool = False
+    is_steady: bool = False  # decodes alone: no prefills, no swaps
+
+
+class RecordingBackend:
+    """Any backend, with notes of what it is asked and how long that takes."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.notes = Notes(0)
+        self.outstanding: dict[int, RecordedTicket] = {}
+        self.indexes = itertools.count()
+        self._cohort_numbers = itertools.count()
+        self._slots: WeakValueDictionary[int, RecordedBatch] = WeakValueDictionary()
+
+    @property
+    def num_layers(self) -> int:
+        return self.inner.num_layers
+
+    @property
+    def worker_restarts(self) -> int:
+        return self.inner.worker_restarts
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def note(
+        self, kind: Kind, start_s: float, layer: int | None, load: Load, cohorts: tuple[CohortTag, ...] = (),
+        after: tuple[int, ...] = (),
+    ) -> int | None:  # fmt: skip
+        """A span from ``start_s`` to now; returns its index. What takes no time at all leaves none."""
+        end_s = self.inner.now()
+        if end_s <= start_s:
+            return None
+        index = next(self.indexes)
+        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, load, cohorts, after))
+        return index
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        start_s = self.now()
+        self.inner.swap(swaps)
+        tokens = sum(swap.request.num_computed_tokens for swap in swaps)
+        self.note(Kind.SWAP if swaps else Kind.OTHER, start_s, None, Load(0, len(swaps), tokens))
+
+    def open_lane(self, items: Sequence[LaneItem]) -> RecordedBatch:
+        start_s = self.now()
+        batch = self.inner.open_lane(items)
+        load = Load(batch.num_rows, len(items), sum(item.context_len for item in items))
+        self.note(Kind.OTHER, start_s, None, load)
+        return RecordedBatch(batch, load)
+
+    def open_cohort(self, requests: Sequence[Request]) -> RecordedBatch:
+        start_s = self.now()
+        cohort = self._tagged(self.inner.open_cohort(requests), requests)
+        self.note(Kind.OTHER, start_s, None, cohort.load, (cohort.tag,))
+        return cohort
+
+    def drop_rows(self, cohort: RecordedBatch, request_ids: frozenset[str]) -> RecordedBatch:
+        batch = self.inner.drop_rows(cohort.inner, request_ids)
+        staying = tuple(request for request in cohort.requests if request.request_id not in request_ids)
+        return self._keep(replace(cohort, inner=batch, load=_cohort_load(staying), requests=staying))
+
+    def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedBatch:
+        slot = next(slot for slot in itertools.count() if slot not in self._slots)
+        tag = CohortTag(next(self._cohort_numbers), slot)
+        return self._keep(RecordedBatch(batch, _cohort_load(requests), tuple(requests), tag))
+
+    def _keep(self, cohort: RecordedBatch) -> RecordedBatch:
+        self._slots[cohort.tag.slot] = cohort  # until the executor lets go of it
+        return cohort
+
+    def boundary(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
+        start_s = self.now()
+        tokens = self.inner.boundary(layer, [batch.inner for batch in batches])
+        cohorts = [batch for batch in batches if batch.tag is not None]
+        kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
+        tickets = tuple(cohort.ticket for cohort in cohorts if cohort.ticket is not None)
+        load = sum((batch.load for batch in batches), Load())
+        index = self.note(kind, start_s, layer, load, tuple(cohort.tag for cohort in cohorts), tickets)
+        for cohort in cohorts:
+            cohort.boundary, cohort.ticket = index, None
+        return tokens
+
+    def gpu_attention(self, layer: int, lane: RecordedBatch) -> None:
+        start_s = self.now()
+        self.inner.gpu_attention(layer, lane.inner)
+        self.note(Kind.ATTENTION, start_s, layer, lane.load)
+
+    def whole_iteration(self, lane: RecordedBatch) -> None:
+        """What is to be seen layer by layer is done layer by layer."""
+
+    def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
+        start_s = self.now()
+        inner = self.inner.submit_cpu_attention(layer, cohort.inner)
+        self.note(Kind.OTHER, start_s, layer, cohort.load, (cohort.tag,))
+        cohort.ticket = next(self.indexes)
+        after = () if cohort.boundary is None else (cohort.boundary,)
+        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.load, cohort.tag, after)
+        self.notes.tickets.append(ticket)
+        self.outstanding[ticket.index] = ticket
+        return ticket
+
+    def adopt(self, cohort: Cohort, requests: Sequence[Request]) -> None:
+        """Record a cohort from here on that was opened before anybody did, and its ticket."""
+        cohort.batch = batch = self._tagged(cohort.batch, requests)
+        if cohort.ticket is not None:
+            batch.ticket, iteration = next(self.indexes), self.notes.iteration
+            ticket = RecordedTicket(
+                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.load, batch.tag, after=()
+            )
+            self.outstanding[ticket.index] = cohort.ticket = ticket
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return self.inner.take_logprobs()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _cohort_load(requests: Sequence[Request]) -> Load:
+    return Load(len(requests), len(requests), sum(request.num_tokens for request in requests))
+
+
+# -- coming and going -------------------------------------------------------------------------------------------------
+
+
+def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
+    """Record what the executor does from its next iteration on. ``requests`` are the scheduler's, by their ids."""
+    backend = executor.backend = RecordingBackend(executor.backend)
+    for cohort in executor.cohorts:
+        backend.adopt(cohort, [requests[i] for i in cohort.request_ids if i in requests])
+    return backend
+
+
+def detach(executor: LaneExecutor | OverlapExecutor, backend: RecordingBackend) -> None:
+    """Give the executor back what it had; harmless if it has been given yet another backend since."""
+    if executor.backend is not backend:
+        return
+    executor.backend = backend.inner
+    for cohort in executor.cohorts:
+        cohort.batch = cohort.batch.inner
+        cohort.ticket = cohort.ticket and cohort.ticket.inner

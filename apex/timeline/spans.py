@@ -1,0 +1,140 @@
+"""What an executor did and when, over a few consecutive iterations; written for trace viewers and as a picture.
+
+``apex/timeline/recorder.py`` records a timeline, ``apex/timeline/files.py`` writes it down. Times are those of the
+backend's own clock. On a GPU that works behind the host's back they are the host's: when it launched an operation and
+came back.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What a span is. The first six happen one after the other on the thread that drives the lane."""
+
+    LINEAR = "lane: linear layers"
+    ATTENTION = "lane: attention"
+    STEP = "cohorts: own steps"
+    WAIT = "lane waits"
+    SWAP = "swaps"
+    OTHER = "host work"  # of an iteration: batches are made, cohorts handed over to the CPU worker
+    CPU_ATTENTION = "CPU attention"
+    TO_HOST = "PCIe to host"
+    TO_GPU = "PCIe to GPU"
+
+    @property
+    def is_lane(self) -> bool:
+        return self not in (Kind.CPU_ATTENTION, Kind.TO_HOST, Kind.TO_GPU)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much a lane or cohort holds; ``context_tokens`` are those attended to, summed over the requests."""
+
+    tokens: int = 0
+    requests: int = 0
+    context_tokens: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.tokens + other.tokens, self.requests + other.requests, self.context_tokens + other.context_tokens
+        )
+
+
+@dataclass(frozen=True)
+class CohortTag:
+    """A cohort's number in the order of opening, and its slot: the lowest that no other cohort had at the time."""
+
+    number: int
+    slot: int
+
+    @property
+    def letter(self) -> str:
+        return chr(ord("A") + self.slot) if self.slot < 26 else f"#{self.slot}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation. ``layer`` is a boundary's or an attention's, as in :class:`swiftllm.engine.backend.Backend`.
+
+    ``cohorts`` took part: the riders of a boundary, the owner of a step or ticket. ``after`` are the ``index`` of spans
+    that had to end first: a ticket's boundary, a rider's ticket; those outside the timeline are left out.
+    """
+
+    index: int
+    kind: Kind
+    start_s: float
+    end_s: float
+    iteration: int
+    layer: int | None = None
+    load: Load = Load()
+    cohorts: tuple[CohortTag, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A cohort at the lane's layer whose ticket was not ready: the lane went on without it."""
+
+    time_s: float
+    iteration: int
+    layer: int
+    cohort: CohortTag
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration's times. Busy times are as in :class:`swiftllm.core.plan.StepResult`."""
+
+    index: int
+    strategy: str
+    start_s: float
+    end_s: float
+    lane_busy_s: float
+    cpu_busy_s: float
+    predicted_s: float | None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Consecutive iterations of a run. CPU spans may begin before the first of them and end after the last.
+
+    ``system`` and ``setting`` say in words what ran where; ``simulated`` that no time here was measured.
+    """
+
+    system: str
+    setting: str
+    simulated: bool
+    num_layers: int
+    iterations: tuple[Iteration, ...]
+    spans: tuple[Span, ...]
+    polls: tuple[Poll, ...]
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """In the order of appearance."""
+        return tuple(dict.fromkeys(iteration.strategy for iteration in self.iterations))
+
+
+def span_name(span: Span, num_layers: int) -> str:
+    """A few words for a box: what, which layer, whose."""
+    letters = "+".join(tag.letter for tag in span.cohorts)
+    if span.kind in (Kind.LINEAR, Kind.STEP):
+        what = {-1: "embedding", num_layers - 1: "logits"}.get(span.layer, f"linear {span.layer}")
+        if span.kind is Kind.STEP:
+            return f"{letters}: {what}"
+        return f"{what} + {letters}" if letters else what
+    if span.kind is Kind.ATTENTION:
+        return f"attention {span.layer}"
+    if span.kind is Kind.SWAP:
+        return f"swap of {span.load.requests}"
+    if span.kind is Kind.OTHER:
+        return "hand-over" if span.layer is not None else "preparation"
+    what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}
+    return f"{letters}: {what[span.kind]} {span.layer}"

@@ -1,0 +1,87 @@
+"""The measured tables that hardware files are calibrated with, from Vidur (MIT) and forks of it.
+
+`mlp_<gpu>_<model>_tp1.csv` has columns op, num_tokens, time_ms: operations of one layer in fp16. The attention tables
+have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md tells how they are made from the public files.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from apex.simulator.hardware import LayerShape, MeasuredLayer
+from evaluation.calibration.curve_fit import compact_curve
+
+GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+# A layer adds its residual twice; the table times one addition.
+ELEMENTWISE = {
+    "input_layernorm": 1, "post_attention_layernorm": 1, "attn_rope": 1, "mlp_act": 1, "add": 2,
+}  # fmt: skip
+GEMM_POINTS, ELEMENTWISE_POINTS = 32, 12
+LLAMA_2_7B, LLAMA_3_8B = LayerShape(4096, 11008, 32, 32, 128), LayerShape(4096, 14336, 32, 8, 128)
+QWEN_2_7B = LayerShape(3584, 18944, 28, 4, 128)
+VIDUR, THIRD_PARTY = "microsoft/vidur @ 7d475133", "third-party measurement in a fork of Vidur, "
+LAYER_TABLES = {
+    ("t4", "Llama-2-7b-hf"): (LLAMA_2_7B, THIRD_PARTY + "akaashrp/vidur @ 08dd3601"),
+    ("a10", "Llama-2-7b-hf"): (LLAMA_2_7B, THIRD_PARTY + "pouyahmdn/vidur @ d0ef4c09"),
+    ("a10", "Meta-Llama-3-8B"): (LLAMA_3_8B, THIRD_PARTY + "pouyahmdn/vidur @ d0ef4c09"),
+    ("a40", "Llama-2-7b-hf"): (LLAMA_2_7B, VIDUR),
+    ("a100", "Llama-2-7b-hf"): (LLAMA_2_7B, VIDUR),
+    ("h100", "Llama-2-7b-hf"): (LLAMA_2_7B, VIDUR),
+}
+SHORT_NAMES = {"Llama-2-7b-hf": "llama-2-7b", "Meta-Llama-3-8B": "llama-3-8b"}
+ATTENTION_TABLES = {
+    "a30": ("attention_a30_Qwen-2-7B_tp1.csv", QWEN_2_7B),
+    "a40": ("attention_a40_Llama-2-7b-hf_tp1_partial.csv", LLAMA_2_7B),
+}
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Seconds of one layer's operations over tokens, as measured."""
+
+    gpu: str
+    model: str
+    shape: LayerShape
+    origin: str
+    tokens: np.ndarray
+    ops: Mapping[str, np.ndarray]
+
+    @property
+    def gemm(self) -> np.ndarray:
+        return sum(self.ops[op] for op in GEMMS)
+
+    @property
+    def elementwise(self) -> np.ndarray:
+        return sum(times * self.ops[op] for op, times in ELEMENTWISE.items())
+
+    def fit(self, rows: np.ndarray) -> MeasuredLayer:
+        """The compact curves of these rows (a mask)."""
+        gemm = compact_curve(self.tokens[rows], self.gemm[rows], GEMM_POINTS)
+        elementwise = compact_curve(self.tokens[rows], self.elementwise[rows], ELEMENTWISE_POINTS)
+        return MeasuredLayer(self.model, self.shape, gemm, elementwise, self.origin)
+
+
+def read_layer_tables(folder: Path) -> list[LayerTable]:
+    tables = []
+    for (gpu, model), (shape, origin) in LAYER_TABLES.items():
+        ops: dict[str, dict[int, float]] = {}
+        for row in read_rows(folder / f"mlp_{gpu}_{model}_tp1.csv"):
+            ops.setdefault(row["op"], {})[int(row["num_tokens"])] = float(row["time_ms"]) * 1e-3
+        tokens = sorted(set.intersection(*(set(ops[op]) for op in (*GEMMS, *ELEMENTWISE))))
+        columns = {op: np.array([seconds[n] for n in tokens]) for op, seconds in ops.items()}
+        tables.append(LayerTable(gpu, model, shape, origin, np.array(tokens), columns))
+    return tables
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: name the folder that has it with --tables; docs/calibration.md tells its origin"
+        )
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

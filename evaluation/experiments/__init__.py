@@ -1,0 +1,1 @@
+"""Experiments: the points of a figure, and what runs them."""

@@ -1,0 +1,106 @@
+"""One measured point: a server that is already running is sent a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from evaluation.experiments.runner import Point, PointResult
+from evaluation.experiments.torch_point import warm_up, workload_values
+from evaluation.results.metrics import DEFAULT_TARGETS, Targets, compute_metrics
+from evaluation.results.progress import TokenProgress
+from evaluation.results.records import RequestRecord
+from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
+
+if TYPE_CHECKING:
+    from evaluation.replay.server import Server
+
+FRESH_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class HttpTask:
+    """What an HTTP point runs. ``model`` is the folder that prompts take their tokens from; ``values`` are summary
+    fields that are known beforehand (swept variables)."""
+
+    server: Server
+    model: Path
+    lengths: Lengths
+    values: Mapping[str, Any]
+    stall_timeout_s: float = 120.0
+    request_timeout_s: float = 1800.0
+    ready_timeout_s: float = 60.0
+    targets: Targets = DEFAULT_TARGETS
+    prompt_tokens: PromptTokens | None = None
+    """What prompts are made of; by default the model's own tokens of a text."""
+
+
+class NothingServed(RuntimeError):
+    """Not a single request was completed; the message gives a reason."""
+
+
+def run_http_point(point: Point, label: str, console: Console) -> PointResult:
+    """Check that the server is still there, warm it up, send the workload.
+
+    Raises:
+        ServerNotReady: it is not ready, or not the one it was when the run began.
+        NothingServed: no request was completed: there is nothing to save, and the point is to be tried again.
+    """
+    from evaluation.replay.http import replay  # the HTTP client is needed only where a point really runs
+    from evaluation.replay.server import connect
+
+    task: HttpTask = point.task
+    server = connect(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
+    prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
+    workload = make_workload(task.lengths, prompt_tokens)
+    limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}
+    warmed = replay(server, with_fresh_prompts(warm_up(workload), prompt_tokens.vocab_size), **limits)
+    check_served(server, warmed.records)
+    with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+        result = replay(server, with_fresh_prompts(workload, prompt_tokens.vocab_size), progress, **limits)
+    check_served(server, result.records)
+    values = {
+        "system": server.name,
+        "backend": "http",
+        "gpu": None,  # as the rest of what the server runs with: its own affair
+        "model": Path(server.model).name,
+        "server": server.url if server.version is None else f"{server.url} (version {server.version})",
+        **dict.fromkeys(("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")),
+        "max_model_len": server.max_model_len,
+        **workload_values(task.lengths, prompt_tokens),
+        **task.values,
+        **compute_metrics(result.records, result.wall_s, targets=task.targets),
+        **result.stats,
+    }
+    return PointResult(values, result.records, {"server": dataclasses.asdict(server)})
+
+
+def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
+    """The workload with the first tokens of each prompt drawn anew, from no seed.
+
+    A server may keep the KV cache of prompts it has seen (vLLM does unless told not to), and the points of a figure
+    share prompts. A prompt that begins otherwise has no cached prefix: every point finds the cache cold.
+    """
+    rng = np.random.default_rng()
+
+    def fresh(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        count = min(FRESH_TOKENS, len(prompt))
+        return (*rng.integers(0, vocab_size, count).tolist(), *prompt[count:])
+
+    requests = tuple(
+        dataclasses.replace(request, prompt_token_ids=fresh(request.prompt_token_ids)) for request in workload.requests
+    )
+    return dataclasses.replace(workload, requests=requests)
+
+
+def check_served(server: Server, records: tuple[RequestRecord, ...]) -> None:
+    if not any(record.completed for record in records):
+        raise NothingServed(
+            f"{server.name} at {server.url} completed none of {len(records)} requests; the first: {records[0].failure}"
+        )

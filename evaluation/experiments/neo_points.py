@@ -1,0 +1,98 @@
+"""The points of NEO's figures, and what is read off their rows.
+
+A figure is a section of ``configs/experiments/neo.yaml``. What its panels sweep says what they show: several request
+rates a load-latency curve, a single one the distribution of latencies, output lengths the throughput relative to the
+baseline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from apex.simulator.hardware import load_host
+from evaluation.experiments.paper_settings import PaperSetting
+from evaluation.experiments.runner import Point
+from evaluation.experiments.sensitivity import Variation
+from evaluation.experiments.simulated_sweeps import Panel, make_points, make_sensitivity_points, make_sweep
+from evaluation.results.folder import FlatRecord
+
+LATENCY = "per_token_latency_s_mean"
+
+
+def make_neo_points(
+    settings: Mapping[str, Any],
+    variation: Variation | None = None,
+    **options: Any,
+) -> list[Point]:
+    """The points of one figure.
+
+    Args:
+        settings: a section of the experiment file, as :func:`make_sweep` reads it. A panel may also name ``hosts`` to
+            put its setting on, and the latency ``at_latency_s`` at which its curves are compared.
+        variation: an assumption's values; then only what a panel lists in ``sensitivity_at``, once for each.
+        options: those of ``make_sweep``.
+    """
+    own = {raw["panel"]: raw for raw in settings["panels"]}
+    shared = [{key: raw[key] for key in raw if key not in ("hosts", "at_latency_s")} for raw in settings["panels"]]
+    sweep = make_sweep({**settings, "panels": shared}, **options)
+    points = []
+    for panel in sweep.panels:
+        raw = own[panel.panel]
+        values = {"at_latency_s": raw.get("at_latency_s")}
+        for on_its_host in on_hosts(panel, raw.get("hosts", ())):
+            alone = replace(sweep, panels=(on_its_host,))
+            if variation is None:
+                made = make_points(alone)
+            else:
+                made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
+            points += [with_values(point, values) for point in made]
+    return points
+
+
+def with_values(point: Point, values: Mapping[str, Any]) -> Point:
+    """The point with ``values`` and its key (which names its records) in its row."""
+    row = {**point.task.values, **values, "point": point.key}
+    return replace(point, task=replace(point.task, values=row))
+
+
+def on_hosts(panel: Panel, hosts: Sequence[str]) -> list[Panel]:
+    """The panel once for each host, or as it is."""
+    return [replace(panel, setting=on_host(panel.setting, host)) for host in hosts] or [panel]
+
+
+def on_host(setting: PaperSetting, host: str) -> PaperSetting:
+    """A setting on another host, its CPU KV cache in proportion to the cores (NEO section 5.5)."""
+    there, here = load_host(host), load_host(setting.host)
+    title = f"{setting.title.split(' (')[0]} ({there.name.split(' (')[0]})"
+    name = f"{setting.name.split('-')[0]}-{host}"
+    moved = replace(setting, name=name, host=host, title=title)
+    cpu_kv_gb = setting["cpu_kv_gb"] * there["cores"] / here["cores"]
+    return moved.with_figures("NEO section 5.5: in proportion to the cores", cpu_kv_gb=cpu_kv_gb)
+
+
+def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """The rows; where curves are read at a latency, with the request rate at which they get there.
+
+    ``request_rate_at_latency`` stands in the first row of a curve: interpolated between the two rates around the first
+    crossing, None where the curve does not cross.
+    """
+    curves: dict[tuple[str, str], list[FlatRecord]] = {}
+    for row in rows:
+        if row.get("at_latency_s") is not None:
+            curves.setdefault((row["setting"], row["system"]), []).append(row)
+    rates = {
+        curve[0]["point"]: crossing([(r["request_rate"], r[LATENCY]) for r in curve], curve[0]["at_latency_s"])
+        for curve in curves.values()
+    }
+    return [{**row, "request_rate_at_latency": rates.get(row["point"])} for row in rows]
+
+
+def crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
+    """Where a curve of (x, y) first rises through ``level``, between its points by a straight line."""
+    for (left, below), (right, above) in itertools.pairwise(sorted(curve)):
+        if below <= level < above:
+            return left + (right - left) * (level - below) / (above - below)
+    return None

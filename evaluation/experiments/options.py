@@ -1,0 +1,266 @@
+"""The command line that all ``reproduce_*.py`` share: dataclasses for tyro, the help text below each field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from evaluation.experiments.measured_sweeps import MeasuredPlan, WorkloadPlan
+from evaluation.results.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
+from evaluation.traces.workloads import only_named
+from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
+from swiftllm.machine import usable_cores
+
+if TYPE_CHECKING:
+    from evaluation.replay.server import Server
+
+# Another backend gets its name here, its points in evaluation/figures/paper_figure.py, and what runs them in
+# evaluation/experiments/points.py.
+Backend = Literal["simulated", "torch", "http"]
+
+Names = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME ...")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
+
+SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """What every figure takes. Where the default is "from the experiment file", --help names that file above.
+
+    Line breaks stay in the help: they stand where a sentence or clause ends.
+    """
+
+    backend: Backend | None = None
+    """simulated predicts the papers' GPUs in virtual time;
+    torch measures a small model on this machine, lengths and loads scaled down;
+    http sends the same to OpenAI-compatible servers that are running (--url).
+    By default what the figure says above."""
+    gpu: Literal["t4", "a10"] | None = None
+    """Only the panels of this GPU (simulated); by default all of them."""
+    systems: Names = None
+    """Systems to compare, in order; by default from the experiment file."""
+    workloads: Names = None
+    """Only these workloads of the experiment file; by default all of them."""
+    num_requests: int | None = None
+    """Requests of every simulated point, or with --backend torch or http of every measured one;
+    by default from the experiment file. NEO sent 2000; APEX does not say."""
+    seed: int = 0
+    """Seed of everything drawn: lengths, arrivals, prompts."""
+    repeats: int | None = None
+    """Run every point so often, simulated ones with this seed and the next ones; by default once.
+    Tables have the medians, figures the whole span, too."""
+    jobs: int | None = None
+    """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
+    sensitivity: Range = None
+    """Instead of the figure: how its ratios move with an assumption (simulated).
+    cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
+    gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    trace_dir: Folder = None
+    """Folder with trace files, searched first."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Experiment file; by default that of the figure in configs/experiments."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to <figure>/<run>/ in this folder. The same command again goes on where the last one stopped."""
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    """Run nothing: draw and tell again from the summary.json of this result folder."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.jobs or usable_cores()
+
+
+@dataclass(frozen=True)
+class MeasuredOptions:
+    """What only the measured part (backends torch and http) takes."""
+
+    model: Folder = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
+    With --backend http the model that the servers serve: its tokenizer makes the prompts."""
+    scale: float | None = None
+    """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
+    output_lens: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="TOKENS ...")] = None
+    """Measured average output lengths, before scaling, where the figure sweeps them."""
+    gpu_requests: int | None = None
+    """Cap the measured GPU pool to this many requests of average length."""
+    num_gpu_blocks: int | None = None
+    """Cap the measured GPU pool to this many KV blocks instead."""
+    device: DeviceName | None = None
+    """Where the linear layers run; by default from the experiment file."""
+    dtype: DtypeName | None = None
+    """Weights, activations and KV cache; by default from the experiment file."""
+    load_format: LoadFormat | None = None
+    """dummy needs only the model's config.json and draws prompts at random."""
+    cpu_threads: int | None = None
+    """Threads of the CPU attention worker."""
+    cpu_kernel: str | None = None
+    """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
+    stall_timeout_s: float = 120.0
+    """Give a measured point up after so many seconds without progress."""
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """What only backend http takes."""
+
+    url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
+    """A server to measure and the name of its system, e.g. vllm=http://127.0.0.1:8000; once for each system.
+    Start it yourself, e.g. `vllm serve MODEL --port 8000`.
+    The same server with other flags needs another name, or its earlier results count as finished.
+    Ratios are to the figure's baseline if it is among the names, else to the first."""
+    ready_timeout_s: float = 60.0
+    """Wait so long for a server to become ready (GET /health)."""
+    request_timeout_s: float = 1800.0
+    """A request that takes longer has failed."""
+
+
+@dataclass(frozen=True)
+class FigureOptions(HttpOptions, MeasuredOptions, CommonOptions):
+    """All options of a figure that can be simulated and measured.
+
+    Raises:
+        ValueError: a count is below 1.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "repeats", "gpu_requests", "jobs"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+
+def experiment_settings(figure: str, config: Path | None = None) -> dict[str, Any]:
+    """The experiment file of a figure: sections ``simulated`` and ``torch``."""
+    return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
+
+
+def refuse_what_nothing_takes(options: FigureOptions, backends: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: an option was given that none of these backends takes.
+    """
+    unused = [] if "http" in backends else [(HttpOptions, "--backend http")]
+    unused += [] if {"torch", "http"}.intersection(backends) else [(MeasuredOptions, "--backend torch or http")]
+    for group, remedy in unused:
+        if names := [field.name for field in fields(group) if getattr(options, field.name) != field.default]:
+            raise ValueError(f"{flags(names)}: only {remedy} takes that")
+
+
+def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
+    """The ``torch`` section of the experiment file with the options laid over it; servers are asked what they serve.
+
+    Raises:
+        ValueError: an option does not fit; the message says what to do.
+        ServerNotReady: a server does not answer; the message says what to start.
+    """
+    settings = experiment_settings(figure, options.config)["torch"]
+    workloads = chosen_workloads(settings, options)
+    servers = connect_servers(options) if options.backend == "http" else ()
+    systems = tuple(server.name for server in servers) or options.systems or tuple(settings["systems"])
+    baseline = settings["baseline"]
+    return MeasuredPlan(
+        systems=systems,
+        baseline=systems[0] if servers and baseline not in systems else baseline,
+        seed=options.seed,
+        repeats=options.repeats or settings["repeats"],
+        workloads=workloads,
+        gpu_requests=options.gpu_requests or settings["pool"]["gpu_requests"],
+        engine=engine_config(settings, options),
+        trace_dir=options.trace_dir,
+        stall_timeout_s=options.stall_timeout_s,
+        servers=servers,
+        request_timeout_s=options.request_timeout_s,
+        ready_timeout_s=options.ready_timeout_s,
+    )
+
+
+def chosen_workloads(settings: Mapping[str, Any], options: FigureOptions) -> tuple[WorkloadPlan, ...]:
+    """The workloads of the ``torch`` section that are wanted, at the sizes that are wanted.
+
+    Raises:
+        ValueError: there is no workload of a name.
+    """
+    lists = ("output_lens", "request_rates")
+    workloads = [
+        WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
+    ]
+    workloads = only_named(workloads, options.workloads)
+    changes = given(num_requests=options.num_requests, scale=options.scale)
+    workloads = [replace(workload, **changes) for workload in workloads]
+    if options.output_lens is not None:
+        workloads = [replace(w, output_lens=options.output_lens) if w.output_lens else w for w in workloads]
+    return tuple(workloads)
+
+
+def engine_config(settings: Mapping[str, Any], options: FigureOptions) -> EngineConfig:
+    """The engine of measured points.
+
+    Raises:
+        ValueError: there is no model; the message says what to do.
+    """
+    chosen = given(
+        num_gpu_blocks=options.num_gpu_blocks,
+        device=options.device,
+        dtype=options.dtype,
+        load_format=options.load_format,
+        cpu_threads=options.cpu_threads,
+        cpu_kernel=options.cpu_kernel,
+    )
+    # Without a GPU the lane stands for one: left to themselves systems would differ in its size.
+    return EngineConfig(str(model_folder(options.model)), **{"lane_threads": 1, **settings["engine"], **chosen})
+
+
+def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
+    """The servers of --url, ready to be measured.
+
+    Raises:
+        ValueError: an option does not fit; the message says what would.
+        ServerNotReady: a server does not answer; the message says what to start.
+    """
+    from evaluation.replay.server import connect  # the HTTP client is needed only here
+
+    if not options.url:
+        raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")
+    if unfit := [name for name in SERVER_DECIDES if getattr(options, name) is not None]:
+        raise ValueError(
+            f"{flags(unfit)}: with --backend http that is the server's to decide; give it when you start the server"
+        )
+    urls = parse_urls(options.url)
+    if unknown := set(options.systems or ()) - set(urls):
+        raise ValueError(
+            f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
+        )
+    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+
+
+def parse_urls(texts: Sequence[str]) -> dict[str, str]:
+    """The addresses of --url by name.
+
+    Raises:
+        ValueError: one is no address, or two have the same name.
+    """
+    urls: dict[str, str] = {}
+    for text in texts:
+        match = re.fullmatch(r"([\w.-]+)=(https?://[^/]+)(/v1)?/?", text)
+        if match is None:
+            raise ValueError(f"--url {text!r}: write it as NAME=http://HOST:PORT, e.g. vllm=http://127.0.0.1:8000")
+        if match[1] in urls:
+            raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
+        urls[match[1]] = match[2]
+    return urls
+
+
+def flags(names: Sequence[str]) -> str:
+    """Options as they are typed."""
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def given(**options: object) -> dict[str, object]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}

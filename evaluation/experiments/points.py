@@ -1,0 +1,32 @@
+"""Runs a point of any backend: what a process of a sweep calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from evaluation.experiments.http_point import HttpTask, run_http_point
+from evaluation.experiments.runner import Point, PointResult
+from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
+from evaluation.experiments.torch_point import TorchTask, run_torch_point
+from evaluation.results.records import summary_of
+
+
+def run_point(point: Point, label: str, console: Console) -> PointResult:
+    """Run a point by what its task is.
+
+    A simulation keeps a line per request without the times of its single tokens: thousands of requests make it large,
+    and it can be had again bit for bit.
+
+    Raises:
+        TypeError: nothing runs such a task.
+    """
+    if isinstance(point.task, SimulatedTask):
+        result = run_simulated_point(point, label, console)
+        return replace(result, records=[summary_of(record) for record in result.records])
+    if isinstance(point.task, TorchTask):
+        return run_torch_point(point, label, console)
+    if isinstance(point.task, HttpTask):
+        return run_http_point(point, label, console)
+    raise TypeError(f"nothing runs a {type(point.task).__name__}")

@@ -1,0 +1,164 @@
+"""This machine as the simulator knows it: profile tables around a real run, and how well they predict in between."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from swiftllm.config import EngineConfig
+from swiftllm.scheduling.scheduler import SchedulerLimits
+
+if TYPE_CHECKING:
+    from swiftllm.runtime.torch_backend import TorchBackend
+
+FRESH_S = 5.0
+"""How old the profile after one run may be to serve as the profile before the next."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the simulator is told of the machine: the times and limits of one engine configuration."""
+
+    table: ProfileTable
+    num_layers: int
+    limits: SchedulerLimits
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class OperationError:
+    """Predicted over measured seconds, less 1, at sizes that the table was not made from."""
+
+    operation: str
+    sizes: int
+    median: float
+    p90: float
+    bias: float
+    """The median with its sign: above 0 where the table is too slow."""
+
+
+class MachineProfiles:
+    """Measures profiles one after the other; the one after a run is also the one before the next."""
+
+    def __init__(self) -> None:
+        self._last: tuple[EngineConfig, float, Machine] | None = None
+
+    def before(self, config: EngineConfig) -> Machine:
+        if self._last is not None:
+            last_config, taken_s, machine = self._last
+            if last_config == config and time.monotonic() - taken_s < FRESH_S:
+                return machine
+        return self.after(config)
+
+    def after(self, config: EngineConfig) -> Machine:
+        machine = measure_machine(config)
+        self._last = (config, time.monotonic(), machine)
+        return machine
+
+
+@contextmanager
+def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
+    """A backend with the worker thread that serves, and nothing to do."""
+    from swiftllm.runtime.torch_backend import TorchBackend
+    from swiftllm.runtime.workers.thread import CpuWorker  # torch is loaded only where something really runs
+
+    backend = TorchBackend(config, CpuWorker())
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def measure_machine(config: EngineConfig) -> Machine:
+    from apex.systems import measure_profile
+    from swiftllm.systems import scheduler_limits
+
+    with idle_backend(config) as backend:
+        table, limits = measure_profile(config, backend), scheduler_limits(config, backend)
+        return Machine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
+
+
+def save_table(table: ProfileTable, folder: Path) -> Path:
+    path = folder / "profile.json"
+    table.save(path)
+    return path
+
+
+def mean_machine(first: Machine, second: Machine) -> Machine:
+    """Halfway between two profiles of one machine: its speed drifts by the second with whatever else runs on it."""
+    return replace(first, table=mean_table(first.table, second.table))
+
+
+def mean_table(first: ProfileTable, second: ProfileTable) -> ProfileTable:
+    parts = {field.name: getattr(first, field.name) for field in fields(first)}
+    for name, value in parts.items():
+        if name != "identity":
+            parts[name] = _mean(value, getattr(second, name))
+    return ProfileTable(**parts)
+
+
+def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Curve | Surface | float:
+    if isinstance(first, Surface):
+        return Surface(first.firsts, tuple(map(_mean, first.curves, second.curves)))
+    if isinstance(first, Curve):
+        return Curve(first.sizes, tuple(map(_mean, first.seconds, second.seconds)))
+    return (first + second) / 2
+
+
+# -- operation by operation -------------------------------------------------------------------------------------------
+
+
+def operation_errors(config: EngineConfig) -> list[OperationError]:
+    """Profile the machine at the table's sizes and at others in the same rounds, and predict the others."""
+    from apex.perf.profiler import Grid, table_of
+    from apex.systems import make_profiler, profile_identity
+
+    others = Grid(
+        linear_tokens=(3, 6, 12, 20, 40, 80, 112, 160, 224, 384, 768),
+        sampled_rows=(3, 6, 12, 24, 48, 96),
+        swapped_blocks=(4, 16),
+        prefill_tokens=(8, 24, 48, 96, 192, 384),
+        prefill_cached=(0, 64, 512),
+        prefill_lanes=(2, 4, 16),
+        decode_requests=(2, 8, 32),
+        decode_contexts=(64, 256, 1024),
+        iteration_requests=(8, 32, 128),
+    )
+    with idle_backend(config) as backend:
+        known, held_out = make_profiler(config, backend).seconds(Grid(), others)
+        model = PerfModel(table_of(known, profile_identity(config, backend)), backend.num_layers)
+    errors = []
+    for operation, predict in predictions(model).items():
+        sizes = [size for size in held_out[operation] if size not in known[operation]]
+        if sizes:
+            relative = [predict(size) / held_out[operation][size] - 1.0 for size in sizes]
+            errors.append(operation_error(operation, relative))
+    return errors
+
+
+def operation_error(operation: str, relative: Sequence[float]) -> OperationError:
+    absolute = sorted(map(abs, relative))
+    p90 = absolute[round(0.9 * (len(absolute) - 1))]
+    return OperationError(operation, len(relative), statistics.median(absolute), p90, statistics.median(relative))
+
+
+def predictions(model: PerfModel) -> dict[str, Callable]:
+    """Seconds by size, for the operations of the profiler's grid."""
+    return {
+        "linear": model.linear_s,
+        "first": model.first_s,
+        "last": model.last_s,
+        "prefill_attention": lambda size: model.prefill_attention_s([size]),
+        "prefill_lane": lambda size: model.prefill_attention_s([(size[1], 0)] * size[0]),
+        "gpu_attention": lambda size: model.gpu_attention_s(size[0], size[0] * size[1]),
+        "cpu_attention": lambda size: model.cpu_attention_s(size[0], size[0] * size[1]),
+        "swap": model.swap_s,
+        "iteration": model.iteration_s,
+    }

@@ -1,0 +1,116 @@
+"""Assumptions that a figure's ratios hang on, and how they are varied (``--sensitivity``).
+
+The papers leave two figures of their machines open that decide more than any other: how fast CPU attention reads the
+KV cache, and how many KV blocks the GPU holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from evaluation.experiments.paper_settings import PaperSetting
+from evaluation.results.folder import FlatRecord
+
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One figure of a :class:`~evaluation.experiments.paper_settings.PaperSetting` that can be replaced.
+
+    ``name`` is that of the command line and of a row's ``sensitivity``; ``field`` the row's field with the value;
+    ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
+    ``concerns`` says whether a system depends on it: one that does not runs once, its field empty.
+    """
+
+    name: str
+    field: str
+    words: str
+    unit: str
+    column: str
+    tag: str
+    concerns: Callable[[PaperSetting, str], bool]
+    replaced: Callable[[PaperSetting, float], PaperSetting]
+
+    @property
+    def axis(self) -> str:
+        return f"{self.unit} (assumed)"
+
+
+@dataclass(frozen=True)
+class Variation:
+    """An assumption and the values it is given."""
+
+    assumption: Assumption
+    values: tuple[float, ...]
+
+
+def with_cpu_bandwidth(setting: PaperSetting, gb_s: float) -> PaperSetting:
+    return replace(setting, cpu_bandwidth_gb_s=gb_s)
+
+
+def with_gpu_blocks(setting: PaperSetting, num_blocks: float) -> PaperSetting:
+    """
+    Raises:
+        ValueError: the setting's longest request does not fit so many blocks.
+    """
+    if num_blocks < setting.min_gpu_blocks:
+        raise ValueError(
+            f"--sensitivity gpu_blocks: {setting.title} needs {setting.min_gpu_blocks} blocks for its longest request; "
+            "begin there, or choose another machine with --gpu"
+        )
+    return setting.with_figures("--sensitivity gpu_blocks", num_gpu_blocks=int(num_blocks))
+
+
+CPU_BANDWIDTH = Assumption(
+    name="cpu_bandwidth",
+    field="cpu_bandwidth_gb_s",
+    words="the speed of CPU attention",
+    unit="GB/s of CPU attention",
+    column="CPU GB/s",
+    tag="cpu",
+    concerns=lambda setting, system: setting.kernel_of(system) is not None,
+    replaced=with_cpu_bandwidth,
+)
+GPU_BLOCKS = Assumption(
+    name="gpu_blocks",
+    field="num_gpu_blocks",
+    words="the size of the GPU's KV pool",
+    unit="KV blocks of 16 tokens on the GPU",
+    column="blocks",
+    tag="blocks",
+    concerns=lambda setting, system: True,
+    replaced=with_gpu_blocks,
+)
+ASSUMPTIONS = {assumption.name: assumption for assumption in (CPU_BANDWIDTH, GPU_BLOCKS)}
+
+
+def varied_in(records: Iterable[FlatRecord]) -> Assumption | None:
+    """The assumption that a run varied, by its rows; None for a run of the figure itself."""
+    return ASSUMPTIONS.get(next(iter(records)).get("sensitivity"))
+
+
+def parse_sensitivity(text: str) -> Variation:
+    """``NAME=LOW..HIGH``: both ends, and between them values of two digits, evenly spaced on a logarithmic axis.
+
+    Raises:
+        ValueError: the text has another form, or nothing of that name can be varied; the message shows what is right.
+    """
+    match = re.fullmatch(r"(\w+)=([\d.]+)\.\.([\d.]+)", text)
+    try:
+        name, low, high = match[1], float(match[2]), float(match[3])
+    except (TypeError, ValueError):
+        raise ValueError(f"--sensitivity {text!r}: write it as NAME=LOW..HIGH, like cpu_bandwidth=20..300") from None
+    if name not in ASSUMPTIONS:
+        raise ValueError(f"--sensitivity {name}: what can be varied is {', '.join(ASSUMPTIONS)}")
+    if not 0 < low < high:
+        raise ValueError(f"--sensitivity {text!r}: the range must rise from above 0")
+    between = (_two_digits(low * (high / low) ** (step / (STEPS - 1))) for step in range(1, STEPS - 1))
+    return Variation(ASSUMPTIONS[name], (low, *sorted({value for value in between if low < value < high}), high))
+
+
+def _two_digits(value: float) -> float:
+    return round(value, 1 - math.floor(math.log10(value)))

@@ -1,0 +1,119 @@
+"""One simulated point: a system on predicted hardware replays a workload over a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from apex.perf.model import ProfileTable
+from apex.simulator.build import build_simulated
+from apex.simulator.cpu_path import Interconnect
+from apex.strategy import StrategyConfig
+from evaluation.experiments.runner import Point, PointResult
+from evaluation.experiments.torch_point import workload_values
+from evaluation.replay.inprocess import replay
+from evaluation.results.metrics import compute_metrics
+from evaluation.results.progress import TokenProgress
+from evaluation.traces.workloads import Lengths, PromptTokens, Workload, WorkloadRequest
+from swiftllm.scheduling.scheduler import SchedulerLimits
+
+if TYPE_CHECKING:
+    from swiftllm.engine.engine import Engine
+
+PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
+
+
+@dataclass(frozen=True)
+class SimulatedHardware:
+    """A machine and model as the simulator knows them; ``table`` holds one layer's times.
+
+    ``gpu``, ``model`` and ``dtype`` are names for the rows; ``launch_s`` and ``interconnect`` are costs that the table
+    leaves out.
+    """
+
+    gpu: str
+    model: str
+    dtype: str
+    table: ProfileTable
+    num_layers: int
+    launch_s: float = 0.0
+    interconnect: Interconnect | None = None
+
+
+@dataclass(frozen=True)
+class SimulatedTask:
+    """What a simulated point runs; picklable. ``values`` are summary fields that are known beforehand."""
+
+    system: str
+    hardware: SimulatedHardware
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    lengths: Lengths
+    limits: SchedulerLimits
+    block_size: int = 16
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    stall_timeout_s: float = 120.0
+
+
+def build_engine(task: SimulatedTask) -> Engine:
+    hardware = task.hardware
+    return build_simulated(
+        task.system,
+        hardware.table,
+        hardware.num_layers,
+        num_gpu_blocks=task.num_gpu_blocks,
+        num_cpu_blocks=task.num_cpu_blocks,
+        block_size=task.block_size,
+        max_num_batched_tokens=task.limits.max_num_batched_tokens,
+        max_num_seqs=task.limits.max_num_seqs,
+        max_model_len=task.limits.max_model_len,
+        strategy=task.strategy,
+        vocab_size=PLACEHOLDER_PROMPTS.vocab_size,
+        launch_s=hardware.launch_s,
+        interconnect=hardware.interconnect,
+    )
+
+
+def run_simulated_point(point: Point, label: str, console: Console) -> PointResult:
+    """Build the system and replay the workload; every time in the result is virtual. The rows say so themselves."""
+    task: SimulatedTask = point.task
+    engine = build_engine(task)
+    with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+        workload = placeholder_workload(task.lengths)
+        result = replay(engine, workload, progress, task.stall_timeout_s, wait=engine.backend.sleep)
+    busy, wall_s = engine.backend.busy, result.wall_s
+    values = {
+        "system": task.system,
+        "backend": "simulated",
+        "gpu": task.hardware.gpu,
+        "model": task.hardware.model,
+        "dtype": task.hardware.dtype,
+        "num_gpu_blocks": task.num_gpu_blocks,
+        "num_cpu_blocks": task.num_cpu_blocks,
+        "cpu_kernel": task.hardware.table.identity.get("cpu_kernel"),
+        "cpu_threads": task.hardware.table.identity.get("cpu_threads"),
+        **workload_values(task.lengths, PLACEHOLDER_PROMPTS),
+        "prompts": "placeholder token ids",
+        "cpu_bandwidth_gb_s": None,
+        **task.values,
+        **compute_metrics(result.records, wall_s, result.stats),
+        "iterations": result.stats["iterations"],
+        "preemptions": result.stats["preemptions"],
+        "swapped_blocks": result.stats["swapped_blocks"],
+        "gpu_busy_fraction": busy.gpu_s / wall_s if wall_s else None,
+        "extrapolated": ", ".join(sorted(engine.backend.extrapolated)) or None,
+    }
+    return PointResult(values, result.records, {"engine": engine.describe(), "engine_stats": dict(result.stats)})
+
+
+def placeholder_workload(lengths: Lengths) -> Workload:
+    """A workload whose prompts have lengths and nothing else: a simulation never looks at the tokens."""
+    requests = tuple(
+        WorkloadRequest(f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens)
+        for index, row in enumerate(lengths.rows)
+    )
+    return Workload(lengths, requests)

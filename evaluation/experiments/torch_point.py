@@ -1,0 +1,119 @@
+"""One measured point: a system on the torch backend replays a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from evaluation.experiments.runner import Point, PointResult
+from evaluation.replay.inprocess import replay
+from evaluation.results.metrics import compute_metrics
+from evaluation.results.other_work import OtherWork
+from evaluation.results.progress import TokenProgress
+from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
+from swiftllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from swiftllm.engine.engine import Engine
+
+WARM_UP_REQUESTS = 2
+WARM_UP_TOKENS = 4
+
+EngineFactory = Callable[[str, EngineConfig], "Engine"]
+
+
+@dataclass(frozen=True)
+class TorchTask:
+    """What a torch point runs. ``values`` are summary fields that are known beforehand (swept variables)."""
+
+    system: str
+    engine: EngineConfig
+    lengths: Lengths
+    values: Mapping[str, Any]
+    stall_timeout_s: float = 120.0
+
+
+def build_engine(system: str, config: EngineConfig) -> Engine:
+    from apex.systems import build_system  # loads torch: only where a point really runs
+
+    return build_system(system, config)
+
+
+def run_torch_point(
+    point: Point, label: str, console: Console, engine_factory: EngineFactory = build_engine
+) -> PointResult:
+    """Build the system, warm it up, replay the workload, close it."""
+    task: TorchTask = point.task
+    prompt_tokens = load_prompt_tokens(Path(task.engine.model))
+    workload = make_workload(task.lengths, prompt_tokens)
+    engine = engine_factory(task.system, task.engine)
+    try:
+        # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
+        replay(engine, warm_up(workload), stall_timeout_s=task.stall_timeout_s)
+        with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+            others = OtherWork()
+            result = replay(engine, workload, progress, task.stall_timeout_s)
+            others_busy_cores = others.busy_cores()
+        description, device_type = engine.describe(), engine.backend.device.type
+    finally:
+        engine.close()
+    values = {
+        "system": task.system,
+        "backend": f"torch-{device_type}",
+        "gpu": description["device"] if device_type == "cuda" else None,
+        "model": Path(task.engine.model).name,
+        **{
+            name: description[name]
+            for name in ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
+        },
+        **workload_values(task.lengths, prompt_tokens),
+        **task.values,
+        **compute_metrics(result.records, result.wall_s, result.stats),
+        "iterations": result.stats.get("iterations"),
+        "preemptions": result.stats.get("preemptions"),
+        "swapped_blocks": result.stats.get("swapped_blocks"),
+        "others_busy_cores": others_busy_cores,
+    }
+    return PointResult(values, result.records, {"engine": description, "engine_stats": dict(result.stats)})
+
+
+def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:
+    """Summary fields that tell which work was done and how sure we are of its lengths."""
+    spec = lengths.spec
+    return {
+        "workload": spec.name,
+        "workload_title": lengths.title,
+        "trace_origin": lengths.origin.kind,
+        "trace_note": lengths.origin.note,
+        "trace_file": lengths.origin.file,
+        "prompts": prompt_tokens.kind,
+        "num_requests": spec.num_requests,
+        "scale": spec.scale,
+        "arrivals": spec.arrivals,
+        "request_rate": spec.request_rate,
+        "concurrency": spec.concurrency,
+        "input_len": lengths.mean_input_tokens,
+        "output_len": lengths.mean_output_tokens if spec.output_len is None else spec.output_len * spec.scale,
+        "output_len_mean": lengths.mean_output_tokens,
+        "seed": spec.seed,
+    }
+
+
+def warm_up(workload: Workload) -> Workload:
+    """The first requests of a workload, at once and cut short, under other names."""
+    requests = tuple(
+        dataclasses.replace(
+            request,
+            request_id=f"warm-up-{request.request_id}",
+            arrival_s=0.0,
+            prompt_token_ids=request.prompt_token_ids[:32],
+            output_len=min(request.output_len, WARM_UP_TOKENS),
+        )
+        for request in workload.requests[:WARM_UP_REQUESTS]
+    )
+    return dataclasses.replace(workload, requests=requests)

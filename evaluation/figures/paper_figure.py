@@ -1,0 +1,200 @@
+"""What every ``reproduce_*.py`` does: points from the experiment file, run, draw, tell, compare with the claims."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot as plt
+from rich.console import Console
+
+from apex.cli.output import stdout_console
+from apex.systems import SYSTEMS
+from evaluation.experiments import measured_sweeps as measured
+from evaluation.experiments import simulated_sweeps as sweeps
+from evaluation.experiments.options import (
+    FigureOptions,
+    experiment_settings,
+    make_measured_plan,
+    refuse_what_nothing_takes,
+)
+from evaluation.experiments.points import run_point
+from evaluation.experiments.runner import Complete, Point, as_they_are, print_error, run_experiment
+from evaluation.experiments.sensitivity import parse_sensitivity, varied_in
+from evaluation.figures.apex_paper import draw_sensitivity
+from evaluation.figures.style import save
+from evaluation.figures.table import print_results
+from evaluation.results.claims import load_claims, print_claims
+from evaluation.results.folder import FlatRecord
+from evaluation.results.provenance import machine_identity
+
+MEASURED = frozenset({"torch", "http"})
+SENSITIVITY = "_sensitivity"
+"""Ends the name of a result folder in which an assumption was varied."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. ``experiment`` is the name of what was run, None where the folder does not tell."""
+
+    folder: Path
+    experiment: str | None
+    summary: Sequence[FlatRecord]
+    machine: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of a paper: ``name`` is that of its experiment file, its result folder and its claims.
+
+    ``metric`` is what its sensitivity is about, ``what`` that metric in words. ``backends`` run when none is asked for.
+    ``complete`` adds what only all rows together tell.
+    """
+
+    name: str
+    title: str
+    draw: Callable[[Run], plt.Figure]
+    metric: str
+    what: str
+    backends: tuple[str, ...] = ("simulated",)
+    complete: Complete = as_they_are
+
+
+def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
+    """Run what is not there yet, draw, tell. Returns the exit status: 0 when every point is finished, 2 for options
+    that do not fit."""
+    console = stdout_console()
+    try:
+        if options.from_folder is not None:
+            show(figure, read_run(options.from_folder, [figure.name]), console)
+            return 0
+        points, configuration = make_points(figure, options, console)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        print_error(error, console)
+        return 2
+    name = figure.name if options.sensitivity is None else figure.name + SENSITIVITY
+    return run_and_show(figure, name, points, configuration, options.results_dir, options.num_jobs, console)
+
+
+def run_and_show(
+    figure: PaperFigure,
+    name: str,
+    points: Sequence[Point],
+    configuration: Mapping[str, Any],
+    results_dir: Path,
+    jobs: int,
+    console: Console,
+) -> int:
+    """Run what is not there yet under the name of a result folder, draw, tell. Returns the exit status."""
+    described = {"experiment": name, **configuration}
+    outcome = run_experiment(name, described, points, run_point, results_dir, console, jobs, figure.complete)
+    if outcome.summary:
+        show(figure, Run(outcome.folder, name, outcome.summary, machine_identity()), console)
+    return outcome.tell(console)
+
+
+def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -> tuple[list[Point], dict[str, Any]]:
+    """The points of the chosen backends, and what goes into the run's identity.
+
+    Raises:
+        ValueError: an option does not fit; the message says what would.
+        ConnectionError: a server does not answer; the message says what to start.
+    """
+    backends = figure.backends if options.backend is None else (options.backend,)
+    if options.sensitivity is not None:
+        if options.backend in MEASURED:
+            raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
+        backends = ("simulated",)
+    refuse_what_nothing_takes(options, backends)
+    points: list[Point] = []
+    configuration: dict[str, Any] = {}
+    if "simulated" in backends:
+        simulated = simulated_points(figure.name, options)
+        points += simulated
+        configuration["simulated"] = sweeps.describe(simulated)
+    for backend in MEASURED.intersection(backends):
+        try:
+            plan = make_measured_plan(figure.name, measured_options(options))
+        except ValueError as error:
+            if "simulated" not in backends:
+                raise
+            console.print(f"the measured half is left out: {error}", style="yellow", highlight=False, markup=False)
+        else:
+            here = measured.make_points(plan)
+            points += here
+            configuration[backend] = measured.configuration(plan, here)
+    return points, configuration
+
+
+def simulated_points(name: str, options: FigureOptions) -> list[Point]:
+    sweep = sweeps.make_sweep(
+        experiment_settings(name, options.config)["simulated"],
+        gpu=options.gpu,
+        systems=options.systems,
+        workloads=options.workloads,
+        num_requests=options.num_requests,
+        seed=options.seed,
+        repeats=options.repeats,
+        trace_dir=options.trace_dir,
+    )
+    if options.sensitivity is None:
+        return sweeps.make_points(sweep)
+    return sweeps.make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
+
+
+def measured_options(options: FigureOptions) -> FigureOptions:
+    """The options for the measured part.
+
+    Beside a simulation the number of requests is the simulation's (thousands would take this machine hours), and the
+    systems are those that run on real hardware.
+    """
+    systems = options.systems
+    if options.backend == "torch" and (unknown := [system for system in systems or () if system not in SYSTEMS]):
+        raise ValueError(f"no system {', '.join(unknown)} on the torch backend; there are {', '.join(SYSTEMS)}")
+    if options.backend in MEASURED:
+        return options
+    return replace(
+        options,
+        num_requests=None,
+        systems=tuple(system for system in systems if system in SYSTEMS) if systems else None,
+    )
+
+
+def read_run(folder: Path, wanted: Sequence[str]) -> Run:
+    """A finished run of one of the ``wanted`` experiments, or of what an assumption changes in it.
+
+    Raises:
+        ValueError: it holds no results, or others.
+    """
+    summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
+    if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
+        example = f"results/{wanted[0]}/latest"
+        raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
+    if not provenance_file.is_file():
+        return Run(folder.resolve(), None, summary, machine_identity())
+    provenance = json.loads(provenance_file.read_text())
+    experiment = provenance["configuration"].get("experiment", "something else")
+    if experiment.removesuffix(SENSITIVITY) not in wanted:
+        raise ValueError(f"{folder} holds results of {experiment}, not of {' or '.join(wanted)}")
+    return Run(folder.resolve(), experiment, summary, provenance["machine"])
+
+
+def show(figure: PaperFigure, run: Run, console: Console) -> None:
+    """Draw the figure into its folder; print the results and the claims beside them."""
+    claims = load_claims(figure.name)
+    varied = varied_in(run.summary)
+    if varied:
+        drawing = draw_sensitivity(run.summary, claims, figure.metric, figure.what, run.machine)
+    else:
+        drawing = figure.draw(run)
+    try:
+        png, _ = save(drawing, run.folder)
+    except OSError as error:
+        raise ValueError(f"the figure cannot be written: {error}; copy the folder to where you may write") from None
+    print_results(figure.title, run.summary, console)
+    if not varied:
+        print_claims(claims, run.summary, console)
+    console.print(f"figure: {png}", highlight=False, soft_wrap=True)

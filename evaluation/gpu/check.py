@@ -1,0 +1,309 @@
+"""One system end to end on this machine's GPU, in a paper's setting: a part of scripts/gpu_check.sh.
+
+python evaluation/gpu/check.py --system apex --case llama-2-7b --folder FOLDER
+
+Needs torch, numpy, Triton and pacpu alone, since a machine with a GPU may have no network; matplotlib draws a timeline
+where it is there. Weights are random: times and counts are what is of interest. The profile table measured on the spot
+also drives the simulator through the same run, and what it says stands beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from evaluation.results.paths import REPO_ROOT
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.files import write_atomically
+from swiftllm.machine import usable_cores
+
+if TYPE_CHECKING:
+    from apex.perf.model import ProfileTable
+    from swiftllm.config import EngineConfig
+    from swiftllm.engine.engine import Engine
+
+SYSTEMS = ("swiftllm", "neo", "apex")
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
+TIMELINE_ITERATIONS = 3
+TELL_EVERY_S = 5.0
+# Of the time that is left when it begins, each may take so much; a measurement more where no timeline is to follow.
+# What is simulated takes well below a second.
+WARM_UP_SHARE, MEASURED_SHARE, MEASURED_ALONE_SHARE, TIMELINE_SHARE = 0.2, 0.7, 0.95, 0.8
+END_S = 5.0  # a process that gives gigabytes back takes a moment
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape, the GPU blocks of a paper's machine, and equal requests that are all there at once. The CPU
+    blocks hold all of them, or what a machine with little memory has room for: the system clears every one."""
+
+    model: str
+    """Folder of config.json below configs/models; empty: a tiny shape, which only rehearses."""
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    num_requests: int
+    input_len: int
+    output_len: int
+    max_model_len: int
+    origin: str
+    device: str = "cuda"
+    dtype: str = "float16"
+
+
+CASES = {
+    "llama-2-7b": Case("llama-2-7b", 54, 640, 64, 64, 96, 832, "54 GPU blocks: NEO's artifact for the T4"),
+    "llama-3.1-8b": Case("llama-3.1-8b", 1650, 4544, 64, 1000, 128, 4096, "1,650 GPU blocks: NEO's for the A10"),
+    "rehearsal": Case("", 12, 300, 12, 24, 12, 512, "a tiny model: shows that this works, no more", "cpu", "float32"),
+}
+REHEARSAL_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+@contextmanager
+def model_folder(case: Case) -> Iterator[Path]:
+    if case.model:
+        yield REPO_ROOT / "configs/models" / case.model
+        return
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(REHEARSAL_MODEL))
+        yield Path(folder)
+
+
+def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Measure one system, record a timeline where the CPU takes part, simulate the same.
+
+    Yields the record after each of these, so that what is done is not lost with what is not. All of it has
+    ``limit_s``; a measurement that this cuts short is told as it stands, and its simulated twin ends at the same
+    second. What fails after the measurement is told in ``failed``.
+    """
+    end_s = time.monotonic() + limit_s
+    import torch
+
+    from apex.perf.model import ProfileTable
+    from apex.systems import build_system, profile_identity, profile_path
+    from swiftllm.config import EngineConfig
+
+    def part_of_rest_s(share: float) -> float:
+        return share * (end_s - time.monotonic())
+
+    def attempt(what: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception:
+            traceback.print_exc()
+            record["failed"].append(what)
+            return None
+
+    with model_folder(case) as model:
+        case = replace(case, num_cpu_blocks=min(case.num_cpu_blocks, most_cpu_blocks(model)))
+        config = EngineConfig(
+            str(model),
+            case.device,
+            case.dtype,
+            "dummy",
+            num_gpu_blocks=case.num_gpu_blocks,
+            num_cpu_blocks=case.num_cpu_blocks,
+            max_num_batched_tokens=case.max_model_len,
+            max_model_len=case.max_model_len,
+            lane_threads=1,
+        )
+        with closing(build_system(system, config)) as engine:
+            # What a system with a CPU worker has measured: a GPU-only one has none to measure with.
+            identity = profile_identity(config, engine.backend)
+            profile = profile_path(identity)
+            table = ProfileTable.load(profile, identity) if profile.exists() else None
+            # As after an hour of serving: the system clears a page for whoever writes to it first.
+            with ThreadPoolExecutor(usable_cores()) as pool:
+                list(pool.map(torch.Tensor.zero_, engine.backend.kv_pools.layers[Tier.CPU]))
+            warm_up = replace(case, num_requests=WARM_UP_REQUESTS, output_len=min(case.output_len, WARM_UP_TOKENS))
+            replay(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
+            share = MEASURED_ALONE_SHARE if system == "swiftllm" else MEASURED_SHARE
+            measured = replay(engine, case, "measured", part_of_rest_s(share))
+            description, num_layers = engine.describe(), engine.backend.num_layers
+            record = {
+                "system": system,
+                "case": asdict(case),
+                "device": description["device"],
+                "dtype": description["dtype"],
+                "cpu_kernel": description["cpu_kernel"],
+                "cpu_threads": description["cpu_threads"],
+                "measured": measured,
+                "simulated": None,
+                "simulated_error": None,
+                "timeline": None,
+                "failed": [],
+                "profile": table and asdict(table),
+            }
+            yield record
+            if system != "swiftllm":
+                timeline_s = part_of_rest_s(TIMELINE_SHARE)
+                record["timeline"] = attempt("timeline", lambda: trace(engine, case, folder, timeline_s))
+                yield record
+    if measured["output_tokens"] and table is not None:
+        virtual_s = math.inf if measured["completed"] else measured["seconds"]
+        simulated = attempt("simulation", lambda: simulate(system, case, table, num_layers, config, virtual_s))
+        if simulated:
+            record["simulated"] = simulated
+            record["simulated_error"] = simulated["output_tokens_per_s"] / measured["output_tokens_per_s"] - 1.0
+        yield record
+
+
+def most_cpu_blocks(model: Path) -> int:
+    """Blocks of 16-bit values that half of this machine's memory holds."""
+    from swiftllm.config import EngineConfig
+    from swiftllm.machine import host_memory_bytes
+    from swiftllm.model.config import ModelConfig
+
+    return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
+
+
+def replay(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
+    """Send the requests all at once and step until they are done, or for ``limit_s`` of the engine's clock."""
+    draw, vocab_size = random.Random(0), 500
+    sampling = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
+    before = engine.stats()
+    tokens, lane_s, cpu_s, strategies = (
+        before.output_tokens,
+        before.lane_busy_s,
+        before.cpu_busy_s,
+        dict(before.strategy_iterations),
+    )
+    start_s, told_s = engine.now(), time.monotonic()
+    for index in range(case.num_requests):
+        prompt = [draw.randrange(3, vocab_size) for _ in range(case.input_len)]
+        engine.add_request(f"{name}-{index}", prompt, sampling, start_s)
+    while engine.has_unfinished() and engine.now() - start_s < limit_s:
+        engine.step()
+        if time.monotonic() - told_s > TELL_EVERY_S:
+            told_s = time.monotonic()
+            print(f"  {name}: {engine.stats().output_tokens - tokens} tokens", flush=True)
+    completed = not engine.has_unfinished()
+    seconds = engine.now() - start_s
+    if not completed:
+        for index in range(case.num_requests):
+            engine.abort(f"{name}-{index}")
+        while engine.has_unfinished():
+            engine.step()
+    stats = engine.stats()
+    output_tokens = stats.output_tokens - tokens
+    return {
+        "completed": completed,
+        "seconds": seconds,
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens / seconds,
+        "lane_busy_fraction": (stats.lane_busy_s - lane_s) / seconds,
+        "cpu_busy_fraction": (stats.cpu_busy_s - cpu_s) / seconds,
+        "strategy_iterations": {k: n - strategies.get(k, 0) for k, n in stats.strategy_iterations.items()},
+    }
+
+
+def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | None:
+    """The name of a picture of some iterations, None where none of them moved CPU requests. Requests that fill the GPU
+    tier one and a half times are enough for that."""
+    from apex.timeline.files import write_timeline
+    from apex.timeline.recorder import recording
+
+    output_len = max(4, case.output_len // 4)
+    fitting = case.num_gpu_blocks * engine.kv.block_size // (case.input_len + output_len)
+    shorter = replace(case, num_requests=min(case.num_requests, fitting * 3 // 2), output_len=output_len)
+    start_tokens, total = engine.stats().output_tokens, shorter.num_requests * output_len
+
+    def progress() -> float:
+        return min(1.0, (engine.stats().output_tokens - start_tokens) / total)
+
+    name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
+    with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
+        replay(engine, shorter, "timeline", limit_s)
+    try:
+        setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
+        timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
+    except ValueError as error:
+        print(f"  no timeline: {error}")
+        return None
+    target = folder / f"{name}-timeline.png"
+    try:
+        write_timeline(timeline, target)
+    except ImportError as error:
+        print(f"  no timeline: {error}")
+        return None
+    target.with_suffix(".json").unlink()  # megabytes; `apex bench --trace-timeline` writes it where it is wanted
+    return target.name
+
+
+def simulate(
+    system: str, case: Case, table: ProfileTable, num_layers: int, config: EngineConfig, limit_s: float
+) -> dict[str, Any]:
+    from apex.simulator.build import build_simulated
+
+    engine = build_simulated(
+        system,
+        table,
+        num_layers,
+        num_gpu_blocks=case.num_gpu_blocks,
+        num_cpu_blocks=case.num_cpu_blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=case.max_model_len,
+    )
+    return replay(engine, case, "simulated", limit_s)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--system", choices=SYSTEMS, required=True, help="what schedules")
+    parser.add_argument("--case", choices=CASES, required=True, help="model, pools and requests")
+    parser.add_argument("--limit", type=float, default=75.0, help="seconds that all of it has; default %(default)g")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's record goes here")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    name = f"{options.system}-{options.case}"
+    print(f"{name}: {CASES[options.case].origin}", flush=True)
+    from swiftllm.machine import InsufficientMemory
+
+    def save(record: dict[str, Any]) -> None:
+        write_atomically(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+    try:
+        for record in run(options.system, CASES[options.case], options.folder, options.limit - END_S):
+            save(record)
+    except InsufficientMemory as error:
+        save({"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)})
+        print(f"  skipped: {error}")
+        return 0
+    measured, error = record["measured"], record["simulated_error"]
+    told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
+    print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
+    return 1 if record["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Turns a folder of scripts/gpu_check.sh into summary.json, a figure and one page of text.
+
+python evaluation/gpu/report.py FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from evaluation.results.provenance import git_state, machine_identity, software, source_hash
+from swiftllm.files import write_atomically
+
+FIGURE = "end_to_end.png"
+KERNELS = "kernels.json"
+PARTS = "parts.txt"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure of this run beside what the GPU path is built to reach."""
+
+    what: str
+    value: float
+    relation: str
+    goal: float
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.goal if self.relation == ">=" else self.value <= self.goal
+
+
+def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
+    """Of what was measured: a part of the benchmark may have failed."""
+    for row in kernels.get("iterations", ()):
+        if row["batch"] <= 64:
+            batch = f"{row['batch']} decodes {'in one go' if row['in_one_go'] else 'layer by layer'}"
+            yield Goal(f"iteration of {batch}, over the weight-reading floor", row["ratio_to_floor"], "<=", 1.25)
+            yield Goal(f"host time per layer, {batch}, microseconds", row["host_us_per_layer"], "<=", 30.0)
+    for row in kernels.get("decode_attention", ()):
+        if (row["batch"], row["context"]) == (64, 1024):
+            what = "decode attention, 64 requests of 1,024 tokens, over the copy bandwidth"
+            yield Goal(what, row["fraction_of_copy"], ">=", 0.70)
+    if host := kernels.get("cpu_attention"):
+        what = f"CPU attention with {host['threads']} threads, over the streaming read"
+        yield Goal(what, host["fraction_of_read"], ">=", 0.60)
+
+
+def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, runs: list[dict[str, Any]]) -> str:
+    told = provenance()["machine"]
+    device = kernels["device"] if kernels else ", ".join(told["gpus"]) or "no GPU"
+    lines = [
+        f"# {device}, {folder.name}",
+        "",
+        f"{told['cpu']}, {told['usable_cores']} cores, {told['memory_gib']} GiB.",
+    ]
+    if runs[0]["case"]["device"] == "cpu" if runs else not told["gpus"]:
+        lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
+    lines += ["", "| part | result | seconds |", "|---|---|---|"]
+    lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]
+    if kernels:
+        lines += [
+            "",
+            f"{kernels['model']}, {kernels['num_layers']} layers, {kernels['dtype']}:",
+            "",
+            "| measured | value | goal | |",
+            "|---|---|---|---|",
+        ]
+        for goal in goals(kernels):
+            mark = "met" if goal.met else "**missed**"
+            lines.append(f"| {goal.what} | {goal.value:.3g} | {goal.relation} {goal.goal:g} | {mark} |")
+        memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
+        lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
+        if captured := kernels.get("captured"):
+            lines.append(
+                f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
+                f"{captured['bytes'] / 2**20:,.0f} MiB."
+            )
+        lines += [f"Warning: {warning}." for warning in kernels["warnings"]]
+        if wake_up := kernels.get("wake_up"):
+            lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
+        if draws := kernels.get("sampling"):
+            lines += ["", f"| sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,} | ms |", "|---|---|"]
+            lines += [f"| {row['how']} | {row['ms']:.2f} |" for row in draws]
+    if runs:
+        lines += [
+            "",
+            "| case | system | tokens/s | over swiftllm | lane busy | CPU busy | SIMULATED | |",
+            "|" + "---|" * 8,
+        ]
+        lines += [run_row(run, runs) for run in runs]
+        lines += ["", "SIMULATED: the simulator's error, given the profile table that apex measured just before."]
+        lines += [f"![{run['timeline']}]({run['timeline']})" for run in runs if run.get("timeline")]
+    return "\n".join(lines) + "\n"
+
+
+def run_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    name = run["case"]["model"] or "rehearsal"
+    if "skipped" in run:
+        return f"| {name} | {run['system']} | | | | | | {run['skipped']} |"
+    measured, error = run["measured"], run["simulated_error"]
+    # Of runs that were cut short at different times there is nothing to compare.
+    ratio = rate_of(run) / base if measured["completed"] and (base := baseline(run, runs)) else None
+    note = "" if measured["completed"] else "cut short by the time limit, and so is the simulation"
+    cells = (
+        name,
+        run["system"],
+        f"{rate_of(run):.0f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        f"{measured['lane_busy_fraction']:.0%}",
+        f"{measured['cpu_busy_fraction']:.0%}",
+        "" if error is None else f"{error:+.1%}",
+        note,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def rate_of(run: dict[str, Any]) -> float:
+    return run["measured"]["output_tokens_per_s"]
+
+
+def baseline(run: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
+    """What swiftllm gave in the same case, if it came to the end."""
+    for other in runs:
+        if other["system"] == "swiftllm" and other["case"] == run["case"] and "measured" in other:
+            return rate_of(other) if other["measured"]["completed"] else None
+    return None
+
+
+def draw(runs: list[dict[str, Any]], folder: Path) -> None:
+    """Measured bars with the simulated rate as a line across each."""
+    from matplotlib import pyplot as plt
+
+    from evaluation.figures.style import FAINT, colour, style, tidy
+
+    by_case: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_case.setdefault(run["case"]["model"] or "rehearsal", []).append(run)
+    with style():
+        figure, panels = plt.subplots(1, len(by_case), figsize=(3.4 * len(by_case), 3.2), squeeze=False)
+        for ax, (case, of_case) in zip(panels[0], by_case.items(), strict=True):
+            for place, run in enumerate(of_case):
+                ax.bar(place, rate_of(run), color=colour(run["system"]), width=0.7)
+                if run["simulated"]:
+                    rate = run["simulated"]["output_tokens_per_s"]
+                    ax.plot([place - 0.42, place + 0.42], [rate, rate], color="black", linewidth=1.5)
+            names = [run["system"] + ("" if run["measured"]["completed"] else "\ncut short") for run in of_case]
+            ax.set_xticks(range(len(of_case)), names)
+            ax.set_title(f"{case}, {of_case[0]['case']['num_gpu_blocks']} GPU blocks", loc="left", fontsize=9)
+            ax.set_ylabel("output tokens/s")
+            tidy(ax)
+        note = f"{runs[0]['device']}\nbars: measured; black lines: SIMULATED"
+        figure.text(0.02, 0.01, note, color=FAINT, fontsize=7)
+        figure.tight_layout(rect=(0, 0.09, 1, 1))
+        figure.savefig(folder / FIGURE, dpi=160)
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """Asked for once: a GPU that nobody uses takes seconds to say its name."""
+    return {"machine": machine_identity(), "software": software(), "git": git_state(), "source": source_hash()}
+
+
+def write_page(folder: Path) -> None:
+    """``summary.json`` and ``README.md`` of what is in the folder by now."""
+    kernels = json.loads((folder / KERNELS).read_text()) if (folder / KERNELS).exists() else None
+    runs = read_runs(folder)
+    parts = [line.split("\t") for line in (folder / PARTS).read_text().splitlines()]
+    summary = {"parts": parts, "kernels": kernels, "runs": runs, "provenance": provenance()}
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    text = page(folder, parts, kernels, runs)
+    if (folder / FIGURE).exists():
+        text += f"\n![tokens per second]({FIGURE})\n"
+    write_atomically(folder / "README.md", text)
+
+
+def read_runs(folder: Path) -> list[dict[str, Any]]:
+    runs = [json.loads(path.read_text()) for path in sorted((folder / "end_to_end").glob("*.json"))]
+    runs.sort(key=lambda run: (run["case"]["model"], ("swiftllm", "neo", "apex").index(run["system"])))
+    for run in runs:
+        if run.get("timeline"):
+            run["timeline"] = f"end_to_end/{run['timeline']}"
+    return runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="results/<gpu>/<date> of scripts/gpu_check.sh")
+    folder = parser.parse_args(arguments).folder
+    if measured := [run for run in read_runs(folder) if "measured" in run]:
+        try:
+            draw(measured, folder)
+        except ImportError as error:
+            print(f"no figure: {error}", file=sys.stderr)
+    write_page(folder)
+    print((folder / "README.md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Replays a workload against a running OpenAI-compatible server; every token is timed here, at the client.
+
+Open loop: a request is sent when its arrival has come, however busy the server is, over a connection of its own.
+Closed loop: so many are under way at any time, and a request arrives at the moment it is sent. Output lengths are
+forced (end-of-sequence ignored) and decoding is greedy, so every server does the same work. All runs on one event loop
+in one thread. Whatever a server does, each request ends as a record: with all its tokens, or with the reason why not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import ssl
+import time
+from typing import Any
+
+import httpx
+from httpx_sse import EventSource, SSEError, aconnect_sse
+
+from evaluation.replay.inprocess import Replay
+from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal
+from evaluation.results.progress import TokenProgress
+from evaluation.results.records import RequestRecord
+from evaluation.traces.workloads import Workload, WorkloadRequest
+
+LOOK_EVERY_S = 0.1
+SPARE_FILES = 256
+
+
+class BadAnswer(Exception):
+    """A server's answer to one request is no completion; the message says what it is."""
+
+
+# -- one request ------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A request on its way and what has come of it. Times are seconds from the start of the replay.
+
+    How many tokens a chunk carries is the server's count so far (``continuous_usage_stats`` of vLLM and SGLang); the
+    tokens of one chunk share its time. A server that counts only at the end leaves that open: then the tokens are
+    spread evenly over the chunks, the first and the last on the first and the last chunk.
+    """
+
+    def __init__(self, request: WorkloadRequest) -> None:
+        self.request = request
+        self.arrival_s = request.arrival_s  # in a closed loop, once it is sent, that moment
+        self.sent_s: float | None = None
+        self.finish_s: float | None = None
+        self.finish_reason: str | None = None
+        self.failure: str | None = None
+        self.num_tokens: int | None = None  # by the server's latest count
+        self.counts_chunks: bool | None = None  # whether chunks come with counts, once the first has come
+        self.chunk_times_s: list[float] = []
+        self.counted_times_s: list[float] = []
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "prompt": self.request.prompt_token_ids,
+            "max_tokens": self.request.output_len,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+
+    def receive(self, data: str, now_s: float) -> None:
+        """Take in an event.
+
+        Raises:
+            BadAnswer: it is an error or no completion chunk, or the server counts more tokens than were asked for.
+        """
+        try:
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise BadAnswer(f"the server failed in the middle of the stream: {error_message(chunk)}")
+            choices, usage = chunk["choices"], chunk.get("usage")
+            count = int(usage["completion_tokens"]) if usage else None
+            if choices:
+                text, reason = choices[0]["text"], choices[0].get("finish_reason")
+                self.finish_reason = reason or self.finish_reason
+                if self.counts_chunks is None and (text or count):
+                    self.counts_chunks = count is not None
+                if text or reason is None:  # else it only closes the stream
+                    self.chunk_times_s.append(now_s)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadAnswer(f"malformed event {data[:SHOWN_CHARS]!r}") from error
+        if count is not None:
+            self.num_tokens = count
+            if count > self.request.output_len:
+                raise BadAnswer(f"{count} tokens where {self.request.output_len} were asked for")
+            self.counted_times_s += [now_s] * (count - len(self.counted_times_s))
+
+    def end(self) -> None:
+        """The stream is complete: check the server's count.
+
+        Raises:
+            BadAnswer: it told no count, or not the one asked for.
+        """
+        wanted = self.request.output_len
+        if self.num_tokens is None:
+            raise BadAnswer(f"no usage in the stream: whether its {len(self.chunk_times_s)} chunks are {wanted} tokens")
+        if self.num_tokens != wanted:
+            raise BadAnswer(f"{self.num_tokens} of {wanted} tokens (finish reason: {self.finish_reason or 'none'})")
+
+    @property
+    def tokens_so_far(self) -> int:
+        return len(self.counted_times_s if self.counts_chunks else self.chunk_times_s)
+
+    def token_times_s(self) -> tuple[float, ...]:
+        if self.counts_chunks:
+            return tuple(self.counted_times_s)
+        if self.num_tokens is None:
+            return tuple(self.chunk_times_s)
+        return spread_over(self.chunk_times_s or self.counted_times_s, self.num_tokens)
+
+    def record(self) -> RequestRecord:
+        times = self.token_times_s()
+        return RequestRecord(
+            request_id=self.request.request_id,
+            arrival_s=self.arrival_s,
+            prompt_len=len(self.request.prompt_token_ids),
+            wanted_output_len=self.request.output_len,
+            token_times_s=times,
+            first_token_s=times[0] if times else None,
+            finish_s=self.finish_s,
+            finish_reason=self.finish_reason,
+            failure=self.failure,
+        )
+
+
+def spread_over(chunk_times_s: list[float], num_tokens: int) -> tuple[float, ...]:
+    """A time for each of ``num_tokens`` tokens that came in these chunks, nobody knows which in which."""
+    last = len(chunk_times_s) - 1
+    gaps = max(1, num_tokens - 1)
+    return tuple(chunk_times_s[round(token * last / gaps)] for token in range(num_tokens))
+
+
+# -- all requests -----------------------------------------------------------------------------------------------------
+
+
+def replay(
+    server: Server,
+    workload: Workload,
+    progress: TokenProgress | None = None,
+    stall_timeout_s: float = 120.0,
+    request_timeout_s: float = 1800.0,
+) -> Replay:
+    """Send all requests of ``workload`` at their arrivals, or in a closed loop, and see them to their end.
+
+    A request that the server refuses, breaks off, answers wrongly or does not end within ``request_timeout_s`` becomes
+    a failed record. When requests are under way and none of them gets a token or ends for ``stall_timeout_s``, all that
+    are not finished fail. ``stats["max_send_lag_s"]`` is how late this client began to send a request at worst,
+    time that the server's latencies contain and the server did not take.
+    """
+    return asyncio.run(HttpReplay(server, workload, request_timeout_s).run(progress, stall_timeout_s))
+
+
+class HttpReplay:
+    """The state of a replay while it runs."""
+
+    def __init__(self, server: Server, workload: Workload, request_timeout_s: float) -> None:
+        self.server = server
+        self.request_timeout_s = request_timeout_s
+        self.streams = [Stream(request) for request in workload.requests]
+        self.concurrency = workload.lengths.spec.concurrency
+        self.free = asyncio.Semaphore(self.concurrency or len(self.streams))
+        self.in_flight = 0
+        self.last_progress_s = 0.0
+        self.ssl_context = ssl.create_default_context()  # one for all clients: reading certificates takes 20 ms
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start_s
+
+    async def run(self, progress: TokenProgress | None, stall_timeout_s: float) -> Replay:
+        allow_open_files(len(self.streams) + SPARE_FILES)
+        self.start_s = time.perf_counter()
+        sender = asyncio.create_task(self.send_all())
+        stall = None
+        try:
+            while not sender.done() and stall is None:
+                await asyncio.wait((sender,), timeout=min(LOOK_EVERY_S, stall_timeout_s / 4))
+                if progress is not None:
+                    progress.update(sum(stream.tokens_so_far for stream in self.streams))
+                if self.in_flight and self.now() - self.last_progress_s > stall_timeout_s:
+                    stall = await self.describe_stall(stall_timeout_s)
+        finally:
+            sender.cancel()
+            await asyncio.wait((sender,))
+        if stall is None:
+            sender.result()  # raises what no request should have raised
+        for stream in self.streams:
+            if stream.finish_s is None:
+                stream.failure = stall
+        lags = [stream.sent_s - stream.arrival_s for stream in self.streams if stream.sent_s is not None]
+        stats = {"max_send_lag_s": max(lags, default=0.0)}
+        return Replay(tuple(stream.record() for stream in self.streams), self.now(), stats)
+
+    async def send_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for stream in sorted(self.streams, key=lambda stream: stream.request.arrival_s):
+                wait_s = stream.request.arrival_s - self.now()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                await self.free.acquire()
+                task = group.create_task(self.complete(stream))
+                task.add_done_callback(lambda _: self.free.release())
+
+    async def complete(self, stream: Stream) -> None:
+        """Send a request and take in its answer; whatever goes wrong is its record's failure."""
+        stream.sent_s = self.now()
+        if self.concurrency is not None:
+            stream.arrival_s = stream.sent_s
+        if not self.in_flight:  # a server without requests could make no progress
+            self.last_progress_s = stream.sent_s
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(self.request_timeout_s):
+                await self.exchange(stream)
+        except TimeoutError:
+            stream.failure = f"no end within {self.request_timeout_s:g} s, after {stream.tokens_so_far} tokens"
+        except (BadAnswer, SSEError) as error:
+            stream.failure = str(error)
+        except httpx.HTTPError as error:
+            broken = f" after {stream.tokens_so_far} tokens" if stream.tokens_so_far else ""
+            stream.failure = f"connection failed{broken}: {str(error) or type(error).__name__}"
+        finally:
+            self.in_flight -= 1
+        stream.finish_s = self.last_progress_s = self.now()
+
+    async def exchange(self, stream: Stream) -> None:
+        # A client and so a connection for each request: the time that a shared pool takes grows with the square of its
+        # connections, and a kept connection may be closed by the server just when the next request goes out.
+        url, context = self.server.url, self.ssl_context
+        client = httpx.AsyncClient(base_url=url, timeout=None, verify=context, trust_env=False)
+        body = stream.body(self.server.model)
+        async with client, aconnect_sse(client, "POST", "/v1/completions", json=body) as source:
+            if not source.response.is_success:
+                await source.response.aread()
+                raise BadAnswer(refusal(source.response))
+            await self.take_in(stream, source)
+
+    async def take_in(self, stream: Stream, source: EventSource) -> None:
+        async with contextlib.aclosing(source.aiter_sse()) as events:
+            async for event in events:
+                now_s = self.now()
+                if event.data == "[DONE]":
+                    stream.end()
+                    return
+                before = stream.tokens_so_far
+                stream.receive(event.data, now_s)
+                if stream.tokens_so_far > before:
+                    self.last_progress_s = now_s
+        raise BadAnswer(f"the stream ended after {stream.tokens_so_far} tokens without [DONE]")
+
+    async def describe_stall(self, stall_timeout_s: float) -> str:
+        finished = sum(stream.finish_s is not None for stream in self.streams)
+        unsent = sum(stream.sent_s is None for stream in self.streams)
+        begun = sum(stream.finish_s is None and stream.tokens_so_far > 0 for stream in self.streams)
+        try:
+            async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, verify=self.ssl_context, trust_env=False) as client:
+                health = f"answers {(await client.get(f'{self.server.url}/health')).status_code}"
+        except httpx.HTTPError as error:
+            health = f"fails ({str(error) or type(error).__name__})"
+        return (
+            f"stalled: no token for {stall_timeout_s:g} s; {finished} requests finished, {begun} in the "
+            f"middle of their answer, {self.in_flight - begun} without a first token, {unsent} not sent; "
+            f"GET /health {health}"
+        )
+
+
+def allow_open_files(count: int) -> None:
+    """Every request under way is an open file; many systems allow 1,024 unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

@@ -1,0 +1,157 @@
+"""Starts OpenAI-compatible servers for a measurement, and stops them surely.
+
+A server runs in a session of its own, bound to the cores it is given (Linux). What the session uses of processor and
+memory is read from /proc, so that a measurement can tell what its server took and what the idle ones beside it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evaluation.replay.server import Server, ServerNotReady, connect
+
+STOP_GRACE_S = 30.0
+LOOK_AGAIN_S = 0.01
+ZOMBIE = "Z"  # ended; whoever started it has not asked how
+SHOWN_LOG_LINES = 15
+# Variables of the surrounding environment that may change what a server does or how fast.
+TELLING_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "VLLM_", "TORCH", "APEX_", "HF_", "LD_PRELOAD", "MALLOC_", "CUDA_")
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """What starts a server: everything that decides what it does.
+
+    ``arguments`` leave out ``--host`` and ``--port``, which are added; ``environment`` comes on top of this process'
+    own; ``cores`` are the ones it may run on.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
+
+    def describe(self) -> dict[str, Any]:
+        """The command as provenance files tell it, with the surrounding variables that may matter."""
+        surrounding = {name: value for name, value in os.environ.items() if name.startswith(TELLING_PREFIXES)}
+        environment = {**surrounding, **self.environment}
+        return {"arguments": list(self.arguments), "environment": environment, "cores": list(self.cores)}
+
+
+@dataclass(frozen=True)
+class LaunchedServer:
+    """A server that this process started; ``log`` is what it printed."""
+
+    server: Server
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that all processes of the server have used, ended ones they waited for included."""
+        ticks = sum(sum(map(int, stat[11:15])) for stat in session_stats(self.process.pid).values())
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def resident_bytes(self) -> int:
+        """Physical memory of all its processes; what they share counts for each."""
+        return sum(int(stat[21]) for stat in session_stats(self.process.pid).values()) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) -> Iterator[LaunchedServer]:
+    """A server that is ready; stopped at the end, with SIGTERM first and SIGKILL for what is left of it then.
+
+    Raises:
+        ServerNotReady: it ended or was not ready in time; the message holds the last lines of ``log``.
+        FileNotFoundError: there is no such program.
+    """
+    port = free_port()
+    arguments = (*command.arguments, "--host", "127.0.0.1", "--port", str(port))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **command.environment}
+    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with contextlib.ExitStack() as stack:
+        with log.open("wb") as output, bound_to(command.cores):
+            process = subprocess.Popen(arguments, env=environment, stdout=output, **streams, start_new_session=True)
+            stack.callback(stop, process)
+
+        def ended() -> str | None:
+            return None if process.poll() is None else f"it ended with status {process.returncode}"
+
+        try:
+            server = connect(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
+        except ServerNotReady as error:
+            raise ServerNotReady(f"{error}\n{last_lines(log)}\nthe whole log is {log}") from None
+        yield LaunchedServer(server, process, log)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and the whole session that it leads. Who is interrupted meanwhile waits no longer, and leaves
+    nothing behind either."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_GRACE_S)
+    finally:
+        # What is left: it, or children that it did not wait for, some in groups of their own.
+        while left := [pid for pid, stat in session_stats(process.pid).items() if stat[0] != ZOMBIE]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(LOOK_AGAIN_S)
+        process.wait()
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that the servers it started are stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def bound_to(cores: Sequence[int]) -> Iterator[None]:
+    """Processes started inside may run on these cores alone, from their first instruction on.
+
+    Raises:
+        ValueError: this process may use none of them.
+    """
+    before = os.sched_getaffinity(0)
+    if not before.issuperset(cores) or not cores:
+        raise ValueError(f"cores {list(cores)} are not among those this process may use: {sorted(before)}")
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-SHOWN_LOG_LINES:]) or "it printed nothing"
+
+
+def session_stats(session: int) -> dict[int, list[str]]:
+    """/proc/PID/stat of every process of a session, by PID, from its third field (the state) on."""
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                stats[int(path.parent.name)] = fields
+    return stats

@@ -1,0 +1,1 @@
+"""Results: records, metrics, provenance, claims, and the folders that keep them."""

@@ -1,0 +1,35 @@
+"""The result folder of `apex bench`, which finds this by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from apex.cli.bench import BenchRun
+from evaluation.results.folder import ResultFolder, flat_record
+from evaluation.results.metrics import compute_metrics
+from evaluation.results.provenance import model_identity
+from evaluation.results.records import record_of
+
+NAME = "bench"
+
+
+def keep(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], output_len: int, results_dir: Path) -> Path:
+    """Keep what was measured of each system in bench/<run>/ of ``results_dir``; returns that folder.
+
+    ``setting`` is JSON-able and holds whatever decides the numbers beside the model. Measuring the same again takes the
+    place of what was kept before.
+    """
+    folder = ResultFolder(NAME, {"experiment": NAME, "model": model_identity(model), **setting}, results_dir)
+    folder.note_invocation()
+    summary = []
+    for run in runs:
+        records = [record_of(request, output_len, run.start_s) for request in run.requests]
+        values = flat_record({**compute_metrics(records, run.figures["wall_s"]), **run.figures})
+        system = run.figures["system"]
+        details = {"engine": run.description}
+        folder.save_point(system, {"group": system, "values": values, "details": details}, records)
+        summary.append(values)
+    folder.save_summary(summary)
+    return folder.path

@@ -1,0 +1,226 @@
+"""The papers' claims beside what we get."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evaluation.results.folder import FlatRecord
+from evaluation.results.paths import CLAIMS_FILE, python_command
+
+# The GPU-only baseline stands in for one that was not run.
+STAND_INS = {"vllm": "swiftllm"}
+SWEPT = ("output_len", "request_rate")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A paper says: ``systems[0]`` over ``systems[1]`` in ``metric`` is ``ratio``; ``up_to``: at best.
+
+    ``ratio`` is None where a paper says it in ``words`` only. ``workload`` None: any. ``setting`` is the paper's
+    machine (papers.yaml); ``output_lens`` the first and last average output length it is said of.
+    """
+
+    figure: str
+    section: str
+    hardware: str
+    workload: str | None
+    metric: str
+    systems: tuple[str, str]
+    ratio: float | None
+    up_to: bool
+    setting: str | None = None
+    output_lens: tuple[float, float] | None = None
+    words: str | None = None
+
+    @property
+    def lower_is_better(self) -> bool:
+        return "latency" in self.metric
+
+    def covers(self, record: FlatRecord) -> bool:
+        """Whether the claim is about this point, or about the same one of another machine."""
+        if self.workload is not None and record["workload"] != self.workload:
+            return False
+        if self.setting is not None and record.get("setting") not in (None, self.setting):
+            return False
+        return self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1]
+
+    def stated(self) -> str:
+        """The claim as it is printed."""
+        if self.ratio is None:
+            return self.words or ""
+        return ("up to " if self.up_to else "") + f"{self.ratio:.2f}" + (f" ({self.words})" if self.words else "")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A claim and our ratios for it, by place (:func:`place_of`); ``systems`` are the two compared here."""
+
+    claim: Claim
+    systems: tuple[str, str]
+    by_place: Mapping[tuple[Any, ...], float]
+
+    @property
+    def ours(self) -> tuple[float, ...]:
+        return tuple(self.by_place.values())
+
+    @property
+    def best_at(self) -> str:
+        """Where the best of an "up to" was, in words."""
+        if not self.claim.up_to or len(self.by_place) < 2:
+            return ""
+        _, workload, output_len, rate = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
+        where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
+        return where if self.claim.workload else f"{workload}, {where}"
+
+    @property
+    def summary(self) -> float | None:
+        """Our one ratio to hold against the claim's: the best of an "up to", else the mean over the points."""
+        if not self.ours:
+            return None
+        if self.claim.up_to:
+            return min(self.ours) if self.claim.lower_is_better else max(self.ours)
+        return statistics.fmean(self.ours)
+
+    @property
+    def difference(self) -> float | None:
+        """Our ratio over the claim's, less one."""
+        if self.summary is None or self.claim.ratio is None:
+            return None
+        return self.summary / self.claim.ratio - 1.0
+
+
+def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
+    """The claims of some figures, in the order of the file."""
+    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
+    return [claim for claim in claims if claim.figure in figures]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
+    """Our ratios for each claim; a claim none of whose points were run has none.
+
+    All records are of one backend: what is measured here and what is predicted for another machine do not mix.
+    """
+    systems_run = {record.get("system") for record in summary}  # rows of a benchmark need not have one
+    comparisons = []
+    for claim in claims:
+        pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
+        points = [record for record in summary if claim.covers(record)]
+        ratios = ratios_by_point(points, claim.metric, *pair)
+        comparisons.append(Comparison(claim, pair, ratios))
+    return comparisons
+
+
+def place_of(record: FlatRecord) -> tuple[Any, ...]:
+    """Where a record stands in its sweep: what all systems of one point have in common."""
+    return (record.get("setting"), record["workload"], *(record.get(name) for name in SWEPT))
+
+
+def ratios_by_point(
+    records: Iterable[FlatRecord], metric: str, system: str, other: str
+) -> dict[tuple[Any, ...], float]:
+    """``system`` over ``other`` in ``metric``, by place, where both have a value."""
+    records = list(records)
+
+    def values(name: str) -> dict[tuple[Any, ...], float]:
+        return {place_of(r): r[metric] for r in records if r["system"] == name and r.get(metric)}
+
+    ours, theirs = values(system), values(other)
+    return {place: ours[place] / theirs[place] for place in ours if place in theirs}
+
+
+def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
+    """Claim, ours and the difference, a table for each backend; then which assumptions our prediction rests on."""
+    for backend in dict.fromkeys(record["backend"] for record in summary):
+        records = [record for record in summary if record["backend"] == backend]
+        simulated = backend == "simulated"
+        kind = "our SIMULATED ratios" if simulated else f"ratios MEASURED here ({backend}, another model)"
+        for metric in dict.fromkeys(claim.metric for claim in claims):
+            wanted = [claim for claim in claims if claim.metric == metric]
+            title = f"{METRIC_WORDS.get(metric, metric).capitalize()}: the papers' claims and {kind}"
+            console.print(title, highlight=False, markup=False, soft_wrap=True)
+            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            for column in ("claim", "about", "says", "ours", "range", "best at", "differs"):
+                table.add_column(column, justify="right" if column in ("ours", "differs") else "left")
+            for item in compare(wanted, records):
+                claim, ours = item.claim, item.summary
+                table.add_row(
+                    f"{claim.section}: {_on(claim)}",
+                    "/".join(item.systems),
+                    claim.stated(),
+                    "not run" if ours is None else f"{ours:.2f}",
+                    f"{min(item.ours):.2f}-{max(item.ours):.2f}" if len(item.ours) > 1 else "",
+                    item.best_at,
+                    "" if item.difference is None else f"{item.difference:+.0%}",
+                )
+            console.print(table)
+        if simulated and claims:
+            script = f"{python_command()} evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
+            for line in assumptions(records, script):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+METRIC_WORDS = {
+    "output_tokens_per_s": "throughput",
+    "request_rate_at_latency": "request rate at which latency gets there",
+    "per_token_latency_s_mean": "mean per-token latency",
+    "per_token_latency_s_p50": "median per-token latency",
+    "per_token_latency_s_p99": "99th percentile of per-token latency",
+}
+
+
+def _on(claim: Claim) -> str:
+    parts = [claim.hardware.split(" + ")[0], claim.workload or "any workload"]
+    if claim.output_lens is not None:
+        parts.append("{:g}-{:g} out".format(*claim.output_lens))
+    return ", ".join(parts)
+
+
+def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
+    """For each machine, the two assumptions that decide most, and the command that shows what they change.
+
+    Settings that differ in their host only are told of together.
+    """
+    machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
+    for record in records:
+        if record["cpu_bandwidth_gb_s"] is not None:
+            machines.setdefault((record["gpu"], record["model"], record["num_gpu_blocks"]), []).append(record)
+    lines = []
+    for here in machines.values():
+        first, titles = here[0], list(dict.fromkeys(record["setting_title"] for record in here))
+        title = titles[0] if len(titles) == 1 else f"{titles[0].split(' (')[0]} ({len(titles)} hosts)"
+        blocks, most, gpu_rate = first["num_gpu_blocks"], first["max_gpu_blocks"], first["gpu_attention_gb_s"]
+        rates: dict[str, list[float]] = {}
+        for record in here:
+            rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
+        told = ", ".join(
+            f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
+            for system, values in rates.items()
+        )
+        lines += [
+            f"{title}: where ours differs, look first at the GPU's KV pool, {blocks} blocks of 16 tokens "
+            f"({first['num_gpu_blocks_status']}; the card holds at most {most} beside the weights), and at CPU "
+            f"attention, assumed {told} of the GPU's {gpu_rate:.0f} GB/s.",
+            f"  What they change: {script} --gpu {first['gpu_option']} --sensitivity gpu_blocks={blocks}..{most} "
+            "(or cpu_bandwidth=20..300)",
+        ]
+    return lines
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """A value, or the range of several."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low}-{high}"

@@ -1,0 +1,203 @@
+"""Result folders: ``results/<name>/<run>/`` holds everything of one run, so that a half-done run can go on.
+
+    points/<key>.json      one finished point: its flat record and what the engine said of itself
+    records/<key>.jsonl.gz its raw per-request records, one line each (read_records reads them)
+    summary.json           list of flat records
+    summary.md             the same as a table
+    figure.png, figure.pdf
+    provenance.json        configuration, machine, versions, every invocation
+    errors/<key>.txt       why a point failed, until it succeeds
+
+``<run>`` is derived from everything that decides the numbers, so the same command goes on where it stopped
+and a changed configuration, machine or code starts a new folder. ``results/<name>/latest`` points to the last
+one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evaluation.results.provenance import fingerprint, git_state, machine_identity, software, source_hash
+from evaluation.results.records import RequestRecord, RequestSummary
+from swiftllm.files import write_atomically
+
+FlatRecord = dict[str, Any]
+
+# Every summary record has these; None where a value does not apply.
+SUMMARY_FIELDS = (
+    "system", "backend", "gpu", "model", "workload", "trace_origin", "num_requests",
+    "output_len", "output_len_mean", "request_rate", "cpu_bandwidth_gb_s",
+    "output_tokens_per_s", "output_tokens_per_s_mid_window", "requests_per_s",
+    "goodput_requests_per_s", "ttft_target_s", "tpot_target_s",
+    "per_token_latency_s_mean", "per_token_latency_s_p50", "per_token_latency_s_p90", "per_token_latency_s_p99",
+    "ttft_s_mean", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99",
+    "tpot_s_mean", "tpot_s_p50", "tpot_s_p90", "tpot_s_p99",
+    "completed", "failed", "wall_s", "lane_busy_fraction", "cpu_busy_fraction",
+)  # fmt: skip
+
+
+def records_file(folder: Path, key: str) -> Path:
+    """Where a run's folder keeps the records of a point."""
+    return folder / "records" / f"{key}.jsonl.gz"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The per-request records of a point, in the workload's order."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False, default=str) + "\n"
+
+
+class ResultFolder:
+    """The folder of one run. ``configuration`` is JSON-able and holds whatever decides the numbers."""
+
+    def __init__(self, name: str, configuration: Mapping[str, Any], results_dir: Path) -> None:
+        self.identity = {
+            "configuration": dict(configuration),
+            "machine": machine_identity(),
+            "versions": software(),
+            "source_hash": source_hash(),
+        }
+        self.run = fingerprint(self.identity)
+        self.path = results_dir / name / self.run
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _point_latest(self) -> None:
+        link = self.path.parent / "latest"
+        fresh = self.path.parent / f".latest.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(self.run, target_is_directory=True)
+        os.replace(fresh, link)
+
+    def note_invocation(self) -> None:
+        """Add this invocation to provenance.json."""
+        path = self.path / "provenance.json"
+        earlier = json.loads(path.read_text())["invocations"] if path.is_file() else []
+        invocation = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": [Path(sys.executable).name, *sys.argv],
+            "git": git_state(),
+            "load_average": os.getloadavg()[0],
+        }
+        write_atomically(path, to_json({"run": self.run, **self.identity, "invocations": [*earlier, invocation]}))
+
+    def finished_point(self, key: str) -> dict[str, Any] | None:
+        """What was saved of a point, or None if it is still to be run."""
+        path = self.path / "points" / f"{key}.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord | RequestSummary]) -> None:
+        """Save a finished point; its JSON file comes last and makes it count as finished."""
+        lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+        packed = gzip.compress(lines.encode(), mtime=0)  # the same records, the same bytes
+        write_atomically(records_file(self.path, key), packed)
+        write_atomically(self.path / "points" / f"{key}.json", to_json(point))
+        (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
+
+    def save_error(self, key: str, text: str) -> None:
+        write_atomically(self.path / "errors" / f"{key}.txt", text)
+
+    def save_summary(self, records: Sequence[FlatRecord], table: str | None = None) -> None:
+        """Write what there is, as JSON and as a Markdown table (by default ``markdown_table`` of the records).
+
+        A run without a single result does not take the place of the latest one.
+        """
+        write_atomically(self.path / "summary.json", to_json(list(records)))
+        write_atomically(self.path / "summary.md", markdown_table(records) if table is None else table)
+        if records:
+            self._point_latest()
+
+
+def flat_record(values: Mapping[str, Any]) -> FlatRecord:
+    """A summary record: all SUMMARY_FIELDS first, then what else there is.
+
+    Raises:
+        TypeError: a value is not a plain number, string, bool or None.
+    """
+    record = {name: values.get(name) for name in SUMMARY_FIELDS} | dict(values)
+    for name, value in record.items():
+        if value is not None and not isinstance(value, (str, int, float, bool)):
+            raise TypeError(f"summary field {name}={value!r} is not flat")
+    return record
+
+
+DRAWN = ("output_tokens_per_s", "per_token_latency_s_mean")
+"""Metrics that figures draw: of these a row tells the lowest and the highest repeat, too."""
+
+
+def median_record(repeats: Sequence[FlatRecord]) -> FlatRecord:
+    """The field-wise median of repeated measurements; other values are taken from the first.
+
+    Where there are several, the span of each metric in DRAWN stands in ``<metric>_low`` and ``<metric>_high``.
+    """
+    merged = dict(repeats[0])
+    for name, first in repeats[0].items():
+        values = [record[name] for record in repeats]
+        if isinstance(first, (int, float)) and not isinstance(first, bool) and None not in values:
+            merged[name] = first if len(set(values)) == 1 else statistics.median(values)  # counts stay whole
+            if name in DRAWN and len(repeats) > 1:
+                merged |= {f"{name}_low": min(values), f"{name}_high": max(values)}
+    return merged | {"repeats": len(repeats)}
+
+
+def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
+    """The lowest and the highest repeat of a metric in DRAWN; where there was one run, its value twice."""
+    value = record[metric]
+    return record.get(f"{metric}_low", value), record.get(f"{metric}_high", value)
+
+
+SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
+"""Fields that a figure may draw its results over."""
+
+TABLE = (
+    ("system", "system", "{}"),
+    ("workload", "workload", "{}"),
+    ("output_len", "avg output", "{:.0f}"),
+    ("trace_origin", "trace", "{}"),
+    ("output_tokens_per_s", "output tok/s", "{:.1f}"),
+    ("output_tokens_per_s_mid_window", "mid-window tok/s", "{:.1f}"),
+    ("requests_per_s", "requests/s", "{:.2f}"),
+    ("per_token_latency_s_mean", "per-token latency mean (s)", "{:.3f}"),
+    ("per_token_latency_s_p99", "p99 (s)", "{:.3f}"),
+    ("lane_busy_fraction", "lane busy", "{:.0%}"),
+    ("cpu_busy_fraction", "CPU worker busy", "{:.0%}"),
+    ("completed", "completed", "{:.0f}"),
+    ("failed", "failed", "{:.0f}"),
+    ("wall_s", "wall (s)", "{:.1f}"),
+)  # fmt: skip
+
+
+def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
+    """Name, title and format of the summary table's columns; what was swept stands before what came of it."""
+    always = {name for name, _, _ in TABLE}
+    swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
+    how = ("backend", "backend", "{}")  # tells what is simulated from what was measured
+    return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
+
+
+def markdown_cell(value: Any, form: str) -> str:
+    """A value as text; a dash where it does not apply, six digits where its column leaves them open."""
+    if value is None:
+        return "-"
+    return f"{value:g}" if form == "{}" and isinstance(value, float) else form.format(value)
+
+
+def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
+    """The records as Markdown, with ``columns`` of name, title and format; by default those of the systems' figures."""
+    columns = table_columns(records) if columns is None else columns
+    rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
+    for record in records:
+        rows.append([markdown_cell(record.get(name), form) for name, _, form in columns])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

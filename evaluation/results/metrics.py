@@ -1,0 +1,146 @@
+"""Every metric, defined once.
+
+Times are seconds from the start of a replay. Percentiles interpolate linearly between order statistics. Only
+completed requests count, except in ``failed``. A metric that does not apply is None. docs/metrics.md says the same in
+words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evaluation.results.records import RequestRecord
+
+MID_WINDOW = (0.2, 0.8)
+
+Metrics = dict[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a request must keep to count in goodput."""
+
+    ttft_s: float = 2.0
+    """Time to first token: what NEO's load-latency curves on the A10G are read at (its section 5.2)."""
+    tpot_s: float = 0.2
+    """Time per output token: five tokens a second, about as fast as people read."""
+
+
+DEFAULT_TARGETS = Targets()
+
+
+def makespan_s(records: Sequence[RequestRecord]) -> float | None:
+    """From the first arrival to the last token."""
+    done = [record for record in records if record.completed]
+    if not done:
+        return None
+    return max(record.token_times_s[-1] for record in done) - min(record.arrival_s for record in done)
+
+
+def output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Output tokens over the makespan: filling and draining included."""
+    span = makespan_s(records)
+    return sum(record.output_len for record in records if record.completed) / span if span else None
+
+
+def mid_window_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Output tokens per second between 20% and 80% of the makespan: filling and draining left out."""
+    span = makespan_s(records)
+    if not span:
+        return None
+    done = [record for record in records if record.completed]
+    start = min(record.arrival_s for record in done)
+    low, high = (start + part * span for part in MID_WINDOW)
+    tokens = sum(low <= time < high for record in done for time in record.token_times_s)
+    return tokens / (high - low)
+
+
+def requests_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Completed requests over the makespan."""
+    span = makespan_s(records)
+    return sum(record.completed for record in records) / span if span else None
+
+
+def goodput_requests_per_s(records: Sequence[RequestRecord], targets: Targets) -> float | None:
+    """Completed requests that keep both targets, over the makespan."""
+    span = makespan_s(records)
+    return sum(record.completed and keeps(record, targets) for record in records) / span if span else None
+
+
+def keeps(record: RequestRecord, targets: Targets) -> bool:
+    """Whether a completed request keeps both targets; a single token has no gap to be too long."""
+    tpot_s = time_per_output_token_s(record) or 0.0
+    return time_to_first_token_s(record) <= targets.ttft_s and tpot_s <= targets.tpot_s
+
+
+def per_token_latency_s(record: RequestRecord) -> float:
+    """Latency of the whole request, waiting included, over its output tokens (APEX, caption of Fig. 6)."""
+    return (record.token_times_s[-1] - record.arrival_s) / record.output_len
+
+
+def time_to_first_token_s(record: RequestRecord) -> float:
+    """From arrival to the first output token (TTFT)."""
+    return record.token_times_s[0] - record.arrival_s
+
+
+def time_per_output_token_s(record: RequestRecord) -> float | None:
+    """Mean gap between output tokens (TPOT); None for a single token."""
+    if record.output_len < 2:
+        return None
+    return (record.token_times_s[-1] - record.token_times_s[0]) / (record.output_len - 1)
+
+
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """Mean, p50, p90 and p99 of ``values`` under ``name_mean`` and so on."""
+    if not values:
+        return {f"{name}_{part}": None for part in ("mean", "p50", "p90", "p99")}
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return {
+        f"{name}_mean": float(np.mean(values)),
+        f"{name}_p50": float(p50),
+        f"{name}_p90": float(p90),
+        f"{name}_p99": float(p99),
+    }
+
+
+def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
+    """The part of the replay in which a resource was computing."""
+    return None if busy_s is None or wall_s <= 0 else busy_s / wall_s
+
+
+def compute_metrics(
+    records: Sequence[RequestRecord],
+    wall_s: float,
+    stats: Mapping[str, float] | None = None,
+    targets: Targets = DEFAULT_TARGETS,
+) -> Metrics:
+    """All metrics of one replay of ``wall_s`` seconds.
+
+    ``stats`` are the engine's counters over the replay; ``lane_busy_s`` is the time the lane computed
+    (waiting for the CPU left out), ``cpu_busy_s`` the time the CPU attention worker computed.
+    """
+    stats = stats or {}
+    done = [record for record in records if record.completed]
+    gaps = [gap for record in done if (gap := time_per_output_token_s(record)) is not None]
+    return {
+        "output_tokens_per_s": output_tokens_per_s(records),
+        "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),
+        "requests_per_s": requests_per_s(records),
+        "goodput_requests_per_s": goodput_requests_per_s(records, targets),
+        "ttft_target_s": targets.ttft_s,
+        "tpot_target_s": targets.tpot_s,
+        **spread("per_token_latency_s", [per_token_latency_s(record) for record in done]),
+        **spread("ttft_s", [time_to_first_token_s(record) for record in done]),
+        **spread("tpot_s", gaps),
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "output_tokens": sum(record.output_len for record in done),
+        "prompt_tokens": sum(record.prompt_len for record in done),
+        "makespan_s": makespan_s(records),
+        "wall_s": wall_s,
+        "lane_busy_fraction": busy_fraction(stats.get("lane_busy_s"), wall_s),
+        "cpu_busy_fraction": busy_fraction(stats.get("cpu_busy_s"), wall_s),
+    }

@@ -1,0 +1,97 @@
+"""What is kept of each replayed request: the raw material of every metric."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swiftllm.core.request import Request
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request of a replay. All times are seconds from the start of the replay.
+
+    ``failure`` is None for a request that got all its tokens, else says why not.
+    ``output_digest`` names the very tokens that came out, so that systems can be compared.
+    """
+
+    request_id: str
+    arrival_s: float
+    prompt_len: int
+    wanted_output_len: int
+    token_times_s: tuple[float, ...] = ()
+    first_token_s: float | None = None
+    finish_s: float | None = None
+    tier_history: tuple[tuple[float, str], ...] = ()
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    output_digest: str | None = None
+    failure: str | None = None
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_times_s)
+
+    @property
+    def completed(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class RequestSummary:
+    """A request without the times of its single tokens: whatever a distribution over requests needs, in few bytes.
+
+    Times are seconds from the start of the replay, to the microsecond.
+    """
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+    prompt_len: int
+    output_len: int
+    num_preemptions: int
+    last_tier: str | None
+    failure: str | None
+
+
+def summary_of(record: RequestRecord) -> RequestSummary:
+    """A record in short."""
+    times = record.token_times_s
+    return RequestSummary(
+        request_id=record.request_id,
+        arrival_s=round(record.arrival_s, 6),
+        first_token_s=round(times[0], 6) if times else None,
+        last_token_s=round(times[-1], 6) if times else None,
+        prompt_len=record.prompt_len,
+        output_len=record.output_len,
+        num_preemptions=record.num_preemptions,
+        last_tier=record.tier_history[-1][1] if record.tier_history else None,
+        failure=record.failure,
+    )
+
+
+def record_of(request: Request, wanted_output_len: int, start_s: float) -> RequestRecord:
+    """The record of a request after its replay began at ``start_s`` of the engine's clock."""
+    times = tuple(time - start_s for time in request.token_times_s)
+    reason = request.finish_reason.value if request.finish_reason else None
+    failure = None
+    if len(times) < wanted_output_len:
+        failure = f"{len(times)} of {wanted_output_len} tokens (finish reason: {reason or 'none'})"
+    return RequestRecord(
+        request_id=request.request_id,
+        arrival_s=request.arrival_s - start_s,
+        prompt_len=request.prompt_len,
+        wanted_output_len=wanted_output_len,
+        token_times_s=times,
+        first_token_s=times[0] if times else None,
+        finish_s=None if request.finish_s is None else request.finish_s - start_s,
+        tier_history=tuple((time - start_s, tier) for time, tier in request.tier_history),
+        num_preemptions=request.num_preemptions,
+        finish_reason=reason,
+        output_digest=hashlib.sha256(repr(list(request.output_token_ids)).encode()).hexdigest()[:16],
+        failure=failure,
+    )

@@ -1,0 +1,1 @@
+"""Request traces: published lengths and arrivals, and the workloads made of them."""

@@ -1,0 +1,194 @@
+"""Request lengths and arrivals of the workloads, each with its origin.
+
+A trace is read from a file where there is one and otherwise drawn from quantile tables; either way it says
+which. Everything is deterministic by seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import yaml
+
+from evaluation.results.paths import EXPERIMENTS_DIR, python_command, trace_dirs
+from evaluation.traces.files import TraceRow, read_rows
+from evaluation.traces.sources import SOURCES, Source
+
+OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How sure we are of a trace: its kind, a sentence, and the file it was read from (None when drawn)."""
+
+    kind: OriginKind
+    note: str
+    file: str | None = None
+
+
+class Trace(Protocol):
+    name: str
+    title: str
+    origin: Origin
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """Rows that resemble the whole trace, in random order, without arrivals."""
+        ...
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """Consecutive rows with their arrivals, the first at 0. Raises ValueError where there are none."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordedTrace:
+    """A trace read from a file."""
+
+    name: str
+    title: str
+    origin: Origin
+    rows: tuple[TraceRow, ...]
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """One random row from each of ``num_requests`` equal slices of the trace sorted by output length.
+
+        Plain draws of a few dozen rows from a heavy tail differ wildly in their mean; slices keep a short
+        replay like the whole. More requests than rows start over.
+        """
+        rng = np.random.default_rng(seed)
+        order = sorted(range(len(self.rows)), key=lambda i: (self.rows[i].output_tokens, self.rows[i].input_tokens, i))
+        chosen: list[TraceRow] = []
+        while len(chosen) < num_requests:
+            count = min(num_requests - len(chosen), len(order))
+            edges = np.linspace(0, len(order), count + 1).astype(int)
+            picks = [order[rng.integers(low, high)] for low, high in itertools.pairwise(edges)]
+            chosen += [TraceRow(self.rows[i].input_tokens, self.rows[i].output_tokens) for i in picks]
+        return [chosen[i] for i in rng.permutation(num_requests)]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        if any(row.arrival_s is None for row in self.rows):
+            raise ValueError(f"trace {self.name} has no arrivals; give a request rate (Poisson) or send all at once")
+        if num_requests > len(self.rows):
+            raise ValueError(f"trace {self.name} has {len(self.rows)} rows, fewer than the {num_requests} asked for")
+        start = int(np.random.default_rng(seed).integers(0, len(self.rows) - num_requests + 1))
+        rows = self.rows[start : start + num_requests]
+        first = rows[0].arrival_s
+        return [TraceRow(row.input_tokens, row.output_tokens, row.arrival_s - first) for row in rows]
+
+
+@dataclass(frozen=True)
+class FittedTrace:
+    """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently.
+
+    ``original`` names the published trace that has arrivals, for scripts/download_traces.py; None where none has.
+    """
+
+    name: str
+    title: str
+    origin: Origin
+    input_quantiles: tuple[tuple[float, float], ...]
+    output_quantiles: tuple[tuple[float, float], ...]
+    original: str | None = None
+
+    def __post_init__(self) -> None:
+        for label, table in (("input", self.input_quantiles), ("output", self.output_quantiles)):
+            levels = [level for level, _ in table]
+            tokens = [value for _, value in table]
+            rises = levels == sorted(set(levels)) and tokens == sorted(tokens)
+            if not rises or levels[0] != 0 or levels[-1] != 1:
+                raise ValueError(f"{self.name}: {label} quantiles must rise from level 0 to level 1")
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """One draw from each of ``num_requests`` equal slices of either distribution, shuffled."""
+        rng = np.random.default_rng(seed)
+        columns = []
+        for table in (self.input_quantiles, self.output_quantiles):
+            levels = (np.arange(num_requests) + rng.random(num_requests)) / num_requests
+            tokens = np.interp(levels, *zip(*table, strict=True))
+            columns.append(np.maximum(1, np.rint(rng.permutation(tokens))).astype(int))
+        return [TraceRow(int(given), int(out)) for given, out in zip(*columns, strict=True)]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        command = f"{python_command()} scripts/download_traces.py {self.original}"
+        fetch = f", or fetch them: {command}" if self.original else ""
+        raise ValueError(
+            f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson){fetch}"
+        )
+
+
+def synthetic_name(input_len: int) -> str:
+    """The name of a workload of prompts of this average length."""
+    return f"input-{input_len}"
+
+
+@dataclass(frozen=True)
+class UniformTrace:
+    """Inputs and outputs drawn independently and uniformly within ``spread`` of their means (NEO section 5.1)."""
+
+    input_len: int
+    output_len: float
+    spread: float = 0.1
+
+    @property
+    def name(self) -> str:
+        return synthetic_name(self.input_len)
+
+    @property
+    def title(self) -> str:
+        return f"input {self.input_len}"
+
+    @property
+    def origin(self) -> Origin:
+        return Origin("synthetic", f"uniform within {self.spread:.0%} of the mean, inputs and outputs independent")
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        rng = np.random.default_rng(seed)
+        low, high = 1 - self.spread, 1 + self.spread
+        inputs, outputs = (mean * rng.uniform(low, high, num_requests) for mean in (self.input_len, self.output_len))
+        return [
+            TraceRow(max(1, round(given)), max(1, round(out)))
+            for given, out in zip(inputs.tolist(), outputs.tolist(), strict=True)
+        ]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    """The workloads known, by name, as configs/experiments/workloads.yaml describes them."""
+    return yaml.safe_load((EXPERIMENTS_DIR / "workloads.yaml").read_text())
+
+
+def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
+    """The trace of a workload: the first file found in the trace folders, else its quantile tables.
+
+    Raises:
+        ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
+    """
+    if name not in catalogue():
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(catalogue())}")
+    if trace_dir is not None and not trace_dir.is_dir():
+        raise ValueError(f"trace folder {trace_dir} does not exist")
+    entry = catalogue()[name]
+    for folder in trace_dirs(trace_dir):
+        for source in entry["sources"]:
+            path = folder / source["file"]
+            if path.is_file():
+                origin = Origin(source["kind"], source["note"], source["file"])
+                return RecordedTrace(name, entry["title"], origin, read_rows(path))
+    fitted = entry["fitted"]
+    tables = [tuple((level, tokens) for level, tokens in fitted[key]) for key in ("input_tokens", "output_tokens")]
+    original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
+    return FittedTrace(name, entry["title"], Origin("fitted", fitted["note"]), *tables, original=original)
+
+
+def fetchable(name: str) -> list[Source]:
+    """The published traces of a workload that scripts/download_traces.py fetches."""
+    files = {source["file"] for source in catalogue()[name]["sources"]}
+    return [source for source in SOURCES if source.file in files]

@@ -1,0 +1,59 @@
+"""Trace files: request lengths and arrivals as CSV, and beside each what is known of its origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftllm.files import write_atomically
+
+COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """Lengths in tokens; ``arrival_s`` is seconds from the first row, None where the source has none."""
+
+    input_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+
+
+def read_rows(path: Path) -> tuple[TraceRow, ...]:
+    """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens.
+
+    Raises:
+        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the
+        file.
+    """
+    with path.open() as lines:
+        columns = next(lines, "").strip().split(",")
+        try:
+            arrival, given, out = (columns.index(name) for name in COLUMNS)
+        except ValueError:
+            raise ValueError(f"{path}: needs columns {','.join(COLUMNS)}, has {columns}") from None
+        rows = []
+        for number, line in enumerate(lines, start=2):
+            cells = line.rstrip("\n").split(",")
+            if len(cells) < len(columns):
+                raise ValueError(f"{path}:{number}: {len(cells)} cells where the header has {len(columns)}")
+            row = TraceRow(int(cells[given]), int(cells[out]), float(cells[arrival]) if cells[arrival] else None)
+            if row.input_tokens < 1 or row.output_tokens < 1:
+                raise ValueError(f"{path}:{number}: lengths must be at least 1 token")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    return tuple(rows)
+
+
+def write_rows(path: Path, rows: Iterable[TraceRow], provenance: Mapping[str, Any]) -> None:
+    """Write a trace file and, with the suffix .json, its provenance; whoever finds the trace finds both."""
+    lines = [",".join(COLUMNS)]
+    for row in rows:
+        arrival = "" if row.arrival_s is None else f"{row.arrival_s:.6f}"
+        lines.append(f"{arrival},{row.input_tokens},{row.output_tokens}")
+    write_atomically(path.with_suffix(".json"), json.dumps(provenance, indent=2) + "\n")
+    write_atomically(path, "\n".join(lines) + "\n")

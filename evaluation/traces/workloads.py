@@ -1,0 +1,198 @@
+"""A workload: requests with real prompts, wanted output lengths, and arrivals, ready to be replayed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+
+from evaluation.traces.catalogue import Origin, Trace, TraceRow
+from evaluation.traces.corpus import corpus
+
+Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """Which requests to make; all of it decides the result, so all of it goes into a run's identity."""
+
+    name: str
+    """Workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
+    num_requests: int
+    scale: float = 1.0
+    """Multiplies input and output lengths (rounded, at least 1 token)."""
+    output_len: float | None = None
+    """Average output tokens before scaling; None leaves the trace's own lengths."""
+    arrivals: Arrivals = "at-once"
+    request_rate: float | None = None
+    """Requests per second of Poisson arrivals."""
+    concurrency: int | None = None
+    """Requests under way in a closed loop: the next one is sent when one of them has ended."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise ValueError(f"num_requests={self.num_requests} must be at least 1")
+        if self.scale <= 0:
+            raise ValueError(f"scale={self.scale} must be above 0")
+        if self.output_len is not None and self.output_len <= 0:
+            raise ValueError(f"output_len={self.output_len} must be above 0")
+        if (self.arrivals == "poisson") != (self.request_rate is not None):
+            raise ValueError("request_rate goes with Poisson arrivals, and only with them")
+        if self.request_rate is not None and self.request_rate <= 0:
+            raise ValueError(f"request_rate={self.request_rate} must be above 0")
+        if (self.arrivals == "closed-loop") != (self.concurrency is not None):
+            raise ValueError("concurrency goes with a closed loop, and only with it")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency={self.concurrency} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A workload before it has prompts: one row per request, arrivals in seconds from the start."""
+
+    spec: WorkloadSpec
+    title: str
+    origin: Origin
+    rows: tuple[TraceRow, ...]
+
+    @property
+    def mean_input_tokens(self) -> float:
+        return float(np.mean([row.input_tokens for row in self.rows]))
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return float(np.mean([row.output_tokens for row in self.rows]))
+
+    @property
+    def total_output_tokens(self) -> int:
+        return sum(row.output_tokens for row in self.rows)
+
+    def digest(self) -> str:
+        """Names these very lengths and arrivals."""
+        text = json.dumps([asdict(row) for row in self.rows])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class WorkloadRequest:
+    """``arrival_s`` is seconds from the start of the replay; exactly ``output_len`` tokens are generated."""
+
+    request_id: str
+    arrival_s: float
+    prompt_token_ids: tuple[int, ...]
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    lengths: Lengths
+    requests: tuple[WorkloadRequest, ...]
+
+
+class HasWorkloadName(Protocol):
+    """A panel or part of a figure."""
+
+    @property
+    def workload_name(self) -> str: ...
+
+
+Part = TypeVar("Part", bound=HasWorkloadName)
+
+
+def only_named(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+    """The parts of a figure that are about these workloads; all of them for None.
+
+    Raises:
+        ValueError: none is about a name.
+    """
+    known = list(dict.fromkeys(part.workload_name for part in parts))
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"no workload {', '.join(unknown)} in the experiment file; there are {', '.join(known)}")
+    return [part for part in parts if names is None or part.workload_name in names]
+
+
+def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
+    """Draw the workload's lengths and arrivals from its trace."""
+    rows = (trace.window if spec.arrivals == "trace" else trace.sample)(spec.num_requests, spec.seed)
+    output_factor = spec.scale
+    if spec.output_len is not None:
+        output_factor *= spec.output_len / float(np.mean([row.output_tokens for row in rows]))
+    if spec.arrivals == "poisson":
+        rng = np.random.default_rng([spec.seed, 1])
+        gaps = rng.exponential(1.0 / spec.request_rate, spec.num_requests)
+        arrivals = np.cumsum(gaps) - gaps[0]
+    else:
+        arrivals = [row.arrival_s or 0.0 for row in rows]
+    scaled = tuple(
+        TraceRow(
+            input_tokens=max(1, round(row.input_tokens * spec.scale)),
+            output_tokens=max(1, round(row.output_tokens * output_factor)),
+            arrival_s=float(arrival),
+        )
+        for row, arrival in zip(rows, arrivals, strict=True)
+    )
+    return Lengths(spec, trace.title, trace.origin, scaled)
+
+
+def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
+    """Give each request of ``lengths`` a prompt of its own."""
+    prompts = prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed)
+    requests = tuple(
+        WorkloadRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens)
+        for index, (row, prompt) in enumerate(zip(lengths.rows, prompts, strict=True))
+    )
+    return Workload(lengths, requests)
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """Where prompts come from: real text in the model's tokens, or random ids where there is none."""
+
+    vocab_size: int
+    text_ids: tuple[int, ...] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "random token ids" if self.text_ids is None else "documentation of Python's standard library"
+
+    def prompts(self, lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
+        """One prompt per length, each from its own place of the text (which is read round and round)."""
+        rng = np.random.default_rng([seed, 2])
+        if self.text_ids is None:
+            return [tuple(rng.integers(0, self.vocab_size, length).tolist()) for length in lengths]
+        size = len(self.text_ids)
+        if len(lengths) > size:
+            raise ValueError(f"{len(lengths)} prompts are more than the text's {size} tokens can begin differently")
+        # One start in each equal slice of the text: short prompts then share nothing at all.
+        edges = np.linspace(0, size, len(lengths) + 1).astype(int)
+        starts = rng.permutation([rng.integers(low, high) for low, high in itertools.pairwise(edges)])
+        return [
+            tuple(self.text_ids[(start + offset) % size] for offset in range(length))
+            for start, length in zip(starts.tolist(), lengths, strict=True)
+        ]
+
+
+@functools.cache
+def load_prompt_tokens(model: Path) -> PromptTokens:
+    """The corpus in the tokens of a Hugging Face model folder; random ids where it has no tokenizer.json.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json.
+    """
+    vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    tokenizer_file = model / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        return PromptTokens(vocab_size)
+    from tokenizers import Tokenizer  # heavy, and only needed here
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    ids = tokenizer.encode(corpus(), add_special_tokens=False).ids
+    return PromptTokens(vocab_size, tuple(ids))

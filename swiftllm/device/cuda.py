@@ -1,0 +1,127 @@
+"""A CUDA GPU as a device: a thin layer over torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from swiftllm.device.device import Graph
+from swiftllm.machine import GIB, InsufficientMemory
+
+DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
+GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
+
+
+class CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: a thread that waits sleeps. It may be one of the cores that CPU attention counts on.
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class CudaStream:
+    """See :class:`Stream`. Memory is torch's: its allocators, one for the device and one for pinned host memory, keep
+    freed memory back until the streams that were told to it have passed."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def running(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> CudaEvent:
+        return CudaEvent(self._stream)
+
+    def wait(self, event: CudaEvent) -> None:
+        self._stream.wait_event(event._event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        (target if target.is_cuda else source).record_stream(self._stream)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.copy(host, tensor)
+        return host
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            if not tensor.numel():
+                return torch.empty_like(tensor, device=self._stream.device)
+            # From memory that is not pinned, or in pieces, a copy would wait for all that is on the stream.
+            tensor = tensor.contiguous()
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            return pinned.to(self._stream.device, non_blocking=True)
+
+
+class CudaDevice:
+    """See :class:`Device`. Threads may use it at the same time, each for its own work."""
+
+    def __init__(self, *, can_capture: bool = True) -> None:
+        """``can_capture=False`` launches every kernel by itself, for debuggers and comparisons."""
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.can_capture = can_capture
+        self.compute = CudaStream(torch.cuda.default_stream(self.torch_device))
+        self.to_host, self.to_device, self.swap = (CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3))
+        self._capture_stream = torch.cuda.Stream(self.torch_device)
+        self._graph_memory = torch.cuda.graph_pool_handle()
+        self.graph_bytes = int(GRAPHS_SHARE * torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def mirror(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(host, device=self.torch_device)
+
+    def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph would collect garbage and empty the allocator's cache each time; there are thousands of
+        # graphs. "thread_local": whatever other threads of the process do with CUDA does not end the capture.
+        with torch.cuda.stream(self._capture_stream):
+            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+            try:
+                work()
+                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
+                    graph.capture_end()
+                # Up to torch 2.12 the allocator goes on waiting for the end of a capture that has failed, and so gives
+                # no memory back that was recorded on a stream. Where it does not, it says so.
+                with contextlib.suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
+                raise
+        return graph
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def left_free(self, work: Callable[[], object]) -> int | None:
+        device = self.torch_device
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        try:
+            work()
+        except torch.cuda.OutOfMemoryError as error:
+            raise InsufficientMemory(
+                f"the widest iteration does not fit into the {self.free_bytes() / GIB:.2f} GiB that the weights leave "
+                "free: lower max_num_batched_tokens, max_num_seqs or max_model_len"
+            ) from error
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        headroom = DEVICE_HEADROOM * torch.cuda.mem_get_info(device)[1]
+        return int(self.free_bytes() - peak - headroom)

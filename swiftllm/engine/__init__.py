@@ -1,0 +1,1 @@
+"""The step loop, and the interfaces it is built from: executor and backend."""

@@ -1,0 +1,247 @@
+"""The step loop: requests in, one iteration at a time, outputs out. Takes its scheduler and executor by injection."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swiftllm.core.plan import IterationPlan, StepResult
+from swiftllm.core.request import Request, RequestOutput, RequestRefused
+from swiftllm.core.sampling_params import SamplingParams, whole_number
+from swiftllm.engine.backend import Backend
+from swiftllm.engine.executor import Executor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from swiftllm.model.tokenizer import Tokenizer
+
+MAX_EMPTY_PLANS = 1000
+
+
+class EngineStalled(RuntimeError):
+    """Requests are unfinished and the scheduler finds nothing to do: a defect, reported with the state it stands in."""
+
+
+@dataclass
+class EngineStats:
+    """Sums over all iterations so far. Times in seconds of the engine's clock."""
+
+    iterations: int = 0
+    output_tokens: int = 0
+    prefill_tokens: int = 0
+    duration_s: float = 0.0
+    lane_busy_s: float = 0.0
+    cpu_busy_s: float = 0.0
+    predicted_s: float = 0.0
+    preemptions: int = 0
+    swapped_blocks: int = 0
+    worker_restarts: int = 0
+    strategy_iterations: dict[str, int] = field(default_factory=Counter)
+
+    def note(self, plan: IterationPlan, result: StepResult) -> None:
+        self.iterations += 1
+        self.output_tokens += len(result.tokens)
+        self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
+        self.duration_s += result.duration_s
+        self.lane_busy_s += result.lane_busy_s
+        self.cpu_busy_s += result.cpu_busy_s
+        self.predicted_s += plan.predicted.get("iteration_s", 0.0)
+        self.swapped_blocks += sum(len(swap.source_blocks) for swap in plan.swaps)
+        self.strategy_iterations[plan.strategy.value] += 1
+
+
+class Engine:
+    """One model, one scheduler, one executor. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        backend: Backend,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None,
+        description: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._description = dict(description or {})
+        self._stats = EngineStats()
+        self._arrivals = itertools.count()
+        self._num_empty_plans = 0
+        self._ended: list[RequestOutput] = []  # of aborts, for the next step to return
+        self._running_plan: IterationPlan | None = None
+        self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step, if it had one
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self.scheduler.kv
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_s: float | None = None,
+    ) -> Request:
+        """Queue a request. ``arrival_s`` is a time of :meth:`now`; default: this moment.
+
+        Raises:
+            RequestRefused: it can never be served; the message names the limit it hits.
+        """
+        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
+        self.queue(request)
+        return request
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_s: float | None = None,
+    ) -> Request:
+        """A request that can be served, for :meth:`queue`. Reads only what never changes, so any thread may call it.
+
+        Raises:
+            RequestRefused: it can never be served; the message names the limit it hits.
+        """
+        try:
+            prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
+        except ValueError as error:
+            raise RequestRefused(str(error), "prompt") from None
+        for about, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            unknown = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
+            if unknown is not None:
+                message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
+                raise RequestRefused(message, about)
+        arrival_s = self.now() if arrival_s is None else arrival_s
+        request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
+        self.scheduler.check(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Let a request that has passed the door, or that :meth:`recover` returned, wait for its turn.
+
+        Raises:
+            RequestRefused: its id is in use.
+        """
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it stands; its output so far comes with the next step. False if it is not there."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._ended.append(self._output(request, num_new=0))
+        return request is not None
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_work or bool(self._ended)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration and return what it gave.
+
+        Whatever it raises, :meth:`recover` makes the engine whole again.
+
+        Raises:
+            EngineStalled: nothing could be planned for many steps although requests wait (never expected).
+        """
+        self.last_iteration = None
+        touched = self._iterate() if self.scheduler.has_work else []
+        outputs, self._ended = self._ended, []
+        outputs += [self._output(request, num_new=1) for request in touched]
+        if not self.has_unfinished():
+            self.kv.check()
+        return outputs
+
+    def _iterate(self) -> list[Request]:
+        self._running_plan = None
+        plan = self.scheduler.schedule()
+        self._num_empty_plans = self._num_empty_plans + 1 if plan.is_empty else 0
+        if self._num_empty_plans > MAX_EMPTY_PLANS:
+            raise EngineStalled(f"{MAX_EMPTY_PLANS} empty plans in a row with {self.state()}")
+        self._running_plan = plan
+        result = self.executor.run(plan)
+        self._running_plan = None
+        for request_id, logprob in self.backend.take_logprobs().items():
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                request.logprobs.append(logprob)
+        touched = self.scheduler.update(plan, result)
+        self._stats.note(plan, result)
+        self.last_iteration = (plan, result)
+        return touched
+
+    # -- after a step that raised -----------------------------------------------------------------------------------
+
+    def at_work(self) -> list[Request]:
+        """The unfinished requests that the step under way, or the one that raised, was working on when last seen; all
+        of them where that is not known."""
+        unfinished = [request for request in self.scheduler.requests.values() if not request.is_finished]
+        if self._running_plan is None:
+            return unfinished
+        at_work = self.executor.at_work()
+        return [request for request in unfinished if request.request_id in at_work] or unfinished
+
+    def recover(self) -> list[Request]:
+        """Give up all work under way, wherever an iteration stopped, and empty both pools.
+
+        Waits for CPU attention that may still touch blocks. Returns the unfinished requests, oldest first. They keep
+        their tokens, and :meth:`queue` lets each go on in its old place: the rest is computed again.
+        """
+        self.executor.abandon()
+        self.backend.recover()
+        self._running_plan, self._num_empty_plans = None, 0
+        return self.scheduler.clear()
+
+    # -- what can be known of it ------------------------------------------------------------------------------------
+
+    def _output(self, request: Request, num_new: int) -> RequestOutput:
+        start = request.output_len - num_new
+        new_tokens = tuple(request.output_token_ids[start:])
+        logprobs = tuple(request.logprobs[start:]) if request.logprobs else ()
+        if request.finish_reason is None:
+            return RequestOutput(request.request_id, request.prompt_token_ids, new_tokens, None, (), logprobs)
+        reason, tokens = request.finish_reason.value, tuple(request.output_token_ids)
+        of_prompt = tuple(request.prompt_logprobs)
+        return RequestOutput(
+            request.request_id, request.prompt_token_ids, new_tokens, reason, tokens, logprobs, of_prompt
+        )
+
+    def now(self) -> float:
+        """Seconds of the engine's clock (virtual in a simulation)."""
+        return self.backend.now()
+
+    def stats(self) -> EngineStats:
+        self._stats.preemptions = self.scheduler.num_preemptions
+        self._stats.worker_restarts = self.backend.worker_restarts
+        return self._stats
+
+    def state(self) -> dict[str, Any]:
+        """Queues and pools right now, for logs and error messages."""
+        scheduler = self.scheduler
+        return {
+            "waiting": len(scheduler.waiting),
+            "running": {tier.value: len(queue) for tier, queue in scheduler.running.items()},
+            "blocks_used": {tier.value: pool.num_used for tier, pool in self.kv.allocators.items()},
+            "blocks_free": {tier.value: pool.num_free for tier, pool in self.kv.allocators.items()},
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What this engine is, JSON-able: goes into provenance files and the start-up message."""
+        return {**self._description, "limits": asdict(self.scheduler.limits)}
+
+    def close(self) -> None:
+        self.backend.close()

@@ -1,0 +1,106 @@
+"""What fits: weights before they are loaded, then KV blocks in what the weights and the widest iteration leave free.
+
+Plain arithmetic on numbers of bytes; who measures them is told them, so that tests can make them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LlamaWeights
+
+EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier when the linear layers run on the CPU: small, as on the GPUs meant
+EMBEDDED_CPU_TIER_BYTES = 4 * GIB
+HOST_HEADROOM_BYTES = GIB // 2  # left to activations and to everything else on the machine
+
+
+def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights take on the device, whatever dtype the checkpoint holds."""
+    weights = LlamaWeights.empty(model, "meta", dtype)
+    return sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
+
+
+def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
+    """Refuse a model that cannot be loaded, before any of it is.
+
+    Raises:
+        InsufficientMemory: the weights alone exceed the device's free memory.
+    """
+    needed = weight_bytes(model, dtype)
+    if needed > free_bytes:
+        raise InsufficientMemory(
+            f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "
+            f"{free_bytes / GIB:.2f} GiB can be had: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
+            "take a narrower dtype or a smaller model"
+        )
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """Blocks of each tier and what they come to."""
+
+    num_blocks: Mapping[Tier, int]
+    block_size: int
+    bytes_per_block: int
+
+    def describe(self, max_model_len: int) -> list[str]:
+        """One line per tier: blocks, tokens, GiB, and how many of the longest requests it holds."""
+        blocks_per_request = -(-max_model_len // self.block_size)
+        return [
+            f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
+            f"{blocks * self.bytes_per_block / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
+            f"{max_model_len:,} tokens"
+            for tier, blocks in self.num_blocks.items()
+        ]
+
+
+def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, device_bytes: int | None) -> KVPlan:
+    """How many blocks each tier gets: what ``config`` asks for, else what there is room for.
+
+    ``host_bytes`` can be had in host memory. ``device_bytes`` are left on a GPU by weights, activations and headroom;
+    None: the device is the host, and both tiers share its memory.
+
+    Raises:
+        InsufficientMemory: the blocks asked for, or a single one, do not fit.
+    """
+    host_limit = host_bytes - HOST_HEADROOM_BYTES
+    if device_bytes is None:
+        default_bytes = {
+            Tier.GPU: min(EMBEDDED_GPU_TIER_BYTES, host_bytes // 4),
+            Tier.CPU: min(EMBEDDED_CPU_TIER_BYTES, host_bytes // 2),
+        }
+    else:
+        default_bytes = {Tier.GPU: device_bytes, Tier.CPU: host_bytes // 2}
+    asked = {Tier.GPU: config.num_gpu_blocks, Tier.CPU: config.num_cpu_blocks}
+    num_blocks = {
+        tier: max(0, default_bytes[tier]) // bytes_per_block if count is None else count
+        for tier, count in asked.items()
+    }
+    if device_bytes is None:
+        checks = [("host", "num_gpu_blocks + num_cpu_blocks", sum(num_blocks.values()), host_limit)]
+    else:
+        if asked[Tier.GPU] is None and num_blocks[Tier.GPU] == 0:
+            raise InsufficientMemory(
+                f"weights and activations leave no room for a KV cache: a block takes {bytes_per_block / GIB:.4f} GiB "
+                f"and {(bytes_per_block - device_bytes) / GIB:.2f} GiB are missing for the first; lower "
+                "max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks=0 to keep all KV cache on the host"
+            )
+        checks = [
+            ("GPU", "num_gpu_blocks", num_blocks[Tier.GPU], device_bytes),
+            ("host", "num_cpu_blocks", num_blocks[Tier.CPU], host_limit),
+        ]
+    for where, what, blocks, there in checks:
+        needed, there = blocks * bytes_per_block, max(0, there)
+        if needed > there:
+            raise InsufficientMemory(
+                f"a KV cache of {what} = {blocks} blocks takes {needed / GIB:.2f} GiB of {where} memory and "
+                f"{there / GIB:.2f} GiB can be had: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
+            )
+    return KVPlan(num_blocks, config.block_size, bytes_per_block)

@@ -1,0 +1,216 @@
+"""Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
+
+This is the only module that launches the kernels of ``triton_rows``, ``triton_cache`` and ``triton_attention``; tile
+sizes and warps are chosen here, from shapes, dtype and compute capability alone, never by measuring at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from triton import cdiv, next_power_of_2
+
+from pacpu import rows as host_rows
+from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.triton.attention import (
+    decode_combine_kernel,
+    decode_partials_dot_kernel,
+    decode_partials_lanes_kernel,
+)
+from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
+from swiftllm.ops.triton.rows import (
+    add_rms_norm_kernel,
+    norm_heads_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    silu_and_mul_kernel,
+)
+
+LOG2_E = math.log2(math.e)
+TENSOR_CORES = 80  # lowest compute capability for which Triton emits tensor-core code
+ELEMENTS_PER_WARP = 512  # of a row: 16 per thread
+MAX_WARPS = 16
+COLUMNS_TILE = 1024
+HEADS_TILE = 8
+COPY_WORDS_TILE = 2048  # 8 KiB: 16 words per thread, in four 16-byte accesses
+MIN_DOT_TILE = 16  # rows and slots of tl.dot
+DOT_STAGES = 5  # the fewest with which Triton keeps two tiles of K and V in flight behind the ids of their blocks
+# Slots x dims of a tile of K, 8 KiB in 16 bits; in the lanes formulation heads x slots x dims, which at 4 warps are 32
+# sums per thread, and half of that in float32. Twice as much spills: on sm_86 where a head has 256 dims, in float32
+# on sm_80 with Triton 3.6.
+TILE_ELEMENTS = 4096
+COMBINE_TILE = 16
+# A split is long enough for its partial result (one fp32 head per 128 keys and values) to be a small part of what it
+# reads, and short enough to give every multiprocessor some programs.
+MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+class TritonOps(ReferenceOps):
+    """See :class:`swiftllm.ops.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
+
+    Rows of q, k, v and x may lie apart, their heads and dims may not; ``ValueError`` says so.
+    """
+
+    takes_empty_rows = True
+
+    def __init__(self, device: torch.device, capability: int, num_multiprocessors: int) -> None:
+        """``capability``: of the GPU, 75 for sm_75; ``num_multiprocessors`` decides how far decodes are split."""
+        self._device = device
+        self._capability = capability
+        self._num_multiprocessors = num_multiprocessors
+        # For the whole process: torch prefers cuDNN's attention on sm_90, and that builds a plan, tens of milliseconds,
+        # for each new number of rows and tokens. Prompts have all sorts of them.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, size = x.shape
+        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        if rows:
+            tile = next_power_of_2(size)
+            sizes = size, tile
+            _launch(rms_norm_kernel, (rows,), x, weight, out, _row_stride(x), eps, *sizes, num_warps=_row_warps(tile))
+        return out
+
+    def add_rms_norm_(
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        rows, size = residual.shape
+        out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
+        if rows:
+            tile = next_power_of_2(size)
+            tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))
+            _launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
+        return out
+
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        rows, heads, head_dim = x.shape
+        if rows:
+            grid = (rows, cdiv(heads, HEADS_TILE))
+            sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim)
+            _launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, *sizes, num_warps=1)
+
+    def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
+        rows, heads, head_dim = x.shape
+        if rows:
+            grid = (rows, cdiv(heads, HEADS_TILE))
+            sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim // 2)
+            _launch(rotary_kernel, grid, x, rotary_rows, _row_stride(x), *sizes, num_warps=1)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+        if rows:
+            grid = (rows, cdiv(size, COLUMNS_TILE))
+            sizes = size, COLUMNS_TILE
+            _launch(silu_and_mul_kernel, grid, gate_up, out, _row_stride(gate_up), *sizes, num_warps=4)
+        return out
+
+    def store_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        blocks: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        if kv_layer.device.type != self._device.type:
+            return host_rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
+        rows, heads, head_dim = k.shape
+        if rows:
+            grid = (rows, cdiv(heads, HEADS_TILE))
+            sizes = heads, head_dim, kv_layer.shape[3], HEADS_TILE, next_power_of_2(head_dim)
+            strides = _row_stride(k), _row_stride(v)
+            _launch(store_kv_kernel, grid, k, v, kv_layer, blocks, offsets, *strides, *sizes, num_warps=2)
+
+    def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        if pool.device.type != self._device.type:
+            return super().gather_blocks(pool, blocks, staging)
+        _copy_blocks(pool, staging, blocks, gather=True)
+
+    def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        if pool.device.type != self._device.type:
+            return super().scatter_blocks(staging, pool, blocks)
+        _copy_blocks(pool, staging, blocks, gather=False)
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        rows, heads, head_dim = q.shape
+        if not rows:
+            return
+        num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
+        group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
+        context = block_tables.shape[1] * block_size
+        split_tokens = self._split_tokens(rows * num_kv_heads, context)
+        num_splits = cdiv(context, split_tokens)
+        partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
+        if q.dtype.itemsize == 2 and self._capability >= TENSOR_CORES:
+            kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
+            tile = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile)
+        else:
+            kernel, group_tile = decode_partials_lanes_kernel, next_power_of_2(group)
+            tile = max(1, 2 * TILE_ELEMENTS // (q.dtype.itemsize * group_tile * dim_tile))
+        _launch(
+            kernel, (num_splits, num_kv_heads, rows),
+            q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
+            _row_stride(q), _row_stride(k), _row_stride(v), block_tables.stride(0), num_splits, split_tokens,
+            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile,
+            num_warps=4, num_stages=DOT_STAGES,
+        )  # fmt: skip
+        _launch(
+            decode_combine_kernel, (heads, rows),
+            partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
+            heads, head_dim, dim_tile, COMBINE_TILE,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _split_tokens(self, num_sequences: int, context: int) -> int:
+        """Tokens per split, a power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens."""
+        wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors, num_sequences)
+        tokens = next_power_of_2(cdiv(context, wanted_splits))
+        return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
+    # Fused multiply-adds, said aloud: Triton's default is about to change.
+    kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+
+
+def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor, gather: bool) -> None:
+    if len(blocks):
+        num_layers, num_blocks = pool.shape[:2]
+        words = pool[0, 0].numel() * pool.dtype.itemsize // 4
+        grid = (cdiv(words, COPY_WORDS_TILE), len(blocks), num_layers)
+        tensors = pool.view(torch.int32), staging.view(torch.int32), blocks
+        sizes = len(blocks), num_blocks, words, COPY_WORDS_TILE
+        _launch(copy_blocks_kernel, grid, *tensors, *sizes, gather, num_warps=4)
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """Elements from one row to the next.
+
+    Raises:
+        ValueError: what a row holds does not lie together.
+    """
+    inner = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if stride != inner and size > 1:
+            raise ValueError(f"rows of shape {tuple(x.shape)}, strides {x.stride()} are not contiguous: make a copy")
+        inner *= size
+    return x.stride(0)
+
+
+def _row_warps(elements: int) -> int:
+    return min(max(1, elements // ELEMENTS_PER_WARP), MAX_WARPS)

@@ -1,0 +1,1 @@
+"""The torch backend: batches as tensors, captured graphs, transfers between the tiers, CPU workers."""

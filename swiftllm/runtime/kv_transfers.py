@@ -1,0 +1,168 @@
+"""KV cache on its way between the tiers, beside the work of both: blocks that are swapped, and prefills bound for the
+CPU tier, whose K and V leave layer by layer.
+
+The CPU tier's memory is not pinned, so what comes from a GPU lands in pinned memory first and the host copies it on.
+The attention worker does that, which keeps it in order with the attention that reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from swiftllm.core.plan import Swap
+from swiftllm.core.request import Tier
+from swiftllm.device.device import Device, Event
+from swiftllm.engine.backend import Ticket
+from swiftllm.kv.pools import KVPools
+from swiftllm.ops import Ops
+from swiftllm.runtime.workers.inline import AttentionWorker
+
+CHUNK_BYTES = 16 << 20  # of blocks that cross in one transfer
+MAX_STAGED_BYTES = 256 << 20  # pinned memory that may wait for the host to copy it on
+
+
+@dataclass(frozen=True)
+class _Write:
+    layers: range
+    num_bytes: int
+    ticket: Ticket
+
+
+class HostWrites:
+    """Writes to the CPU tier of what is still on its way from the device. They happen in order."""
+
+    def __init__(self, worker: AttentionWorker) -> None:
+        self._worker = worker
+        self._pending: deque[_Write] = deque()
+
+    def add(self, write: Callable[[], None], arrived: Event, layers: range, num_bytes: int) -> None:
+        """Have ``write`` run after ``arrived``: at once if nothing has to be waited for."""
+        while self._pending and self._pending[0].ticket.ready():
+            self._finish(self._pending[0])
+        if not self._pending and arrived.done():
+            write()
+            return
+
+        def wait_and_write() -> None:
+            arrived.synchronize()
+            write()
+
+        self._pending.append(_Write(layers, num_bytes, self._worker.submit(wait_and_write)))
+        while sum(pending.num_bytes for pending in self._pending) > MAX_STAGED_BYTES:
+            self._finish(self._pending[0])
+
+    def settle(self, layers: range) -> None:
+        """Wait for the writes to these layers; raises what went wrong in them."""
+        for pending in list(self._pending):
+            if pending.layers.start < layers.stop and layers.start < pending.layers.stop:
+                self._finish(pending)
+
+    def _finish(self, pending: _Write) -> None:
+        self._pending.remove(pending)
+        try:
+            pending.ticket.wait()
+        except BaseException:
+            # Whoever takes this in gives up what was under way: the others must not fail again in what comes after.
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Wait for all writes, whatever becomes of them."""
+        while self._pending:
+            with contextlib.suppress(Exception):
+                self._pending.popleft().ticket.wait()
+
+
+class KVTransfers:
+    """Moves K and V between the pools of both tiers."""
+
+    def __init__(self, device: Device, pools: KVPools, ops: Ops, worker: AttentionWorker) -> None:
+        self._device = device
+        self._pools = pools
+        self._ops = ops
+        self._writes = HostWrites(worker)
+        self._all_layers = range(len(pools.layers[Tier.CPU]))
+
+    def drop(self) -> None:
+        """Wait until nothing is on its way any more, whatever becomes of it."""
+        self._writes.drop()
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied.
+
+        What the device does from here on sees the blocks where they go, and may reuse those they come from. So may the
+        host, as far as it goes through this object or the attention worker.
+        """
+        if not swaps:
+            return
+        compute, stream = self._device.compute, self._device.swap
+        stream.wait(compute.mark())  # the newest tokens are stored, and nobody reads the blocks that will be filled
+        moved = None
+        for source, run in groupby(swaps, key=lambda swap: swap.source):
+            move = self._move_out if source is Tier.GPU else self._move_in
+            for chunk in self._chunks(run):
+                moved = move(*chunk)
+        if moved is not None:
+            compute.wait(moved)
+
+    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Write K and V, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
+        stream, kv_layer = self._device.to_host, self._pools.layers[Tier.CPU][layer]
+        kv = self._device.snapshot(kv)
+        stream.wait(self._device.compute.mark())
+        k, v = stream.fetch(kv).chunk(2, 1)
+
+        @torch.inference_mode()
+        def write() -> None:
+            self._ops.store_kv(k, v, kv_layer, blocks, offsets)
+
+        self._writes.add(write, stream.mark(), range(layer, layer + 1), kv.nbytes)
+
+    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """K and V of a request's first tokens from the CPU tier, ``[2, num_kv_heads, num_tokens, head_dim]``."""
+        self._writes.settle(range(layer, layer + 1))
+        kv = self._ops.gather_kv(self._pools.layers[Tier.CPU][layer], blocks, num_tokens)
+        return self._device.compute.send(kv)
+
+    def _move_out(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
+        """Returns when the source blocks may be overwritten."""
+        stream, pool, host_pool = self._device.swap, self._pools.tensors[Tier.GPU], self._pools.tensors[Tier.CPU]
+        with stream.running():
+            staged = torch.empty(self._shape(len(sources)), dtype=pool.dtype, device=pool.device)
+            self._ops.gather_blocks(pool, stream.send(sources), staged)
+        gathered = stream.mark()
+        host = stream.fetch(staged)
+
+        @torch.inference_mode()
+        def write() -> None:
+            self._ops.scatter_blocks(host, host_pool, targets)
+
+        self._writes.add(write, stream.mark(), self._all_layers, host.nbytes)
+        return gathered
+
+    def _move_in(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
+        """Returns when the blocks have arrived."""
+        stream, pool, host_pool = self._device.swap, self._pools.tensors[Tier.GPU], self._pools.tensors[Tier.CPU]
+        self._writes.settle(self._all_layers)
+        staged = self._device.pinned(self._shape(len(sources)), host_pool.dtype)
+        self._ops.gather_blocks(host_pool, sources, staged)
+        with stream.running():
+            self._ops.scatter_blocks(stream.send(staged), pool, stream.send(targets))
+        return stream.mark()
+
+    def _chunks(self, swaps: Iterator[Swap]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of source and target blocks, int64, as many as one transfer takes."""
+        pairs = [pair for swap in swaps for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
+        size = max(1, CHUNK_BYTES // self._pools.bytes_per_block)
+        for first in range(0, len(pairs), size):
+            yield tuple(torch.tensor(pairs[first : first + size]).T.contiguous())
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        pool = self._pools.tensors[Tier.GPU]
+        return (pool.shape[0], num_blocks, *pool.shape[2:])

@@ -1,0 +1,327 @@
+"""The backend that computes: torch on a CPU or a CUDA GPU, with pacpu for decode attention in host memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+
+import pacpu
+from swiftllm.config import EngineConfig
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, Tier, TokenLogprob
+from swiftllm.device import open_device
+from swiftllm.device.device import Device, Event, Stream
+from swiftllm.engine.backend import Ticket
+from swiftllm.kv.pools import KVPools
+from swiftllm.kv.sizing import check_weights, plan_blocks
+from swiftllm.machine import available_host_bytes
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.weights import dummy_weights, load_weights
+from swiftllm.ops import select_ops
+from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.runtime.batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
+from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
+from swiftllm.runtime.graphs import LayerGraphs
+from swiftllm.runtime.kv_transfers import KVTransfers
+from swiftllm.runtime.widest_iteration import widest_iteration
+from swiftllm.runtime.workers.inline import AttentionWorker, InlineWorker
+from swiftllm.runtime.workers.task import CpuAttention
+from swiftllm.sampling.logprobs import PromptScorer
+from swiftllm.sampling.sampler import Sampler
+
+BOUNDARIES_AHEAD = 1
+
+
+class TorchBackend:
+    """See :class:`swiftllm.engine.backend.Backend`.
+
+    Set ``block_tables`` (request id to the block ids of the request's tier) before the first lane opens. Tables are
+    read when a lane or cohort opens, and must be long enough for the tokens it is about to compute.
+
+    Attributes:
+        hardware: where the linear layers run.
+        graphs: what of their work is captured; None on a host.
+        device, device_name: its torch device, and what it calls itself.
+        dtype: of weights, activations and KV cache.
+        num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
+        cores: how many threads compute the lane, where a CPU does, and attention over the CPU tier.
+        cpu_kernel: what computes attention over the CPU tier.
+    """
+
+    def __init__(
+        self, config: EngineConfig, worker: AttentionWorker | None = None, hardware: Device | None = None
+    ) -> None:
+        """``worker`` runs the CPU attention; default: at once, on the calling thread. ``hardware`` stands in for what
+        ``config.device`` names.
+
+        Raises:
+            FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
+            InsufficientMemory: the model or the KV cache asked for does not fit.
+        """
+        self.hardware = hardware or open_device(config.device)
+        self.device = self.hardware.torch_device
+        self.dtype = resolve_dtype(config, self.device)
+        self.device_name = device_name(self.device)
+        self.cpu_kernel = resolve_kernel(config, self.dtype)
+        self.model_config = ModelConfig.from_folder(config.model)
+        self.block_size = config.block_size
+        self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
+        self.use_cores(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
+        check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
+        if config.load_format == "dummy":
+            weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
+        else:
+            weights = load_weights(config.model, self.model_config, self.device, self.dtype)
+        self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
+        self._scale = self.model_config.head_dim**-0.5
+        self._sampler = Sampler(config.seed, self.hardware)
+        self._prompt_scorer = PromptScorer(self._model, self.hardware)
+        self._worker = worker or InlineWorker()
+        self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
+        self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
+        self.kv_plan = plan_blocks(
+            config,
+            self.kv_bytes_per_block,
+            available_host_bytes(),
+            self.hardware.left_free(lambda: widest_iteration(self._model, self._sampler, config, self.dtype)),
+        )
+        self.kv_pools = KVPools(self.model_config, self.kv_plan, self.device, self.dtype)
+        self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
+        self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
+        self.block_tables: Mapping[str, Sequence[int]] = {}
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._worker)
+        self._pacer = Pacer(self.hardware.compute)
+        self._builder = BatchBuilder(
+            self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
+        )
+        if self.graphs is not None:
+            self.graphs.capture(self.kv_pools.layers[Tier.GPU])
+
+    def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
+        longest = config.max_model_len or self.model_config.max_position_embeddings
+        return LayerGraphs(
+            self.hardware,
+            self._model,
+            self.dtype,
+            max_rows=config.max_num_seqs,
+            max_blocks=-(-longest // self.block_size),
+        )
+
+    def use_cores(self, division: CoreDivision) -> None:
+        """Compute with these numbers of threads from now on."""
+        self.cores = division
+        if isinstance(self._ops, CpuOps):
+            torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
+            self._ops.num_threads = division.lane_threads
+        else:
+            # What torch copies in host memory: threads of its own would wait actively, after each copy, on the cores
+            # of the worker. In a copy of scattered blocks they are no faster.
+            torch.set_num_threads(division.lane_threads)
+            self._ops.num_threads = division.cpu_threads
+
+    @property
+    def num_layers(self) -> int:
+        return self.model_config.num_layers
+
+    @property
+    def worker_restarts(self) -> int:
+        return self._worker.restarts
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        self._transfers.swap(swaps)
+
+    @torch.inference_mode()
+    def open_lane(self, items: Sequence[LaneItem]) -> Lane:
+        return self._builder.open_lane(items, self.block_tables)
+
+    @torch.inference_mode()
+    def open_cohort(self, requests: Sequence[Request]) -> Cohort:
+        return self._builder.open_cohort(requests, self.block_tables)
+
+    @torch.inference_mode()
+    def drop_rows(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
+        self._await_return(cohort)
+        return self._builder.without(cohort, request_ids)
+
+    @torch.inference_mode()
+    def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
+        batches = [batch for batch in batches if batch.num_rows]
+        if not batches:
+            return {}
+        self._pacer.wait()
+        for batch in batches:
+            if isinstance(batch, Cohort):
+                self._await_return(batch)
+        tokens: Mapping[str, int] = {}
+        if layer == self.num_layers - 1:
+            tokens = self._finish(batches)
+        elif self.graphs is None or not self.graphs.boundary(layer, batches):
+            self._cross(layer, batches)
+        self._pacer.launched()
+        return tokens
+
+    def _await_return(self, cohort: Cohort) -> None:
+        """What the device does from here on sees the result of the cohort's CPU attention."""
+        if cohort.returned is not None:
+            self.hardware.compute.wait(cohort.returned)
+
+    def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
+        rotary_rows = _concatenate([batch.rotary_rows for batch in batches])
+        if layer < 0:
+            residual = self._model.embed(_concatenate([batch.token_ids for batch in batches]))
+            qkv = self._model.enter(residual, rotary_rows)
+        else:
+            attention_out = _concatenate([batch.attention_out for batch in batches])
+            residual = _concatenate([batch.residual for batch in batches])
+            qkv = self._model.cross(layer, attention_out, residual, rotary_rows)
+        start = 0
+        for batch in batches:
+            rows = slice(start, start + batch.num_rows)
+            batch.residual, batch.qkv = residual[rows], qkv[rows]
+            start = rows.stop
+
+    @torch.inference_mode()
+    def gpu_attention(self, layer: int, lane: Lane) -> None:
+        for group in lane.prefills:
+            self._prefill_attention(layer, lane, group)
+        if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
+            rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
+            new = self._model.split_qkv(lane.qkv[rows])
+            tables, lens = lane.decodes.block_tables, lane.decodes.seq_lens
+            self._ops.decode_attention(*new, kv_layer, tables, lens, lane.attention_out[rows], self._scale)
+        self._pacer.wait()  # before the executor asks which cohorts are ready
+
+    @torch.inference_mode()
+    def whole_iteration(self, lane: Lane) -> Mapping[str, int] | None:
+        if self.graphs is None:
+            return None
+        self._pacer.wait()
+        crossed = self.graphs.whole_iteration(lane)
+        if crossed is None:
+            return None
+        tokens = self._choose(*crossed, [lane])
+        self._pacer.launched()
+        return tokens
+
+    def _prefill_attention(self, layer: int, lane: Lane, group: PrefillGroup) -> None:
+        q, k, v = self._model.split_qkv(lane.qkv)
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        if group.tier is Tier.GPU:
+            kv_layer = self.kv_pools.layers[Tier.GPU][layer]
+            self._ops.store_kv(k[group.rows], v[group.rows], kv_layer, group.blocks, group.offsets)
+            contexts = [
+                None if chunk.blocks is None else self._ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len)
+                for chunk in group.chunks
+            ]
+        else:  # the chunk's own K and V are not in the CPU tier before the host has written them
+            contexts = []
+            for chunk in group.chunks:
+                context = None
+                if chunk.blocks is not None:
+                    earlier = self._transfers.load(layer, chunk.blocks, chunk.start)
+                    own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+                    context = torch.cat([earlier, own], dim=2)
+                contexts.append(context)
+            self._transfers.store(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+        for chunk, context in zip(group.chunks, contexts, strict=True):
+            if context is None:
+                context = k[chunk.rows].transpose(0, 1), v[chunk.rows].transpose(0, 1)
+            lane.attention_out[chunk.rows] = self._ops.prefill_attention(
+                q[chunk.rows], *context, chunk.mask, self._scale
+            )
+
+    @torch.inference_mode()
+    def submit_cpu_attention(self, layer: int, cohort: Cohort) -> Ticket:
+        hardware = self.hardware
+        hardware.to_host.wait(hardware.compute.mark())
+        q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
+        kv_layer = self.kv_pools.layers[Tier.CPU][layer]
+        how = {"num_threads": self.cores.cpu_threads, "kernel": self.cpu_kernel}
+
+        def attend() -> None:
+            tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.host_out
+            pacpu.paged_attention(q, k, v, kv_layer, tables, lens, out, self._scale, **how)
+
+        def send_back() -> None:
+            hardware.to_device.copy(cohort.attention_out, cohort.host_out)
+            cohort.returned = hardware.to_device.mark()
+
+        return CpuAttention(hardware.to_host.mark(), attend, send_back).submit(self._worker)
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        return self._sampler.take_logprobs()
+
+    def recover(self) -> None:
+        self._transfers.drop()
+        self._worker.start_again()
+        self._sampler.take_logprobs()
+
+    def close(self) -> None:
+        self._worker.close()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
+        """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V,
+        unless a prompt's log-probabilities are asked for."""
+        for batch in batches:
+            if isinstance(batch, Lane) and batch.prompts:
+                self._prompt_scorer.score(batch)
+        batches = [batch for batch in batches if batch.sampling_requests]
+        if not batches:
+            return {}
+
+        def select(batch: Rows, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if batch.sampling_rows is None else tensor.index_select(0, batch.sampling_rows)
+
+        crossed = None if self.graphs is None else self.graphs.last_boundary(batches)
+        if crossed is None:
+            attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
+            residual = _concatenate([select(batch, batch.residual) for batch in batches])
+            crossed = self._model.leave(attention_out, residual), None
+        return self._choose(*crossed, batches)
+
+    def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
+        """The next token of each request of the batches; see :meth:`Sampler.sample`."""
+        requests = [request for batch in batches for request in batch.sampling_requests]
+        tokens = self._sampler.sample(logits, requests, likeliest)
+        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class Pacer:
+    """Lets the host launch work at most ``BOUNDARIES_AHEAD`` boundaries beyond the one the device works on.
+
+    Launching takes a tenth of the time of the work. A host that ran ahead would ask whether a CPU result is there long
+    before the device could use it, and always find that it is not.
+    """
+
+    def __init__(self, stream: Stream, ahead: int = BOUNDARIES_AHEAD) -> None:
+        self._stream = stream
+        self._ahead = ahead
+        self._marks: deque[Event] = deque()
+
+    def launched(self) -> None:
+        """A boundary has been launched."""
+        self._marks.append(self._stream.mark())
+
+    def wait(self) -> None:
+        """Sleep until the device is close enough."""
+        while len(self._marks) > self._ahead:
+            self._marks.popleft().synchronize()

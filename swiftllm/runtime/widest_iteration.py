@@ -1,0 +1,50 @@
+"""The work of the widest iteration that a configuration allows, to see how much memory it takes."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Request
+from swiftllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from swiftllm.model.llama import LlamaModel
+from swiftllm.sampling.sampler import Sampler
+
+
+@torch.inference_mode()
+def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
+    """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of as many requests as
+    can be there, and their logits and samples. No KV cache is read or written."""
+    sizes, ops, device = model.config, model.ops, model.rotary_table.device
+    scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
+    context = len(model.rotary_table)
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    residual = model.embed(zeros(rows, dtype=torch.int64))
+    rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
+    q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
+    attention_out = ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+    if sizes.num_layers > 1:
+        model.cross(0, attention_out, residual, rotary_rows)
+
+    chunk = min(rows, context)
+    gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
+    keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
+    ops.prefill_attention(q[:chunk], *keys_values, zeros(chunk, context, dtype=torch.bool).logical_not(), scale)
+    del gathered, keys_values
+
+    if ops.takes_empty_rows:
+        requests = min(config.max_num_seqs, rows)
+        tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
+        block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
+        lens = zeros(requests, dtype=torch.int32)
+        out = zeros(requests, sizes.num_heads, sizes.head_dim)
+        ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
+        del tables, out
+
+    logits = model.leave(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
+    how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
+    sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
+    sampler.take_logprobs()

@@ -1,0 +1,1 @@
+"""CPU attention workers: the task they run, and how they run it."""

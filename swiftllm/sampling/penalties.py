@@ -1,0 +1,78 @@
+"""What requests may ask to be done to their logits before a token is chosen, many rows at once.
+
+In vLLM's order: biases; the penalties for repetition, frequency and presence; the temperature; ``min_p``, and then
+``top_k`` and ``top_p`` of what is left. A row changes as if it were alone, and only where its request asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from swiftllm.core.request import Request
+from swiftllm.device.device import Stream
+
+FAR_BELOW = 3e38  # float32 ends soon after; even the highest temperature leaves no chance there
+NO_PAIRS = array("q"), array("f")
+Pairs = tuple[array, array]
+"""Token ids, and a number for each."""
+
+
+def adjust(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
+    """Add the biases of the requests to their ``logits`` float32 ``[rows, vocab_size]`` and take their penalties off,
+    in place. ``compute`` is the stream of the logits."""
+    settings = [request.sampling for request in requests]
+    if any(how.logit_bias for how in settings):
+        _, places, biases = _scatter([how.bias_arrays for how in settings], logits.shape[1], compute)
+        flat = logits.view(-1)
+        flat.index_copy_(0, places, flat.index_select(0, places) + biases)
+    if any(how.has_penalties for how in settings):
+        _penalise(logits, requests, compute)
+
+
+def _penalise(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
+    pairs = [_counted(request) if request.sampling.has_penalties else NO_PAIRS for request in requests]
+    rows, places, counts = _scatter(pairs, logits.shape[1], compute)
+    penalties = [
+        (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
+        for how in (request.sampling for request in requests)
+    ]
+    columns = compute.send(torch.tensor(penalties, dtype=torch.float32).T.contiguous())
+    repetition, frequency, presence = columns.index_select(1, rows)
+    flat = logits.view(-1)
+    values = flat.index_select(0, places)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat.index_copy_(0, places, values - frequency * counts - presence * (counts > 0))
+
+
+def _counted(request: Request) -> Pairs:
+    known = request.count_tokens()
+    return known.ids, known.counts
+
+
+def _scatter(pairs: Sequence[Pairs], columns: int, compute: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pairs of all rows one after the other, on the device: rows and places among all logits (int64), numbers."""
+    ids = np.concatenate([np.asarray(ids) for ids, _ in pairs])
+    rows = np.repeat(np.arange(len(pairs)), [len(ids) for ids, _ in pairs])
+    where = compute.send(torch.from_numpy(np.stack([rows, rows * columns + ids])))
+    numbers = compute.send(torch.from_numpy(np.concatenate([np.asarray(numbers) for _, numbers in pairs])))
+    return where[0], where[1], numbers
+
+
+def drop_improbable(
+    logits: torch.Tensor, likeliest: torch.Tensor, requests: Sequence[Request], compute: Stream
+) -> None:
+    """Take out, in place, the tokens less probable than ``min_p`` times the likeliest, ``likeliest [rows, 1]``.
+
+    ``exp(-distance / temperature) < min_p`` where a logit lies ``distance`` below the highest.
+    """
+    settings = [request.sampling for request in requests]
+    if any(how.min_p for how in settings):
+        reach = [-how.temperature * math.log(how.min_p) if how.min_p else math.inf for how in settings]
+        lowest = logits.gather(1, likeliest) - compute.send(torch.tensor(reach, dtype=torch.float32))[:, None]
+        # A mask in float32, and not of bool: on a CPU that takes a quarter of the time.
+        logits.add_(torch.lt(logits, lowest, out=torch.empty_like(logits)), alpha=-FAR_BELOW)

@@ -1,0 +1,161 @@
+"""Choosing the next token of each request from its logits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from swiftllm.core.request import Request, TokenLogprob
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.device.device import Device
+from swiftllm.device.host import HostDevice
+from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
+from swiftllm.sampling.logprobs import fetch, score
+from swiftllm.sampling.penalties import adjust, drop_improbable
+
+# Logits that are worked on at once, which take some 24 bytes each: on a CPU a few MiB that stay in its caches and that
+# malloc keeps, on a GPU enough to keep it busy.
+CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
+LEAST_TOP_K = 64  # smaller ones are drawn together with this one
+GREEDY = 1  # a count of likeliest tokens that no draw looks at
+MAX_TEMPERATURE = 1e30  # flat long before; float32 has room above it
+
+
+class Sampler:
+    """Draws depend on a request's own seed and the token's position, never on what else is in the batch.
+
+    So nothing is kept between iterations but what the requests themselves keep, and a token that has to be drawn again
+    comes out the same.
+    """
+
+    def __init__(self, seed: int = 0, device: Device | None = None) -> None:
+        """``seed`` stands in for that of requests that bring none of their own, together with the request's id.
+        ``device``: where the logits are, by default the host."""
+        self._seed = seed
+        self._device = device or HostDevice()
+        self._logits_at_once = CPU_LOGITS if self._device.torch_device.type == "cpu" else GPU_LOGITS
+        self._logprobs: dict[str, TokenLogprob] = {}
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[Request], likeliest: torch.Tensor | None = None
+    ) -> list[int]:
+        """One token per row: ``logits [rows, vocab_size]`` of any float dtype, row i belongs to ``requests[i]``.
+
+        ``likeliest``: int64 ``[rows]``, :func:`~swiftllm.sampling.draws.most_likely` of them where that is known.
+        """
+        if likeliest is None:
+            likeliest = most_likely(logits)
+        chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
+        tokens = (
+            self._choose(logits, requests, chosen, likeliest) if chosen else fetch(self._device.compute, likeliest)[0]
+        )
+        scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+        for rows in self._blocks(scored, logits.shape[1]):
+            self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])
+        return tokens
+
+    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
+        """Of the tokens sampled since the last call, for the requests that ask for them."""
+        taken, self._logprobs = self._logprobs, {}
+        return taken
+
+    def _choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], chosen: list[int], likeliest: torch.Tensor
+    ) -> list[int]:
+        """Tokens of all rows; those of ``chosen`` take as many attempts as they need, together."""
+        tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
+        while chosen:
+            by_way: dict[tuple[int | None, bool], list[int]] = {}
+            for row in chosen:
+                by_way.setdefault(_way(requests[row].sampling, logits.shape[1]), []).append(row)
+            for (count, is_adjusted), rows in by_way.items():
+                for block in self._blocks(rows, logits.shape[1]):
+                    index, where = self._upload(block), [requests[row] for row in block]
+                    rejected = self._upload([~found[row] for row in block])[:, None] if attempt else None
+                    if is_adjusted:
+                        own, likely = self._adjust(logits.index_select(0, index).float(), where)
+                    else:
+                        own, likely = self._select(logits, block), likeliest.index_select(0, index)[:, None]
+                    new = self._attempt(own, likely, where, count, attempt, rejected)
+                    tokens.index_copy_(0, index, new[:, 0])
+            (found,) = fetch(self._device.compute, tokens)
+            chosen = [row for row in chosen if found[row] < 0]
+            attempt += 1
+        return found
+
+    def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits``, float32 and nobody else's, as the requests want them, and the likeliest tokens ``[rows, 1]``."""
+        adjust(logits, requests, self._device.compute)
+        likeliest = most_likely(logits)[:, None]
+        drop_improbable(logits, likeliest, requests, self._device.compute)
+        return logits, likeliest
+
+    def _attempt(
+        self,
+        logits: torch.Tensor,
+        likeliest: torch.Tensor,
+        requests: Sequence[Request],
+        count: int | None,
+        attempt: int,
+        rejected: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Tokens ``[rows, 1]`` of requests with the same ``count``, those below zero without success."""
+        if count == GREEDY:
+            return likeliest
+        settings = [
+            (self._uniform(request, attempt), min(how.temperature, MAX_TEMPERATURE), how.top_p, how.top_k)
+            for request, how in ((request, request.sampling) for request in requests)
+        ]
+        columns = self._device.compute.send(torch.tensor(settings, dtype=torch.float64).T.contiguous())
+        uniform, temperature, top_p, top_k = columns[:, :, None]
+        highest = logits.gather(1, likeliest).float()
+        common = logits, highest, temperature.float()
+        if count is None:
+            token = draw_from_all(*common, uniform)
+        elif count == 0:
+            token = draw_from_nucleus(*common, top_p, uniform, rejected)
+        else:
+            token = draw_from_top_k(*common, top_k, top_p, uniform, count)
+        # After an overflow or NaN upstream there is no distribution to draw from.
+        return torch.where(highest.isfinite(), token, likeliest)
+
+    def _uniform(self, request: Request, attempt: int) -> float:
+        """A number in [0, 1) for an attempt at the next token of a request."""
+        seed = request.sampling.seed
+        stream = f"{self._seed}:{request.request_id}" if seed is None else seed
+        digest = hashlib.blake2b(f"{stream}/{request.output_len}/{attempt}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+    def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
+        most = max(request.sampling.logprobs for request in requests)
+        found = fetch(self._device.compute, *score(logits, self._upload(tokens), most))
+        for request, token, logprob, rank, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
+            count = request.sampling.logprobs
+            top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
+            self._logprobs[request.request_id] = TokenLogprob(token, logprob, rank, top)
+
+    def _blocks(self, rows: list[int], columns: int) -> Iterator[list[int]]:
+        count = max(1, self._logits_at_once // columns)
+        return (rows[start : start + count] for start in range(0, len(rows), count))
+
+    def _select(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return logits if len(rows) == len(logits) else logits.index_select(0, self._upload(rows))
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        return self._device.compute.send(torch.tensor(numbers, dtype=torch.int64))
+
+
+def _way(sampling: SamplingParams, vocab_size: int) -> tuple[int | None, bool]:
+    """Rows with the same are worked on together: how many of the likeliest tokens a draw looks at (0: its nucleus,
+    None: all; few different numbers, so that many rows share one), and whether they are likely by other logits than
+    the model's."""
+    if sampling.is_greedy:
+        count = GREEDY
+    elif 0 < sampling.top_k < vocab_size:
+        count = min(max(LEAST_TOP_K, 1 << (sampling.top_k - 1).bit_length()), vocab_size)
+    else:
+        count = 0 if sampling.top_p < 1.0 else None
+    return count, sampling.adjusts_logits

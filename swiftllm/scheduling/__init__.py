@@ -1,0 +1,1 @@
+"""GPU-only schedulers, and what every scheduler shares: queues, admission, the plan in the making."""

@@ -1,0 +1,42 @@
+"""What is refused at the door: requests that could never be served, however long they waited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swiftllm.core.request import Request, RequestRefused, Tier
+from swiftllm.kv.blocks import KVCacheManager
+
+
+def can_hold(kv: KVCacheManager, tier: Tier, request: Request) -> bool:
+    """Whether the tier, empty, could hold the request to its last token."""
+    return kv.blocks_for(request.max_kv_tokens) <= kv.capacity(tier)
+
+
+def check_request(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
+    """See whether a request could be served on its own; reads only what never changes.
+
+    Raises:
+        RequestRefused: it never could; the message names the limit.
+    """
+    if request.prompt_len == 0:
+        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+    total = request.prompt_len + request.sampling.max_tokens
+    if total > max_model_len:
+        raise RequestRefused(
+            f"{request.prompt_len} prompt + {request.sampling.max_tokens} output tokens = {total} exceed "
+            f"max_model_len={max_model_len}",
+            "prompt" if request.prompt_len >= max_model_len else "max_tokens",
+        )
+    if not any(can_hold(kv, tier, request) for tier in decode_tiers):
+        pools = " and ".join(
+            f"{kv.capacity(tier) * kv.block_size} in the {tier.value.upper()} tier "
+            f"({kv.capacity(tier)} blocks of {kv.block_size})"
+            for tier in decode_tiers
+        )
+        prompt_fits = any(kv.blocks_for(request.prompt_len) <= kv.capacity(tier) for tier in decode_tiers)
+        raise RequestRefused(
+            f"the request needs KV cache for {request.max_kv_tokens} tokens; there is room for {pools}: "
+            "ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
+            "max_tokens" if prompt_fits else "prompt",
+        )

@@ -1,0 +1,282 @@
+"""Continuous batching on the GPU alone, and the queue mechanics every scheduler shares. Plain Python, no torch.
+
+Order is everywhere the order of arrival: the oldest request is served first and preempted last, so it always makes
+progress and nobody starves. A request pushed out of the GPU moves to the CPU tier where that has room, else it gives
+its blocks back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swiftllm.core.plan import IterationPlan, StepResult
+from swiftllm.core.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
+from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
+from swiftllm.scheduling.admission import can_hold, check_request
+from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
+from swiftllm.scheduling.plan_draft import PlanDraft
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Scheduler:
+    """GPU-only continuous batching with chunked prefill (SwiftLLM); the CPU tier only stores what was pushed out.
+
+    Subclasses override :meth:`schedule` and :attr:`decode_tiers`.
+    """
+
+    decode_tiers: tuple[Tier, ...] = (Tier.GPU,)
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.now = now
+        self.num_preemptions = 0
+        self._empty_queues()
+
+    def _empty_queues(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.waiting = ArrivalQueue()
+        self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
+        self.prefilling = ArrivalQueue()  # those of the running requests that do not decode yet
+        self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the others
+        self._gpu_blocks_promised = 0  # to CPU requests that come back as soon as they are at rest
+
+    def clear(self) -> list[Request]:
+        """Take all requests out and all blocks back, in whatever state a failed iteration has left them.
+
+        Nothing may touch blocks any more. Returns the unfinished requests, oldest first; :meth:`add` takes them again.
+        """
+        requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
+        self.kv.clear()
+        self._empty_queues()
+        for request in requests:
+            request.start_over()
+        return requests
+
+    # -- the door ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has passed :meth:`check`.
+
+        Raises:
+            RequestRefused: its id is in use.
+        """
+        if request.request_id in self.requests:
+            raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
+        self.requests[request.request_id] = request
+        self.waiting.put(request)
+        self._note_tier(request)
+
+    def check(self, request: Request) -> None:
+        """See whether a request could be served on its own; any thread may ask.
+
+        Raises:
+            RequestRefused: it never could; the message names the limit.
+        """
+        check_request(request, self.limits.max_model_len, self.kv, self.decode_tiers)
+
+    @property
+    def longest_request(self) -> int:
+        """Prompt and output tokens of the longest request that passes :meth:`check`; never changes."""
+        largest_tier = max(self.kv.capacity(tier) for tier in self.decode_tiers) * self.kv.block_size
+        return min(self.limits.max_model_len, largest_tier + 1)  # the last token is never stored
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request in whatever state it is; None if no such request is unfinished."""
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished:
+            return None
+        request.finish(FinishReason.ABORT, self.now())
+        self._retire(request)
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # -- one iteration ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> IterationPlan:
+        """Decide the next iteration. Blocks are taken and queues moved at once; the caller carries the plan out."""
+        draft = PlanDraft(self.limits.max_num_batched_tokens)
+        self._schedule_gpu_decodes(draft)
+        self._swap_in(draft)
+        self._schedule_running_prefills(draft)
+        if not self.running[Tier.CPU]:  # what was pushed out is older than what waits
+            self._admit(draft)
+        return draft.plan()
+
+    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+        """Take in what the plan gave; returns the requests that got a token."""
+        now_s = self.now()
+        for item in plan.prefills:
+            request = item.request
+            request.num_uncomputed -= item.num_tokens
+            if request.num_uncomputed <= 1:  # one is left; or none, and then comes a new one
+                request.num_uncomputed = 1
+                self.prefilling.take(request)
+                self.decoding[request.tier].put(request)
+        tokens = result.tokens
+        touched = list(filter(None, map(self.requests.get, tokens)))
+        if len(touched) < len(tokens):  # the others were aborted while their tokens were under way
+            tokens = {request.request_id: tokens[request.request_id] for request in touched}
+        for request in append_tokens(touched, tokens.values(), now_s):
+            self._retire(request)
+        return touched
+
+    # -- GPU decodes and room for them ------------------------------------------------------------------------------
+
+    def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
+        queue = self.decoding[Tier.GPU]
+        decodes = queue[: draft.tokens_left]
+        growing = out_of_blocks(decodes)
+        if not self.kv.grow_by_one(growing, Tier.GPU):
+            for request in growing:
+                if request.tier is Tier.GPU:  # not pushed out meanwhile
+                    self._make_gpu_room(request, request.num_tokens, draft)
+            decodes = [request for request in decodes if request.tier is Tier.GPU]
+        draft.add_decodes(decodes)
+
+    def _make_gpu_room(self, request: Request, num_tokens: int, draft: PlanDraft) -> bool:
+        """Give a GPU request blocks for so many tokens, pushing out younger ones; False if it had to go itself."""
+        while not self.kv.grow(request, num_tokens):
+            victim = self.running[Tier.GPU][-1]
+            self._push_out(victim, draft)
+            if victim is request:
+                return False
+        return True
+
+    def _push_out(self, request: Request, draft: PlanDraft) -> None:
+        """Move a GPU request to the CPU tier, or give its blocks back where there is no room for it."""
+        if can_hold(self.kv, Tier.CPU, request) and self._make_cpu_room(request, draft):
+            self._move(request, Tier.CPU, draft)
+        else:
+            self._recompute(request, draft)
+
+    def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
+        """Whether the CPU tier can take the blocks of a GPU request now."""
+        return self.kv.num_held(request) <= self.kv.num_free(Tier.CPU)
+
+    def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
+        source = request.tier
+        draft.swaps.append(self.kv.move(request, target))
+        for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
+            queues[source].take(request)
+            queues[target].put(request)
+        self._note_tier(request)
+
+    def _recompute(self, request: Request, draft: PlanDraft) -> None:
+        draft.swaps = [swap for swap in draft.swaps if swap.request is not request]  # it may have moved just now
+        self._requeue(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
+        """Back to the waiting queue, without blocks."""
+        self.kv.release(request)
+        self._leave_running(request)
+        request.tier = None
+        request.status = RequestStatus.WAITING
+        request.num_uncomputed = request.num_tokens
+        self.waiting.put(request)
+        self._note_tier(request)
+
+    def _leave_running(self, request: Request) -> None:
+        self.running[request.tier].take(request)
+        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).take(request)
+
+    def _swap_in(self, draft: PlanDraft) -> None:
+        """Bring the oldest CPU requests back while blocks are free, and decode them at once.
+
+        One whose CPU attention is under way comes to rest first; until then its room is promised to it.
+        """
+        self._gpu_blocks_promised = 0
+        if draft.swaps or Tier.GPU not in self.decode_tiers:  # something was just pushed out: the GPU is full
+            return
+        for request in list(self.running[Tier.CPU]):
+            if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):
+                break
+            if not can_hold(self.kv, Tier.GPU, request):
+                continue
+            num_blocks = self.kv.blocks_for(request.num_tokens)
+            if not self._has_room(Tier.GPU, num_blocks):
+                break
+            if not self._at_rest(request):
+                self._call_back(request)
+                self._gpu_blocks_promised += num_blocks + 1
+                continue
+            self._move(request, Tier.GPU, draft)
+            self.kv.grow(request, request.num_tokens)
+            if not request.is_prefilling:
+                draft.add_decodes([request])
+
+    def _at_rest(self, request: Request) -> bool:
+        """Whether no CPU attention of the request is under way, so that its blocks may move."""
+        return request.cohort_id is None
+
+    def _call_back(self, request: Request) -> None:
+        """Bring a request to rest as soon as its blocks may move; what is computed of its next token is lost."""
+        raise NotImplementedError("nothing is under way between the iterations of a GPU-only scheduler")
+
+    def _has_room(self, tier: Tier, num_blocks: int) -> bool:
+        """Room for a newcomer, and one more block for each request there, lest one of them be pushed out at once."""
+        promised = self._gpu_blocks_promised if tier is Tier.GPU else 0
+        return num_blocks + len(self.running[tier]) + promised <= self.kv.num_free(tier)
+
+    # -- prefills ---------------------------------------------------------------------------------------------------
+
+    def _schedule_running_prefills(self, draft: PlanDraft) -> None:
+        for tier in self.decode_tiers:
+            for request in self.prefilling:
+                if request.tier is tier:
+                    draft.add_prefill(request)
+
+    def _admit(self, draft: PlanDraft) -> None:
+        """Start waiting requests, oldest first; one that finds no room keeps those behind it waiting."""
+        num_running = sum(map(len, self.running.values()))
+        while self.waiting and draft.tokens_left > 0 and num_running < self.limits.max_num_seqs:
+            request = self.waiting[0]
+            num_tokens = self._tokens_to_hold(request, draft)
+            num_blocks = self.kv.blocks_for(num_tokens)
+            tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
+            if tier is None:
+                break
+            self.waiting.take(request)
+            request.status, request.tier = RequestStatus.RUNNING, tier
+            self.kv.grow(request, num_tokens)
+            self.running[tier].put(request)
+            self.prefilling.put(request)
+            self._note_tier(request)
+            draft.admitted.add(request.request_id)
+            draft.add_prefill(request)
+            num_running += 1
+
+    def _tokens_to_hold(self, request: Request, draft: PlanDraft) -> int:
+        """For how many tokens a request takes blocks when it starts: for all it has."""
+        return request.num_tokens
+
+    def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+        # A request may outgrow the GPU if the CPU tier can take it then; it may never outgrow the CPU tier.
+        fits_later = any(can_hold(self.kv, t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
+        return fits_later and self._has_room(tier, num_blocks)
+
+    # -- the end of a request ---------------------------------------------------------------------------------------
+
+    def _retire(self, request: Request) -> None:
+        """Take a finished request out of every queue and free its blocks."""
+        if request.tier is None:
+            self.waiting.take(request)
+        else:
+            self._leave_running(request)
+            self.kv.release(request)
+        del self.requests[request.request_id]
+
+    def _note_tier(self, request: Request) -> None:
+        request.tier_history.append((self.now(), request.tier.value if request.tier else "waiting"))

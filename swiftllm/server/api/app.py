@@ -1,0 +1,180 @@
+"""The application: every path, who may ask for it, and what is done with a body."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from swiftllm import __version__
+from swiftllm.server.api.chat import chat
+from swiftllm.server.api.completions import complete
+from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.errors import ApiError, handle_errors
+from swiftllm.server.api.event_writer import SERVER_SEND
+from swiftllm.server.api.parsing import Body, parse
+from swiftllm.server.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from swiftllm.server.api.request_starts import Turns
+from swiftllm.server.observe.activity import ActivityLog
+from swiftllm.server.observe.metrics import Metrics
+from swiftllm.server.observe.status import IterationRecorder, StatusPage
+from swiftllm.server.service.service import EngineService
+from swiftllm.server.settings import ServerSettings
+
+READ = ["GET", "HEAD"]  # some load balancers ask for the head alone
+
+
+class Application(FastAPI):
+    """Keeps out of the way of tokens: requests begin in turn, and streams get the server's own ``send``.
+
+    Every layer of Starlette wraps ``send`` to learn whether a response has begun, and each of these wrappers would run
+    for every token of every stream.
+    """
+
+    def __init__(self, turns: Turns, **options: Any) -> None:
+        super().__init__(**options)
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._turns.wait()
+            scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
+def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> ASGIApp:
+    """The HTTP side of a service. ``recorder`` gives the status page its timeline."""
+    context = ServingContext(service, settings)
+    metrics = Metrics(service, context.model_name)
+    app = Application(
+        Turns(lambda: service.is_serving), title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None
+    )
+    handle_errors(app, metrics)
+    app.include_router(open_routes(context))
+    app.include_router(metrics.router)
+    app.include_router(StatusPage(service, context.model_name, recorder).router)
+    app.include_router(ActivityLog(service).router)
+    app.include_router(api_routes(context))
+    if not settings.allowed_origins:
+        return app
+    return CORSMiddleware(app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])  # has streams, too
+
+
+def api_routes(context: ServingContext) -> APIRouter:
+    """What asks for the API key where there is one."""
+
+    async def check_key(request: Request) -> None:  # plain functions are run in a thread, which costs more than this
+        key = context.settings.api_key
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
+            message = "no valid API key: send the header `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
+
+    router = APIRouter(dependencies=[Depends(check_key)])
+
+    async def body_of(request: Request, kind: type[Body]) -> Body:
+        body = parse(kind, await read_body(request, context.settings.max_body_bytes))
+        context.check_model(body.model)
+        if isinstance(body, GenerationRequest):
+            body.check()
+        return body
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(context, await body_of(request, CompletionRequest), request)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await chat(context, await body_of(request, ChatRequest), request)
+
+    @router.api_route("/v1/models", methods=READ)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model_card(context)]})
+
+    @router.api_route("/v1/models/{name:path}", methods=READ)
+    async def model(name: str) -> Response:
+        context.check_model(name)
+        return JSONResponse(model_card(context))
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await body_of(request, TokenizeRequest)
+        if body.messages is not None:
+            tokens = await context.encode_chat(body.messages, body)
+        elif body.prompt is not None:
+            tokens = await context.encode(body.prompt, body.add_special_tokens)
+        else:
+            raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
+        strings = None
+        if body.return_token_strs:
+            strings = await context.beside(context.needed_tokenizer().token_strings, tokens)
+        count = {"count": len(tokens), "max_model_len": context.longest_request}
+        return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await body_of(request, DetokenizeRequest)
+        return JSONResponse({"prompt": await context.decode(body.tokens)})
+
+    return router
+
+
+def open_routes(context: ServingContext) -> APIRouter:
+    """What answers without an API key: nothing of it costs anything or tells a secret."""
+    router = APIRouter()
+
+    @router.api_route("/health", methods=READ)
+    async def health() -> Response:
+        state = context.service.health
+        line = state.status if not state.reason else f"{state.status}: {state.reason}"
+        return PlainTextResponse(line, 200 if state.status == "ok" else 503)
+
+    @router.api_route("/ping", methods=[*READ, "POST"])
+    async def ping() -> Response:
+        return await health()
+
+    @router.api_route("/version", methods=READ)
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    return router
+
+
+def model_card(context: ServingContext) -> dict[str, Any]:
+    """The model in the words of OpenAI's API and vLLM's."""
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "swiftllm",
+        "root": context.model_path,
+        "parent": None,
+        "max_model_len": context.longest_request,
+    }
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large; reading stops where that is clear.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            message = f"the body exceeds the {max_bytes} bytes that this server reads (--max-body-bytes)"
+            raise ApiError(413, message, code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,59 @@
+"""`/v1/chat/completions`: conversations in the model's own form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+
+from swiftllm.core.request import TokenLogprob
+from swiftllm.model.tokenizer import REPLACEMENT_CHARACTER
+from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.generation import Choice, Generation, Prompt
+from swiftllm.server.api.protocol import ChatRequest
+from swiftllm.server.api.responses import Answer, finite, respond, token_text
+
+
+async def chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
+    """Answer a request for the next message of a conversation.
+
+    Raises:
+        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
+    """
+    prompt = Prompt(await context.encode_chat(body.messages, body))
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is None:  # whatever is left; nothing is refused below, with the numbers
+        max_tokens = max(1, context.longest_request - len(prompt.token_ids))
+    generation = Generation(context, "chatcmpl", body, [prompt], max_tokens)
+    return await respond(ChatAnswer(context, generation, body), body, request)
+
+
+class ChatAnswer(Answer):
+    object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
+    text_before, text_after = '"delta":{"content":', "}"
+
+    def opening(self, choice: Choice) -> str:
+        role = '"delta":{"role":"assistant","content":""}'
+        return self.event(choice, f'{role},"logprobs":null,"finish_reason":null')
+
+    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def beside_choices(self) -> dict[str, Any]:
+        return self.prompt_logprobs(self.generation.choices[0])  # they have one prompt
+
+    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(self.tokenizer, token_id)
+        known = None if REPLACEMENT_CHARACTER in text else list(text.encode())
+        return {"token": text, "logprob": finite(logprob), "bytes": known}

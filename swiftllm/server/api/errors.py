@@ -1,0 +1,82 @@
+"""What goes wrong, in the words of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from swiftllm.core.request import RequestRefused
+from swiftllm.server.observe.metrics import Metrics
+from swiftllm.server.service.service import QueueFull, RequestFailed, ServiceStopping
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+FAILURE_STATUS = {"deadline": 504, "shutdown": 503}
+CLIENT_CLOSED_REQUEST = 499  # nginx's number, for logs
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param`` names the field of the request that caused it."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def body(self) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told of an exception."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRefused():
+            return ApiError(400, str(error), error.about, "request_refused")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", retry_after=str(error.retry_after_s))
+        case ServiceStopping():
+            return ApiError(503, str(error), code="not_serving")
+        case RequestFailed():
+            return ApiError(FAILURE_STATUS.get(error.reason, 500), str(error), code=error.reason)
+        case HTTPException(status_code=404):
+            return ApiError(404, "there is no such path: text is made by /v1/completions and /v1/chat/completions")
+        case HTTPException():  # not with this method
+            return ApiError(error.status_code, str(error.detail), **(error.headers or {}))
+    return ApiError(500, f"the server failed: {type(error).__name__}; its log says more", code="internal_error")
+
+
+def handle_errors(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every error of ``app`` with an OpenAI body, and count it."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        api_error = as_api_error(error)
+        metrics.count_refusal(api_error.status)
+        return api_error.response()
+
+    async def nobody_listens(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientDisconnect, nobody_listens)
+    for kind in (ApiError, RequestRefused, QueueFull, ServiceStopping, RequestFailed, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

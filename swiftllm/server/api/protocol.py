@@ -1,0 +1,272 @@
+"""The requests of OpenAI's API and vLLM's additions to it: what they may say; `extras.py` has what nothing reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from swiftllm.core.request import SamplingParams
+from swiftllm.core.sampling_params import MAX_LOGPROBS
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.api.errors import ApiError
+from swiftllm.server.api.output_text import NoOutput, OutputText
+from swiftllm.server.api.parsing import Flag, Lenient
+from swiftllm.server.api.unsupported import check_extras
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16  # OpenAI takes four, vLLM any number, and evaluation harnesses send six
+MAX_STOP_CHARS = 1000
+DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_TEMPERATURE = 1.0
+
+
+class StreamOptions(Lenient):
+    include_usage: Flag = False
+    """One more chunk at the end, with the token counts of the whole request."""
+    continuous_usage_stats: Flag = False
+    """The token counts so far in every chunk (vLLM)."""
+
+
+class GenerationRequest(Lenient):
+    """What completions and chat have in common; null is a field left out."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    """Benchmark clients send it beside ignore_eos, where it changes nothing."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    skip_special_tokens: Flag = True
+    prompt_logprobs: int | None = None
+    """How much to tell of the prompt's tokens, in vLLM's form."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds until the request's deadline; not in OpenAI's API."""
+    user: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def usage_wanted(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    def check(self) -> None:
+        """What types cannot say.
+
+        Raises:
+            ApiError: something is not implemented, or does not go together.
+        """
+        check_extras(self.model_extra or {})
+        if self.best_of not in (None, self.num_choices):
+            message = f"best_of={self.best_of} is not implemented, only best_of=n is: leave it out"
+            raise ApiError(400, message, "best_of", "unsupported_parameter")
+        if self.min_tokens and (self.stop_strings or not self.ignore_eos):
+            message = "min_tokens is not implemented, only with ignore_eos=true and no stop: leave it out"
+            raise ApiError(400, message, "min_tokens", "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options go with stream=true only", "stream_options", "invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs go with stream=false only", "prompt_logprobs", "invalid_value")
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+            rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
+            raise ApiError(400, f"stop must be {rule}", "stop", "invalid_value")
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """How the engine shall choose tokens.
+
+        Raises:
+            ApiError: a value lies outside its range.
+        """
+        top_k = self.top_k or 0
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+                top_k=0 if top_k == -1 else top_k,  # vLLM's word for all
+                top_p=1.0 if self.top_p is None else self.top_p,
+                min_p=self.min_p or 0.0,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                logit_bias=self.logit_bias or (),
+                seed=self.seed,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=self.ignore_eos,
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+            )
+        except ValueError as error:
+            about, _, rule = str(error).partition("=")
+            param = self.param(about)
+            raise ApiError(400, f"{param}={rule}", param, "invalid_value") from None
+
+    def param(self, about: str) -> str:
+        """What a client calls the prompt, or a field of :class:`SamplingParams`."""
+        return about
+
+    def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
+        """Makes the text of one output."""
+        return OutputText(
+            tokenizer,
+            stops=self.stop_strings,
+            include_stops=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            stop_token_ids=self.stop_token_ids or (),
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any
+    echo: Flag = False
+    logprobs: int | None = None
+    add_special_tokens: Flag = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, in whichever of the four ways they were given.
+
+        Raises:
+            ApiError: it is none of them.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or is_list_of(int, prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt and all(isinstance(p, str) or is_list_of(int, p) for p in prompt):
+            return prompt
+        forms = "a text, a list of texts, a list of token ids, or a list of such lists"
+        raise ApiError(400, f"prompt must be {forms}, and not empty", "prompt", "invalid_value")
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the prompt is wanted back and nothing else."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def tokens_to_make(self) -> int:
+        """Where only the prompt is wanted, one all the same: the engine has computed the prompt when it is there."""
+        if self.is_prompt_only:
+            return 1
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        sampling = super().sampling(max_tokens)
+        return replace(sampling, ignore_eos=self.ignore_eos or self.is_prompt_only)
+
+    def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
+        return NoOutput(tokenizer) if self.is_prompt_only else super().output_text(tokenizer)
+
+
+class TextPart(Lenient):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Lenient):
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: the content in one string.
+
+        Raises:
+            ApiError: a part of it is no text.
+        """
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    message = f"content of type {part.type!r} is not implemented: this model reads text only"
+                    raise ApiError(400, message, "messages", "unsupported_parameter")
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class TemplateOptions(Lenient):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    """Go on with the last message instead of answering it (vLLM)."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template (vLLM)."""
+
+
+class ChatRequest(GenerationRequest, TemplateOptions):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def param(self, about: str) -> str:
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names.get(about, about)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs go with logprobs=true only", "top_logprobs", "invalid_value")
+
+
+class TokenizeRequest(TemplateOptions):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: Flag = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Lenient):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    """A list with something in it, all exactly of this type (true is no number)."""
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)

@@ -1,0 +1,197 @@
+"""The answer to a generation request: one JSON object, or server-sent events as the tokens come.
+
+An event costs one f-string and the JSON of its text: everything else of it has been written before the first token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from swiftllm.core.request import TokenLogprob
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.errors import as_api_error
+from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
+from swiftllm.server.api.generation import Choice, Generation
+from swiftllm.server.api.output_text import Piece
+from swiftllm.server.api.protocol import GenerationRequest
+from swiftllm.server.service.service import RequestFailed
+
+logger = logging.getLogger(__name__)
+
+as_json = json.JSONEncoder(separators=(",", ":")).encode
+MANY_LOGPROBS = 100  # with twenty likely tokens each they take two milliseconds to write
+LEAST_LOGPROB = -9999.0  # what vLLM says where a probability is zero
+
+
+class Answer(ABC):
+    """Says the outputs of one request in the words of one endpoint."""
+
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+    text_before: ClassVar[str]
+    """JSON around the text of a chunk."""
+    text_after: ClassVar[str]
+
+    def __init__(self, context: ServingContext, generation: Generation, body: GenerationRequest) -> None:
+        self.generation = generation
+        self.tokenizer = context.tokenizer
+        self._counts_at_the_end = body.usage_wanted.include_usage
+        self._counts_as_it_goes = body.usage_wanted.continuous_usage_stats
+        self._tells_of_prompt = body.prompt_logprobs is not None
+        self._beside = context.beside
+        self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
+        envelope = as_json({"object": self.chunk_object_name, **self._envelope})
+        self._chunk_head = f'data: {envelope[:-1]},"choices":['
+
+    @abstractmethod
+    def opening(self, choice: Choice) -> str:
+        """What stands in a stream before the first text of a choice; chunks, or nothing."""
+
+    def before(self, choice: Choice) -> list[Piece]:
+        """What stands in front of the text of a choice: its prompt, where it is to be echoed."""
+        return []
+
+    @abstractmethod
+    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The log-probabilities of the next tokens of a choice."""
+
+    @abstractmethod
+    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold its text."""
+
+    def beside_choices(self) -> dict[str, Any]:
+        """What else an answer that is given at once says."""
+        return {}
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """The field that tells of a choice's prompt as vLLM does, where that was asked for."""
+        if not self._tells_of_prompt:
+            return {}
+        return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
+
+    def _ranked(self, entry: TokenLogprob) -> dict[int, dict[str, Any]]:
+        """The prompt's own token first, then the most likely."""
+        top = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1))
+        return {
+            token_id: {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": token_text(self.tokenizer, token_id),
+            }
+            for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
+        }
+
+    # -- at once ----------------------------------------------------------------------------------------------------
+
+    async def at_once(self, request: Request) -> Response:
+        pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
+
+        def take(choice: Choice, piece: Piece) -> None:
+            pieces[choice.index].append(piece)
+
+        await self.generation.run(take, request.receive)
+        if sum(len(choice.stream.prompt_logprobs) for choice in self.generation.choices) > MANY_LOGPROBS:
+            return await self._beside(self._whole, pieces)
+        return self._whole(pieces)
+
+    def _whole(self, pieces: Sequence[Sequence[Piece]]) -> Response:
+        choices = [self._whole_choice(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
+        body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._usage_of_all()}
+        return JSONResponse(body | self.beside_choices())
+
+    def _whole_choice(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        pieces = [*self.before(choice), *pieces]
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return {
+            "index": choice.index,
+            **self.whole_text(choice, "".join(piece.text for piece in pieces)),
+            "logprobs": self.logprobs(choice, entries) if entries else None,
+            "finish_reason": pieces[-1].finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+        }
+
+    # -- as it comes ------------------------------------------------------------------------------------------------
+
+    def chunk(self, choice: Choice, piece: Piece) -> str:
+        """The event of one piece."""
+        text, entries, finish_reason, stop_reason = piece
+        logprobs = as_json(self.logprobs(choice, entries)) if entries else "null"
+        end = '"finish_reason":null,"stop_reason":null'
+        if finish_reason is not None:
+            end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
+        return self.event(choice, f'{self.text_before}{as_json(text)}{self.text_after},"logprobs":{logprobs},{end}')
+
+    def event(self, choice: Choice, fields: str) -> str:
+        usage = ""
+        if self._counts_as_it_goes:
+            prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
+            total = prompt + output
+            usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
+        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
+
+    def closing(self) -> str:
+        """The last events of a stream."""
+        usage = f'{self._chunk_head}],"usage":{as_json(self._usage_of_all())}}}\n\n'
+        return f"{usage if self._counts_at_the_end else ''}data: [DONE]\n\n"
+
+    def _usage_of_all(self) -> dict[str, int]:
+        prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
+        output = sum(choice.text.num_tokens for choice in self.generation.choices)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """How a token is called among log-probabilities; U+FFFD stands for bytes that are no whole character."""
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.text_alone(token_id)
+
+
+def finite(logprob: float) -> float:
+    """JSON knows neither infinities nor NaN."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+async def respond(answer: Answer, body: GenerationRequest, request: Request) -> Response:
+    return EventStream(answer) if body.stream else await answer.at_once(request)
+
+
+class EventStream(Response):
+    """An answer as server-sent events. It begins with the first piece, so that what fails before gets a status."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, writer = self._answer, EventWriter(scope[SERVER_SEND])
+        opened: set[int] = set()
+
+        def take(choice: Choice, piece: Piece) -> None:
+            if choice.index not in opened:
+                opened.add(choice.index)
+                writer.write(answer.opening(choice))
+            writer.write(answer.chunk(choice, piece))
+
+        try:
+            await answer.generation.run(take, receive)
+            writer.write(answer.closing())
+        except ClientDisconnect:
+            writer.cancel()
+            return
+        except Exception as error:
+            if not opened:
+                raise
+            if not isinstance(error, RequestFailed):
+                logger.exception("a stream failed in the server")
+            writer.write(f"data: {as_json(as_api_error(error).body())}\n\n")
+        await writer.close()

@@ -1,0 +1,1 @@
+"""What a server shows of itself: metrics, status page, log."""

@@ -1,0 +1,57 @@
+"""A line in the log every ten seconds in which the engine has worked, for whoever looks after a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+
+from swiftllm.server.observe.background import lifespan_of
+
+if TYPE_CHECKING:
+    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.service.snapshot import Snapshot
+
+INTERVAL_S = 10.0
+
+logger = logging.getLogger("uvicorn.error")  # uvicorn's name for what is no access
+
+
+class ActivityLog:
+    """While the server runs, a task compares a snapshot with the one before."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self.router = APIRouter(lifespan=lifespan_of(self._watch))
+
+    async def _watch(self) -> None:
+        before = self._service.snapshot()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            after = self._service.snapshot()
+            if after.iterations > before.iterations or after.waiting:
+                logger.info(activity(before, after))
+            before = after
+
+
+def activity(before: Snapshot, after: Snapshot) -> str:
+    """What the engine has done between two snapshots, and what it has before it."""
+    seconds = after.uptime_s - before.uptime_s
+    iterations = after.iterations - before.iterations
+    parts = [
+        f"prompts {(after.prompt_tokens - before.prompt_tokens) / seconds:.0f} tokens/s, "
+        f"outputs {(after.output_tokens - before.output_tokens) / seconds:.0f} tokens/s",
+        f"requests: {after.running_gpu} in the GPU tier, {after.running_cpu} in the CPU tier, {after.waiting} waiting",
+        f"KV cache: GPU {share(after.gpu_blocks_used, after.gpu_blocks_total)}, "
+        f"CPU {share(after.cpu_blocks_used, after.cpu_blocks_total)}",
+    ]
+    done = {name: n - before.strategy_iterations.get(name, 0) for name, n in after.strategy_iterations.items()}
+    if iterations and any(n for name, n in done.items() if name != "gpu-only"):
+        parts.append(", ".join(f"{name} {share(n, iterations)}" for name, n in done.items() if n))
+    return "; ".join(parts)
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "none"

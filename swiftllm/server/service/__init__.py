@@ -1,0 +1,1 @@
+"""The engine on a thread of its own, served to asyncio."""

@@ -1,0 +1,147 @@
+"""The requests the service has taken and not answered to their end, and what other threads want of the engine's."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from swiftllm.core.request import Request, RequestRefused
+from swiftllm.server.service.snapshot import Health
+from swiftllm.server.service.token_streams import TokenStream
+
+MAX_RETRY_AFTER_S = 60
+
+
+class QueueFull(RuntimeError):
+    """As many requests as allowed are waiting or running.
+
+    ``retry_after_s`` is when there should be room, by the rate at which requests have ended of late.
+    """
+
+    def __init__(self, limit: int, retry_after_s: int) -> None:
+        super().__init__(f"{limit} requests are waiting or running and no more are taken: try again in a while")
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+class ServiceStopping(RuntimeError):
+    """Nothing new is taken: the service stops, or its engine is stalled or has failed. The message says which."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A request and who waits for it. ``deadline_s`` is a time of the service's clock."""
+
+    request: Request
+    stream: TokenStream
+    deadline_s: float | None
+    num_delivered: int = 0
+
+
+Order = Entry | str
+"""A new request for the engine, or the id of one to abort."""
+
+
+class Ledger:
+    """Shared by all threads. Hold ``lock`` over anything that reads and then writes."""
+
+    def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
+        self.lock = threading.Condition(threading.RLock())
+        self.entries: dict[str, Entry] = {}
+        self.health = Health()
+        self.finished: Counter[str] = Counter()
+        self.num_refused = 0
+        self._max_requests = max_requests
+        self._clock = clock
+        self._orders: list[Order] = []
+        self._ended: list[tuple[Request, str]] = []
+        self._end_times_s: deque[float] = deque(maxlen=64)
+        self._is_closed = False
+
+    # -- from any thread --------------------------------------------------------------------------------------------
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Take all of them or none.
+
+        Raises:
+            ServiceStopping, QueueFull, RequestRefused: see :meth:`EngineService.submit`.
+        """
+        with self.lock:
+            if self.health.status != "ok":
+                raise ServiceStopping(self.health.reason)
+            ids = [entry.request.request_id for entry in entries]
+            taken = next((i for n, i in enumerate(ids) if i in self.entries or i in ids[:n]), None)
+            if taken is not None:
+                raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
+            too_many = len(self.entries) + len(entries) - self._max_requests
+            if too_many > 0:
+                raise QueueFull(self._max_requests, self._retry_after_s(too_many))
+            self.entries.update(zip(ids, entries, strict=True))
+            self._orders += entries
+            self.lock.notify_all()
+
+    def _retry_after_s(self, num_requests: int) -> int:
+        """How long so many requests take to end, by the pace of the last ones; the engine's first ones are unknown."""
+        if not self._end_times_s:
+            return 1
+        elapsed_s = self._clock() - self._end_times_s[0]
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * elapsed_s / len(self._end_times_s))))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Order these requests aborted; those unknown or over are ignored."""
+        with self.lock:
+            self._orders += request_ids
+            self.lock.notify_all()
+
+    def set_health(self, old_status: str, health: Health) -> None:
+        """Change the health if its status is still ``old_status``."""
+        if self.health.status == old_status:
+            with self.lock:
+                if self.health.status == old_status:
+                    self.health = health
+
+    def end(self, entry: Entry, reason: str) -> bool:
+        """Strike an entry out; False if another thread was faster. The caller tells the stream, holding the lock."""
+        with self.lock:
+            request_id = entry.request.request_id
+            if self.entries.get(request_id) is not entry:
+                return False
+            del self.entries[request_id]
+            self.finished[reason] += 1
+            self._ended.append((entry.request, reason))
+            self._end_times_s.append(self._clock())
+            if not self.entries:
+                self.lock.notify_all()
+            return True
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        with self.lock:
+            return self.lock.wait_for(lambda: not self.entries, timeout_s)
+
+    def close(self) -> None:
+        with self.lock:
+            self._is_closed = True
+            self.lock.notify_all()
+
+    # -- from the engine's thread -----------------------------------------------------------------------------------
+
+    def wait_for_orders(self, has_work: Callable[[], bool]) -> list[Order] | None:
+        """What has been ordered since the last call; blocks while there is neither that nor other work. None, once all
+        is done after :meth:`close`."""
+        with self.lock:
+            self.lock.wait_for(lambda: self._orders or self._is_closed or has_work())
+            if self._is_closed and not self._orders and not has_work():
+                return None
+            orders, self._orders = self._orders, []
+            return orders
+
+    def take_ended(self) -> list[tuple[Request, str]]:
+        """Requests that have ended since the last call, and why."""
+        if not self._ended:
+            return []
+        with self.lock:
+            ended, self._ended = self._ended, []
+        return ended

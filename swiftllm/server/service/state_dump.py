@@ -1,0 +1,47 @@
+"""The whole state of an engine as text, for the log when something has gone wrong."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+
+from swiftllm.core.request import Request
+from swiftllm.engine.engine import Engine
+
+MAX_REQUESTS = 50
+
+
+def report(engine: Engine) -> str:
+    """Queues, cohorts and what every thread is doing. From any thread; never raises."""
+    try:
+        return "\n".join([*_engine_lines(engine), *_thread_lines()])
+    except Exception as error:  # the engine's thread may be changing what is read here
+        return f"no report could be made of the engine's state: {error!r}"
+
+
+def _engine_lines(engine: Engine) -> Iterator[str]:
+    yield f"engine: {engine.state()}"
+    scheduler = engine.scheduler
+    yield f"waiting: {_requests(scheduler.waiting)}"
+    for tier, queue in scheduler.running.items():
+        yield f"running in the {tier.value.upper()} tier: {_requests(queue)}"
+    yield f"leaving: {_requests([request for request in scheduler.requests.values() if request.is_finished])}"
+    for cohort in engine.executor.cohorts:
+        ticket = "no" if cohort.ticket is None else "a finished" if cohort.ticket.ready() else "an unfinished"
+        yield f"cohort before boundary {cohort.layer} with {ticket} ticket: {', '.join(cohort.request_ids)}"
+    yield f"at work: {_requests(engine.at_work())}"
+
+
+def _requests(requests: Sequence[Request]) -> str:
+    shown = [f"{r.request_id} ({r.num_computed_tokens}/{r.num_tokens} tokens)" for r in requests[:MAX_REQUESTS]]
+    more = [f"and {len(requests) - MAX_REQUESTS} more"] if len(requests) > MAX_REQUESTS else []
+    return ", ".join(shown + more) or "none"
+
+
+def _thread_lines() -> Iterator[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        yield f"thread {names.get(ident, ident)}:"
+        yield "".join(traceback.format_stack(frame)).rstrip()

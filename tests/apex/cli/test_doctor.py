@@ -1,0 +1,116 @@
+"""The doctor's report: right about this machine, and whole on machines that lack things."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from apex.cli import doctor, main
+from apex.cli.doctor import Finding
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    monkeypatch.setattr(doctor, "MIN_READ_BYTES", 16 << 20)
+    monkeypatch.setattr(doctor, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(doctor.read_bytes_per_s, "__defaults__", (0.02,))
+
+
+def found(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.what: finding for finding in findings}
+
+
+def test_the_engine_that_runs_these_tests_can_run(capsys):
+    import torch
+
+    import pacpu
+
+    report = doctor.examine()
+    assert doctor.can_run(report)
+    assert found(report["Software"])["torch"].found == torch.__version__
+    server = [found(report["Software"])[name] for name in ("fastapi", "uvicorn", "prometheus_client")]
+    assert all(re.fullmatch(r"\d+\.\d+.*", package.found) for package in server)
+    assert found(report["CPU attention"])["kernels"].found == ", ".join(pacpu.kernels())
+    assert found(report["CPU attention"])["instructions"].found.startswith(pacpu.isa())
+    assert set(pacpu.unavailable()) <= set(found(report["CPU attention"]))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("The engine can run here.\n")
+
+
+def test_kernels_not_built_is_a_finding_not_a_crash(tmp_path):
+    (tmp_path / "pacpu").mkdir()
+    shutil.copy(REPO / "pacpu/__init__.py", tmp_path / "pacpu")
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(REPO)!r}]\n"
+        "from apex.cli import doctor; doctor.MIN_READ_BYTES = 1 << 20\nfrom apex.cli import main\n"
+        "print('generate:', main(['generate', '/nowhere', 'hi'])); sys.exit(main(['doctor']))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert answer.returncode == 1, answer.stderr
+    assert "pacpu: not built: type `make setup`" in answer.stdout and "cannot run here yet" in answer.stdout
+    assert "generate: 2" in answer.stdout and "make setup" in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_a_bare_machine_gets_a_whole_report(monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("ISPC", raising=False)
+    monkeypatch.setattr(doctor, "load", lambda name: (None, "not installed"))
+    report = doctor.examine()
+    assert not doctor.can_run(report)
+    assert found(report["Software"])["torch"].status == "missing"
+    assert "needed for apex serve only" in found(report["Software"])["fastapi"].found
+    assert "install g++" in found(report["Compilers"])["C++"].found
+    assert found(report["Compilers"])["ISPC"].status == "note"
+    assert "make setup" in found(report["Files"])["model"].found
+    assert found(report["Files"])["profile tables"].found.startswith("none yet")
+
+
+def test_a_compiler_that_does_not_run_is_said(monkeypatch, tmp_path):
+    broken = tmp_path / "ispc"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("ISPC", str(broken))
+    assert "does not run" in found(list(doctor.compilers()))["ISPC"].found
+
+
+def test_a_containers_memory_limit_is_what_can_be_taken(monkeypatch, tmp_path):
+    """Of a container's 100 MiB 40 are used, 10 of them by files that can be dropped."""
+    (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{40 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {10 << 20}\n")
+    monkeypatch.setattr("swiftllm.machine.CONTROL_GROUP", tmp_path)
+    assert found(list(doctor.machine()))["memory"].found.startswith("0.1 GiB available of ")
+
+
+def test_short_of_memory_nothing_is_measured():
+    (finding,) = doctor.bandwidth(2, available_bytes=1 << 20)
+    assert "not measured" in finding.found and finding.status == "note"
+
+
+def test_bandwidth_counts_what_is_read():
+    rate = doctor.read_bytes_per_s(1, 32 << 20)
+    assert 1e8 < rate < 1e13
+    assert [finding.what for finding in doctor.bandwidth(3, 1 << 40)] == ["read, 1 thread", "read, 3 threads"]
+
+
+def test_page_for_terminals_and_lines_for_files():
+    report = {"One": [Finding("a", "text in [brackets]"), Finding("b", "gone", "missing")], "Two": [Finding("c", "x")]}
+    terminal = io.StringIO()
+    doctor.print_report(report, Console(file=terminal, force_terminal=True, color_system=None, width=100))
+    lines = [line.split() for line in terminal.getvalue().splitlines()]
+    assert lines[0] == ["One", "ok", "a", "text", "in", "[brackets]"] and lines[1] == ["NO", "b", "gone"]
+    plain = io.StringIO()
+    doctor.print_report(report, Console(file=plain))
+    assert plain.getvalue().splitlines()[:2] == ["One: a: text in [brackets] [ok]", "One: b: gone [missing]"]
+    assert "cannot run here yet" in plain.getvalue()

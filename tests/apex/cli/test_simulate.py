@@ -1,0 +1,148 @@
+"""`apex simulate`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apex.cli import main
+from apex.cli.simulate import Simulate
+
+REPO = Path(__file__).resolve().parents[3]
+SMALL = ("--num-requests", "12", "--input-len", "300", "--output-len", "20", "--num-gpu-blocks", "60")
+
+
+def simulate(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
+    path = tmp_path / "figures.json"
+    assert main(["simulate", *SMALL, *flags, "--output", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def fails(capsys, *flags: str) -> str:
+    """The one line a command ends with."""
+    assert main(["simulate", *flags]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("simulating")]
+    assert len(lines) == 1 and lines[0].startswith("apex: ")
+    return lines[0]
+
+
+def test_table_and_figures(capsys, tmp_path):
+    records = simulate(tmp_path, "--system", "swiftllm", "neo", "apex")
+    out = capsys.readouterr().out
+    assert "SIMULATED: llama-3.1-8b (float16) on A10 and 2x Xeon Gold 6342" in out
+    assert "12 requests of 300 in / 20 out, all at once; 60 GPU and" in out and "/swiftllm" in out
+    assert [record["system"] for record in records] == ["swiftllm", "neo", "apex"]
+    for record in records:
+        assert record["backend"] == "simulated" and record["completed"] == 12
+        assert record["output_tokens_per_s"] * record["wall_s"] == pytest.approx(12 * 20)
+        assert 0 < record["lane_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
+    # Memory is what is short: the CPU must help.
+    assert records[1]["output_tokens_per_s"] > records[0]["output_tokens_per_s"]
+    assert records[0]["cpu_busy_fraction"] == 0 < records[1]["cpu_busy_fraction"]
+
+
+def test_the_same_command_gives_the_same_figures(tmp_path):
+    flags = ("--system", "apex", "--request-rate", "5")
+    assert simulate(tmp_path, *flags) == simulate(tmp_path, *flags)
+    assert simulate(tmp_path, *flags) != simulate(tmp_path, *flags, "--seed", "1")
+
+
+def test_requests_come_at_their_rate(tmp_path):
+    (at_once,) = simulate(tmp_path, "--system", "swiftllm")
+    (slowly,) = simulate(tmp_path, "--system", "swiftllm", "--request-rate", "0.5")
+    assert slowly["wall_s"] > 2 * at_once["wall_s"]
+    assert slowly["lane_busy_fraction"] < 0.8  # idle while nobody asks
+    assert slowly["per_token_latency_s_mean"] < at_once["per_token_latency_s_mean"]
+    arrivals = Simulate(request_rate=4.0, num_requests=2000)._arrivals()
+    assert arrivals == sorted(arrivals) and arrivals[-1] == pytest.approx(500, rel=0.1)
+
+
+def test_cpu_bandwidth_is_what_is_said(capsys, tmp_path):
+    rates = {}
+    for gb_s in ("5", "100"):
+        (record,) = simulate(tmp_path, "--system", "fastdecode", "--cpu-bandwidth-gb-s", gb_s)
+        assert record["cpu_attention_gb_s"] == float(gb_s)
+        assert f"CPU attention at {gb_s} GB/s" in capsys.readouterr().out
+        rates[gb_s] = record["output_tokens_per_s"]
+    assert rates["100"] > rates["5"]
+
+
+def test_blocks_follow_from_the_memories(capsys, tmp_path):
+    sizes = [flag for flag in SMALL if flag not in ("--num-gpu-blocks", "60")]
+    assert main(["simulate", *sizes, "--system", "swiftllm", "--output", str(tmp_path / "a.json")]) == 0
+    (record,) = json.loads((tmp_path / "a.json").read_text())
+    block_bytes = 16 * 32 * 8 * 2 * 128 * 2
+    weights = 8.03e9 * 2
+    assert record["num_gpu_blocks"] == pytest.approx((24e9 * 0.9 - weights) / block_bytes, rel=0.01)
+    assert record["num_cpu_blocks"] == pytest.approx(250e9 / 2 / block_bytes, rel=0.01)
+
+
+def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
+    folder = tmp_path / "timelines"
+    simulate(tmp_path, "--system", "neo", "apex", "--trace-timeline", str(folder))
+    assert {path.name for path in folder.iterdir()} == {
+        f"{system}-timeline.{kind}" for system in ("neo", "apex") for kind in ("json", "png")
+    }
+    assert capsys.readouterr().out.count("timeline: ") == 2
+    trace = json.loads((folder / "neo-timeline.json").read_text())
+    assert trace["otherData"]["simulated"] is True and "A10" in trace["otherData"]["setting"]
+    assert sum(event.get("cat") == "iteration" for event in trace["traceEvents"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--gpu", "a11"], ["a10, a100, a30", "Did you mean a10?"]),
+        (["--host", "g5.4xlarge"], ["dual-xeon-6342", "Did you mean g5-4xlarge?"]),
+        (["--model", "llama-8b"], ["llama-2-7b", "Did you mean llama-3.1-8b?"]),
+        (["--cpu-kernel", "magic"], ["magic", "native"]),
+        (["--gpu", "t4", "--dtype", "bfloat16"], ["float16"]),
+        (["--cpu-bandwidth-gb-s", "-1"], ["cpu_bandwidth_gb_s=-1.0 must be positive"]),
+        (["--model", "llama-3.1-70b"], ["takes 141.1 GB", "larger --gpu"]),
+        (["--num-gpu-blocks", "99999"], ["num_gpu_blocks=99999", "at most"]),
+        (["--num-requests", "0"], ["num_requests=0 must be at least 1"]),
+        (["--request-rate", "0"], ["request_rate=0.0 must be a positive number"]),
+        (["--input-len", "200000"], ["max_model_len"]),
+        (["--system", "neo", "--strategy", "asynchronous-overlap"], ["--system apex"]),
+        (["--system", "swiftllm", "--max-cohorts", "3"], ["the strategy flags"]),
+        (["--trace-timeline", "one.json"], ["3 systems need a folder"]),
+        (["--timeline-iterations", "4"], ["mean nothing without --trace-timeline"]),
+        (["--trace-timeline", "here", "--timeline-iterations", "0"], ["must be at least 1"]),
+        (["--output", "/dev/null/x.json"], ["--output: the folder /dev/null cannot be"]),
+        (["--output", "/"], ["--output / is a folder"]),
+        (["--trace-timeline", "/dev/null/x"], ["--trace-timeline: the folder /dev/null/x cannot be"]),
+    ],
+)
+def test_bad_input_ends_as_one_line(capsys, flags, parts):
+    message = fails(capsys, *flags)
+    assert all(part in message for part in parts), message
+
+
+def test_unknown_system_names_those_there_are(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", "--system", "vlm"])
+    assert end.value.code == 2
+    assert "swiftllm" in capsys.readouterr().err
+
+
+def test_a_window_after_the_end_is_said(capsys, tmp_path):
+    flags = ["--system", "swiftllm", *SMALL, "--trace-timeline", str(tmp_path), "--timeline-start", "9999"]
+    assert "start earlier" in fails(capsys, *flags)
+
+
+def test_it_needs_no_kernels_and_loads_no_drawing_library():
+    code = (
+        "import sys; sys.modules['pacpu'] = None\n"
+        "from apex.cli import main\n"
+        "print('torch' in sys.modules, end=' ')\n"
+        "main(['simulate', '--system', 'apex', '--num-requests', '2', '--output-len', '3'])\n"
+        "print('matplotlib' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("False ") and answer.stdout.endswith("False\n")

@@ -1,0 +1,171 @@
+"""Dividing the cores between a lane on the CPU and CPU attention: what is measured, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import apex.perf.core_division
+from apex.executor import OverlapExecutor
+from apex.perf.core_division import ROUNDS, DecodeLoad, DecodeRates, fastest, full_load, measure_divisions
+from apex.systems import build_system, make_workbench, open_backend
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.runtime import cores
+from swiftllm.runtime.cores import CoreDivision
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from tests.reference.tiny_model import make_tiny_llama
+
+ALL, HALF = CoreDivision(4, 4, ""), CoreDivision(2, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "max_num_seqs", "max_model_len", "expected"),
+    [
+        (100, 300, 40, 500, DecodeLoad(10, 30, 160)),  # ten blocks for each of 40 fill both tiers
+        (100, 300, 40, 50, DecodeLoad(25, 15, 50)),  # the model takes four blocks: 25 of 40 fit the GPU tier
+        (400, 300, 40, 100, DecodeLoad(40, 0, 100)),  # all fit the GPU tier
+        (1000, 3000, 400, 500, DecodeLoad(16, 48, 160)),  # a larger batch is cut down
+        (0, 30, 3, 500, DecodeLoad(0, 3, 160)),
+        (2, 1, 8, 500, DecodeLoad(2, 1, 16)),  # not a block for each
+        (5, 4, 1, 500, DecodeLoad(1, 0, 80)),  # no request can be in both tiers
+    ],
+)
+def test_the_load_fills_the_tiers(gpu, cpu, max_num_seqs, max_model_len, expected):
+    limits = SchedulerLimits(512, max_num_seqs, max_model_len)
+    assert full_load({Tier.GPU: gpu, Tier.CPU: cpu}, 16, limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("all_cores", "half", "expected"),
+    [
+        (DecodeRates(130, 180), DecodeRates(100, 200), ALL),  # gains 1.3 with one load, loses 1.1 with the other
+        (DecodeRates(110, 100), DecodeRates(100, 200), HALF),
+        (DecodeRates(130, 50), DecodeRates(100, 125), ALL),  # the CPU tier can be left alone: 130 of both tiers, too
+        (DecodeRates(0, 90), DecodeRates(0, 100), HALF),
+        (DecodeRates(110, 0), DecodeRates(100, 0), ALL),
+    ],
+)
+def test_both_loads_count_alike(all_cores, half, expected):
+    chosen = fastest([ALL, HALF], [all_cores, half])
+    assert (chosen.lane_threads, chosen.cpu_threads) == (expected.lane_threads, expected.cpu_threads)
+
+
+def test_the_choice_is_explained():
+    chosen = fastest([ALL, HALF], [DecodeRates(130.2, 180), DecodeRates(100, 199.9)])
+    told = "measured: GPU tier full 130 tokens/s, both tiers full 180 tokens/s; with 2 threads 100 and 200"
+    assert chosen.reason == told
+    chosen = fastest([ALL, HALF], [DecodeRates(0, 90), DecodeRates(0, 100)])
+    assert chosen.reason == "measured: both tiers full 100 tokens/s; with 4 threads 90"
+
+
+class MadeUpBench:
+    """Iterations whose seconds follow from the division in effect and from the requests."""
+
+    def __init__(self, warm_up_s: float = 9.0) -> None:
+        self.division: CoreDivision | None = None
+        self.turns: list[CoreDivision] = []
+        self.warm_up_s = warm_up_s
+
+    def use(self, division: CoreDivision) -> None:
+        self.division = division
+        self.turns.append(division)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        yield
+
+    def decodes(self, on_gpu: int, on_cpu: int, context: int):
+        runs: dict[CoreDivision, int] = {}
+
+        def sample() -> float:
+            runs[self.division] = runs.get(self.division, 0) + 1
+            if runs[self.division] == 1:
+                return self.warm_up_s
+            return (on_gpu + 2 * on_cpu) / self.division.lane_threads
+
+        return sample
+
+
+def test_divisions_take_turns_and_the_first_round_warms_up():
+    bench = MadeUpBench()
+    rates = measure_divisions(bench.use, bench, [ALL, HALF], DecodeLoad(3, 1, 50), lambda done, what: None)
+    assert rates == [DecodeRates(4.0, 16 / 5), DecodeRates(2.0, 8 / 5)]
+    assert bench.turns == [ALL, HALF] * (ROUNDS + 1)
+    rates = measure_divisions(bench.use, bench, [ALL], DecodeLoad(0, 1, 50), lambda done, what: None)
+    assert rates == [DecodeRates(0.0, 2.0)]
+
+
+def test_a_slow_model_gets_one_round(monkeypatch):
+    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
+    bench = MadeUpBench()
+    measure_divisions(bench.use, bench, [ALL, HALF], DecodeLoad(3, 1, 50), lambda done, what: None)
+    assert bench.turns == [ALL, HALF] * 2
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+
+
+@pytest.fixture
+def two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # pacpu's threads alone: they sleep when idle
+
+
+def config(model_dir: Path, **options) -> EngineConfig:
+    sizes = {"num_gpu_blocks": 12, "num_cpu_blocks": 36, "max_num_seqs": 8, **options}
+    return EngineConfig(str(model_dir), device="cpu", dtype="float32", **sizes)
+
+
+def test_the_choice_is_measured_once_and_told(model_dir, two_cores, monkeypatch):
+    monkeypatch.setattr("apex.systems.fastest", lambda divisions, rates: fastest(divisions, made_up))
+    made_up = [DecodeRates(1.0, 1.0), DecodeRates(2.0, 2.0)]
+    with closing(build_system("apex", config(model_dir))) as engine:
+        told = engine.describe()
+    assert (told["lane_threads"], told["cpu_threads"]) == (1, 1)
+    assert told["lane"].startswith("1 thread (measured: GPU tier full 2 tokens/s")
+
+    def measured(*_):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("apex.systems.measure_divisions", measured)
+    made_up = [DecodeRates(2.0, 2.0), DecodeRates(1.0, 1.0)]
+    with closing(open_backend(config(model_dir))) as backend:
+        assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (2, 2)
+    with pytest.raises(AssertionError, match="measured again"):
+        open_backend(config(model_dir), measure_again=True)
+    with pytest.raises(AssertionError, match="measured again"):
+        open_backend(config(model_dir, num_gpu_blocks=13, max_num_seqs=7))
+    with closing(open_backend(config(model_dir, lane_threads=1))) as backend:
+        assert backend.cores.reason == "as asked for"
+    with closing(build_system("swiftllm", config(model_dir))) as engine:
+        assert engine.describe()["lane"] == "2 threads (one for every core)"
+
+
+@pytest.mark.parametrize(("on_gpu", "on_cpu"), [(3, 4), (0, 5), (2, 0), (2, 1)])
+def test_an_iteration_decodes_every_request(model_dir, monkeypatch, on_gpu, on_cpu):
+    with closing(open_backend(config(model_dir))) as backend:
+        bench, run, results = make_workbench(config(model_dir), backend), OverlapExecutor.run, []
+        monkeypatch.setattr(OverlapExecutor, "run", lambda *arguments: results.append(run(*arguments)))
+        with bench.in_use():
+            sample = bench.decodes(on_gpu, on_cpu, 20)
+            assert sample() > 0 and sample() > 0
+    assert [len(result.tokens) for result in results] == [on_gpu + on_cpu] * 2
+    assert [result.cohort_layers for result in results] == [{}, {}]
+
+
+def test_what_is_measured_reads_memory_that_has_been_written(model_dir):
+    """Host memory nobody has written is one page of zeros, which the caches hold."""
+    with closing(open_backend(config(model_dir))) as backend:
+        for pool in backend.kv_pools.tensors.values():
+            pool.fill_(torch.nan)
+        make_workbench(config(model_dir), backend)
+        assert not any(pool.isnan().any() for pool in backend.kv_pools.tensors.values())

@@ -1,0 +1,81 @@
+"""Profiling a real (tiny) backend: whatever the pools, a table comes out, is cached, and drives the schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from apex.perf.model import ProfileMismatch
+from apex.systems import build_system, load_or_measure, make_workbench, profile_identity
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import FakeWorker
+from tests.reference.tiny_model import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def config(model_dir: Path, gpu: int, cpu: int, **options) -> EngineConfig:
+    return EngineConfig(
+        str(model_dir), device="cpu", dtype="float32", num_gpu_blocks=gpu, num_cpu_blocks=cpu, **options
+    )
+
+
+@pytest.mark.parametrize(("gpu", "cpu"), [(40, 200), (0, 40), (40, 0), (1, 1), (2, 3)])
+def test_profile_of_any_pools(model_dir: Path, gpu: int, cpu: int) -> None:
+    options = config(model_dir, gpu, cpu, max_num_batched_tokens=33)
+    engine = build_system("apex", options)
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats().output_tokens == 5
+    table = load_or_measure(options, engine.backend)
+    assert all(seconds > 0 for seconds in table.linear.seconds)
+    if cpu >= 40:
+        assert all(seconds > 0 for curve in table.cpu_attention.curves for seconds in curve.seconds)
+    engine.close()
+
+
+def test_no_cache_at_all_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="no blocks in either tier"):
+        build_system("apex", config(model_dir, 0, 0))
+
+
+def test_cached_table_is_used_and_foreign_ones_are_refused(model_dir: Path, own_cache: Path) -> None:
+    options = config(model_dir, 40, 200)
+    backend = TorchBackend(options)
+    table = load_or_measure(options, backend)
+    (cached,) = (own_cache / "profiles").glob("*.json")
+    written = cached.stat().st_mtime_ns
+    assert load_or_measure(options, backend) == table
+    assert cached.stat().st_mtime_ns == written
+    foreign = own_cache / "foreign.json"
+    foreign.write_text(cached.read_text().replace(profile_identity(options, backend)["cpu"], "another machine"))
+    with pytest.raises(ProfileMismatch, match="another machine"):
+        build_system("apex", options, profile=foreign)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir: Path, seed: int) -> None:
+    """The worker writes the blocks to the CPU tier: no device waits for that, but the next chunk of a prompt does."""
+    with fake_gpu(seed) as cuda:
+        options = config(model_dir, 40, 200, max_num_seqs=1)
+        backend = TorchBackend(options, FakeWorker(cuda))
+        bench = make_workbench(options, backend)
+        with bench.in_use():
+            sample = bench.swap(32)
+            for _ in range(10):
+                sample()
+                assert not cuda.workers[-1].tickets

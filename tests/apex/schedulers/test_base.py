@@ -1,0 +1,88 @@
+"""What keeps the CPU tier from harming the GPU: a net that is no policy, cohorts that fit their window, GPU first."""
+
+from __future__ import annotations
+
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import SteppingRule, Strategy
+from swiftllm.core.request import SamplingParams, Tier
+from tests.reference.fake_backend import expected_output
+from tests.reference.fake_engine import fake_engine, flat_table
+
+HOPELESS = flat_table(cpu_token_s=1e-3)
+
+
+def up_to(max_tokens: int = 1000) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_waiting_too_long_is_a_net_and_no_policy() -> None:
+    """However many have waited too long, so few are served against the rule that the lane hardly waits for them."""
+    patience, iterations, num_cpu = 10, 400, 24
+    engine = fake_engine(
+        "neo",
+        num_gpu_blocks=111,
+        num_cpu_blocks=3000,
+        max_tokens=512,
+        table=HOPELESS,
+        strategy=StrategyConfig(max_wait_iterations=patience),
+    )
+    engine.add_request("gpu", [2] * 4, up_to(430))  # leaves no room for any other
+    for i in range(num_cpu):
+        engine.add_request(f"cpu{i}", [2] * 440, up_to())
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    assert len(engine.scheduler.running[Tier.CPU]) == num_cpu
+    forced = []
+    for _ in range(iterations):
+        engine.step()
+        plan, _ = engine.last_iteration
+        if plan.strategy is Strategy.ASYMMETRIC_PIPELINING:
+            forced += [request.request_id for cohort in plan.cohorts for request in cohort.requests]
+    assert num_cpu < len(forced) <= iterations / patience + 1
+    assert len(set(forced[:num_cpu])) == num_cpu  # the longest waiting first, so nobody starves
+
+
+def test_a_cohort_that_shows_overlaps_to_its_end_beside_a_prefill() -> None:
+    """The inequality holds with a prompt in the lane, but what is under way is more than the CPU's window takes."""
+    table = flat_table(linear_s=1e-3, linear_token_s=2e-4, cpu_token_s=1e-4)
+    engine = fake_engine("apex", num_gpu_blocks=20, num_cpu_blocks=2000, table=table, max_tokens=1024, num_layers=20)
+    for i in range(60):
+        engine.add_request(str(i), [2] * 12, up_to(40))
+    while engine.executor.is_idle:
+        engine.step()
+    (cohort,) = engine.executor.cohorts
+    engine.add_request("prompt", [2] * 60, up_to(1))
+    engine.step()
+    plan, _ = engine.last_iteration
+    assert plan.decodes and plan.prefills
+    assert plan.predicted["inequality_left"] > plan.predicted["inequality_right"]
+    assert [(c.rule, len(c.requests)) for c in plan.cohorts] == [(SteppingRule.RIDE_IF_READY, len(cohort.request_ids))]
+
+
+def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
+    """GPU first: a request that is part of the way through its token comes back as soon as there is room."""
+    engine = fake_engine(
+        "apex",
+        num_gpu_blocks=20,
+        num_cpu_blocks=200,
+        max_tokens=128,
+        num_layers=60,
+        strategy=StrategyConfig(strategy="asynchronous-overlap"),
+    )
+    lasting = engine.add_request("lasting", [2] * 4, up_to(40))
+    ending = engine.add_request("ending", [2] * 40, up_to(4))
+    second, third = (engine.add_request(i, [2] * 40, up_to(12)) for i in ("second", "third"))
+    while not ending.is_finished:
+        engine.step()
+    assert second.cohort_id is not None and second.cohort_id == third.cohort_id
+    while second.tier is Tier.CPU:
+        engine.step()
+    assert third.cohort_id is not None and third.output_len == 1  # the cohort has not done its token yet
+    while engine.has_unfinished():
+        engine.step()
+    for request in (lasting, ending, second, third):
+        max_tokens = request.sampling.max_tokens
+        expected = expected_output(list(request.prompt_token_ids), max_tokens, ignore_eos=True)
+        assert request.output_token_ids == expected
+    engine.kv.check()
+    assert engine.executor.is_idle

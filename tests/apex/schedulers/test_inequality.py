@@ -1,0 +1,108 @@
+"""The papers' formulas and the performance model, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
+from apex.schedulers.inequality import (
+    max_rate_ratio,
+    mixed_cpu_window_s,
+    offload_bound_tokens_per_s,
+    pipelined_layer_s,
+    pipelining_pays,
+)
+from tests.reference.fake_engine import flat_table
+
+
+def test_pipelined_layer() -> None:
+    # max(3, 5) + max(1 + 2, 2) = 8: the CPU shows in the first half and hides in the second.
+    assert pipelined_layer_s(3, 1, 2, 2, 5) == 8
+
+
+def test_inequality_5_and_6_agree() -> None:
+    """Inequality (6) is (5) solved for N_G / N_C: both decide alike wherever neither is a near-tie."""
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(2000):
+        linear_s, attention_s = rng.uniform(0.1, 3), rng.uniform(0.1, 3)
+        cpu_rate = rng.uniform(1, 50)
+        gpu_rate = cpu_rate * rng.uniform(0.5, 20)
+        limit = max_rate_ratio(linear_s, attention_s)
+        if abs(gpu_rate / cpu_rate - limit) < 1e-6:
+            continue
+        holds = pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s).holds
+        assert holds == (gpu_rate / cpu_rate < limit)
+        seen.add(holds)
+    assert seen == {True, False}
+
+
+def test_ratio_of_the_paper() -> None:
+    """With T_gatt = T_glinear the CPU needs a sixth of the GPU's rate; between 0.5 and 1.5 never below 1/7.5."""
+    assert max_rate_ratio(1, 1) == 6
+    assert max_rate_ratio(1, 0.5) == pytest.approx(7.5)
+
+
+def test_mixed_window_is_longer() -> None:
+    window_s = mixed_cpu_window_s(5, 1, 2)
+    assert window_s == 8
+    assert pipelining_pays(10, 1, 1, 1, window_s).left > pipelining_pays(10, 1, 1, 1).left
+
+
+def test_empty_lane_pays() -> None:
+    assert pipelining_pays(0, 5, 0, 0).holds
+
+
+def test_bound() -> None:
+    # 50 GB/s over 1250 tokens of 128 KiB: 305 tokens/s on top of what the GPU does.
+    assert offload_bound_tokens_per_s(100, 50e9, 131072, 1250) == pytest.approx(405.2, abs=0.1)
+
+
+def test_curve_interpolates_extrapolates_and_never_falls() -> None:
+    curve = Curve((1, 2, 4), (1.0, 3.0, 2.0))
+    assert [curve(x) for x in (1, 1.5, 2, 3, 4, 8)] == [1, 1.75, 2.5, 2.5, 2.5, 2.5]
+    assert Curve((1, 2, 3, 4), (4.0, 1.0, 1.0, 7.0)).seconds == (2.0, 2.0, 2.0, 7.0)
+    assert Curve((0, 10), (0.0, 5.0))(20) == 10
+    with pytest.raises(ValueError, match="ascending"):
+        Curve((2, 1), (0.0, 1.0))
+
+
+def test_surface() -> None:
+    surface = Surface((1, 3), (Curve((0, 10), (0.0, 10.0)), Curve((0, 10), (0.0, 30.0))))
+    assert surface(1, 5) == 5
+    assert surface(2, 5) == 10
+    assert surface(5, 10) == 50
+
+
+def test_model_flags_extrapolation_and_knows_the_knee() -> None:
+    table = flat_table()
+    model = PerfModel(table, num_layers=2)
+    model.linear_s(1000)
+    assert model.extrapolated == set()
+    model.linear_s(5000)
+    assert model.extrapolated == {"linear"}
+    assert model.linear_s(0) == model.cpu_attention_s(0, 0) == 0
+    steps = Curve((1, 64, 128, 256), (1.0, 1.1, 1.2, 2.0))
+    stepped = PerfModel(ProfileTable(**{**vars(table), "linear": steps}), 2)
+    assert stepped.linear_knee_tokens == 128
+
+
+def test_table_round_trip_and_refusal(tmp_path: Path) -> None:
+    table = ProfileTable(**{**vars(flat_table()), "identity": {"cpu": "a", "dtype": "float32"}})
+    table.save(tmp_path / "t.json")
+    assert ProfileTable.load(tmp_path / "t.json", {"cpu": "a", "dtype": "float32"}) == table
+    with pytest.raises(ProfileMismatch, match="cpu: table 'a', here 'b'"):
+        ProfileTable.load(tmp_path / "t.json", {"cpu": "b", "dtype": "float32"})
+    with pytest.raises(ProfileMismatch, match=r"no profile table in .*none.json .*run `apex profile` first"):
+        ProfileTable.load(tmp_path / "none.json", {})
+
+
+def test_chunks_of_a_lane_share_what_it_pays_once() -> None:
+    table = ProfileTable(**{**vars(flat_table()), "prefill_shared_s": 4e-7})
+    model = PerfModel(table, 2)
+    assert model.prefill_attention_s([(1, 0)]) == pytest.approx(1e-6)
+    assert model.prefill_attention_s([(1, 0)] * 3) == pytest.approx(3e-6 - 2 * 4e-7)
+    assert model.prefill_attention_s([]) == 0

@@ -1,0 +1,73 @@
+"""The search behind the batches of asymmetric pipelining, and the even split, against their definitions."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
+from apex.schedulers.pipeline import Pipeline
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.kv.blocks import KVCacheManager
+from tests.reference.linear_profile import flat_ends_table
+
+
+def decoding(request_id: str, num_tokens: int) -> Request:
+    return Request(request_id, (1,) * num_tokens, SamplingParams(max_tokens=9))
+
+
+def steps(rng: random.Random, most: int, shape: str) -> list[float]:
+    if shape == "line":
+        return [rng.uniform(0.9, 1.1) for _ in range(most)]
+    if shape == "flat":
+        return [0.0] * most
+    return [rng.choice((0.0, 0.0, 1e-6, 100.0)) for _ in range(most)]
+
+
+@pytest.mark.parametrize("shape", ["line", "flat", "jumps"])
+def test_longest_run_is_the_last_count_within_the_limit(shape: str) -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        most = rng.choice((0, 1, 2, 3, 10, 700))
+        seconds = [0.0, *accumulate(steps(rng, most, shape))]
+        limit_s = rng.choice((-1.0, rng.uniform(0.0, 1.1) * seconds[-1], rng.choice(seconds)))
+        asked: list[int] = []
+
+        def ask(count: int, seconds: list[float] = seconds, asked: list[int] = asked) -> float:
+            asked.append(count)
+            return seconds[count]
+
+        expected = max((n for n in range(1, most + 1) if seconds[n] <= limit_s), default=0)
+        assert longest_run(ask, limit_s, most) == expected
+        assert len(asked) == len(set(asked)) and len(asked) <= 2 + 6 + most.bit_length()
+
+
+def test_the_even_split_gives_the_longest_to_whoever_has_less_to_read() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        requests = [decoding(str(i), rng.randint(1, 12)) for i in range(rng.randint(1, 30))]
+        pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), LaneLoad(0, 0, 0, 0, ()))
+        pipeline.split_evenly(CpuDecodes(requests))
+        expected: tuple[list[Request], list[Request]] = ([], [])
+        for request in sorted(requests, key=lambda request: -request.num_tokens):
+            min(expected, key=lambda batch: sum(r.num_tokens for r in batch)).append(request)
+        for batch, members in zip(pipeline.batches, expected, strict=True):
+            assert batch.requests == members
+            assert batch.context_tokens == sum(request.num_tokens for request in members)
+
+
+def test_one_block_more_for_each_or_for_none() -> None:
+    requests = [decoding(str(i), 4) for i in range(3)]
+    kv = KVCacheManager(num_gpu_blocks=0, num_cpu_blocks=5, block_size=4)
+    for request in requests:
+        request.tier = Tier.CPU
+        assert kv.grow(request, 4)
+    assert not kv.grow_by_one(requests, Tier.CPU)
+    assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(1, 4)] * 3
+    assert kv.grow_by_one(requests[:2], Tier.CPU)
+    assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(2, 8), (2, 8), (1, 4)]
+    kv.check()

@@ -1,0 +1,261 @@
+"""All schedulers under random load, tiny pools and aborts: every token right, nothing lost, nothing hangs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from apex.schedulers.base import OffloadScheduler
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import Strategy
+from swiftllm.core.request import RequestRefused, SamplingParams, Tier
+from swiftllm.scheduling.arrival_queue import arrival_order
+from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.scheduler import Scheduler
+from tests.reference.fake_backend import VOCABULARY, expected_output
+from tests.reference.fake_engine import fake_engine, flat_table
+
+SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex")
+# How fast the CPU is against the lane decides which strategy the rules take: hopeless, comparable, ample.
+TABLES = {
+    "slow-cpu": flat_table(cpu_token_s=1e-3),
+    "even": flat_table(cpu_token_s=1e-5),
+    "fast-cpu": flat_table(cpu_token_s=1e-7, linear_token_s=1e-6),
+}
+STRATEGIES = {
+    "auto": StrategyConfig(),
+    "forced-overlap": StrategyConfig(strategy="asynchronous-overlap"),
+    "one-cohort": StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1),
+    "no-overlap": StrategyConfig(disable_asynchronous_overlap=True),
+    "no-pipelining": StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=0),
+    "forced-pipelining": StrategyConfig(strategy="asymmetric-pipelining"),
+    "forced-gpu-only": StrategyConfig(strategy="gpu-only"),
+    "impatient": StrategyConfig(max_wait_iterations=1, disable_partial_progress_priority=True),
+}
+
+
+def make_request(rng: random.Random, longest_prompt: int, longest_output: int):
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest_prompt))]
+    return prompt, SamplingParams(max_tokens=rng.randint(1, longest_output), ignore_eos=rng.random() < 0.5)
+
+
+def check_queues(scheduler: Scheduler) -> None:
+    """What is kept incrementally is what it stands for."""
+    assert all(request.is_prefilling for request in scheduler.prefilling)
+    for tier, running in scheduler.running.items():
+        decoding = scheduler.decoding[tier]
+        assert not any(request.is_prefilling for request in decoding)
+        prefilling = [request for request in scheduler.prefilling if request.tier is tier]
+        assert sorted([*decoding, *prefilling], key=arrival_order) == running
+        assert all(request.tier is tier for request in running)
+        slots = {request: scheduler.kv.num_held(request) * scheduler.kv.block_size for request in running}
+        assert all(request.num_kv_slots == held for request, held in slots.items())
+    if isinstance(scheduler, OffloadScheduler):
+        called_back = [request for request in scheduler._leaving.values() if not request.is_finished]
+        assert all(request.cohort_id in scheduler._cohorts for request in called_back)
+        assert all(request in scheduler.decoding[Tier.CPU] for request in called_back)
+
+
+def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, longest: int = 40) -> dict:
+    """Random arrivals and aborts until all is done; checks each output and that both pools end empty."""
+    wanted, aborted, finished = {}, set(), {}
+    refused = steps = 0
+    while len(finished) + refused < num_requests:
+        steps += 1
+        assert steps < 400 * num_requests, f"no end in sight: {engine.state()}"
+        if len(wanted) + refused < num_requests and rng.random() < 0.3:
+            prompt, sampling = make_request(rng, longest, longest)
+            request_id = f"r{len(wanted) + refused}"
+            try:
+                engine.add_request(request_id, prompt, sampling)
+                wanted[request_id] = expected_output(prompt, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
+            except RequestRefused as error:
+                assert "tier" in str(error)
+                refused += 1
+        alive = [request_id for request_id in wanted if request_id not in finished and request_id not in aborted]
+        if alive and rng.random() < abort_share:
+            victim = rng.choice(alive)
+            assert engine.abort(victim)
+            assert not engine.abort(victim)
+            aborted.add(victim)
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+        check_queues(engine.scheduler)
+    for _ in range(100):  # blocks of aborted requests come back as soon as no CPU attention needs them
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished()
+    engine.kv.check()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert engine.executor.is_idle
+    for request_id, expected in wanted.items():
+        output = list(finished[request_id].token_ids)
+        if request_id in aborted:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected, request_id
+    return finished
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_random_load(system: str, table: str) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine = fake_engine(
+            system,
+            num_gpu_blocks=rng.choice((4, 12, 30)),
+            num_cpu_blocks=rng.choice((20, 60)),
+            max_tokens=rng.choice((4, 16, 64)),
+            max_num_seqs=rng.choice((2, 8, 64)),
+            table=TABLES[table],
+            seed=seed,
+        )
+        drive(engine, rng, 25, abort_share=0.1 if seed % 2 else 0.0)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("table", TABLES)
+def test_apex_strategies(name: str, table: str) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        engine = fake_engine(
+            "apex",
+            num_gpu_blocks=rng.choice((0, 6, 12, 30)),
+            num_cpu_blocks=rng.choice((20, 40, 80)),
+            max_tokens=rng.choice((8, 64)),
+            strategy=STRATEGIES[name],
+            table=TABLES[table],
+            seed=seed,
+        )
+        drive(engine, rng, 25, abort_share=0.15 if seed % 2 else 0.0)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(("gpu", "cpu"), [(0, 40), (40, 0), (40, 3), (3, 40), (1, 1), (0, 0)])
+def test_odd_pools(system: str, gpu: int, cpu: int) -> None:
+    for seed in range(3):
+        rng = random.Random(seed)
+        drive(fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu, seed=seed), rng, 15, abort_share=0.1)
+
+
+def run(engine) -> dict[str, tuple[int, ...]]:
+    outputs = {}
+    for _ in range(5000):
+        if not engine.has_unfinished():
+            return outputs
+        outputs.update({o.request_id: o.token_ids for o in engine.step() if o.finished})
+    raise AssertionError(f"still running: {engine.state()}")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_refusals_name_the_limit(system: str) -> None:
+    engine = fake_engine(system, num_gpu_blocks=5, num_cpu_blocks=5, max_model_len=100)
+    cases = [
+        ([], SamplingParams(), "empty"),
+        ([2] * 99, SamplingParams(max_tokens=2), "max_model_len=100"),
+        ([2] * 21, SamplingParams(max_tokens=1), "5 blocks of 4"),
+        ([VOCABULARY], SamplingParams(), f"vocabulary of {VOCABULARY}"),
+    ]
+    for prompt, sampling, message in cases:
+        with pytest.raises(RequestRefused, match=message):
+            engine.add_request("x", prompt, sampling)
+    engine.add_request("x", [2, 3], SamplingParams())
+    with pytest.raises(RequestRefused, match="already in use"):
+        engine.add_request("x", [2, 3], SamplingParams())
+    assert run(engine)["x"] == tuple(expected_output([2, 3], 16))
+    engine.add_request("x", [2, 3], SamplingParams())  # the id is free again
+    assert len(run(engine)) == 1
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_prompt_that_exactly_fills_a_pool(system: str, max_tokens: int) -> None:
+    engine = fake_engine(system, num_gpu_blocks=5, num_cpu_blocks=5)
+    prompt = list(range(2, 23 - max_tokens))  # prompt + outputs fed back = 20 tokens = 5 blocks
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.add_request("full", prompt, sampling)
+    engine.add_request("next", prompt, sampling)
+    expected = tuple(expected_output(prompt, max_tokens, ignore_eos=True))
+    assert run(engine) == {"full": expected, "next": expected}
+
+
+@pytest.mark.parametrize("system", ["neo", "apex"])
+def test_a_lone_request_outgrows_the_gpu(system: str) -> None:
+    engine = fake_engine(system, num_gpu_blocks=3, num_cpu_blocks=20)
+    request = engine.add_request("long", [2] * 5, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert run(engine)["long"] == tuple(expected_output([2] * 5, 40, ignore_eos=True))
+    assert [tier for _, tier in request.tier_history] == ["waiting", "gpu", "cpu"]
+
+
+def test_gpu_first() -> None:
+    """With room for all on the GPU nothing goes to the CPU (APEX section 3.4)."""
+    engine = fake_engine("apex", num_gpu_blocks=500, num_cpu_blocks=500)
+    requests = [engine.add_request(str(i), [2, 3, i], SamplingParams(max_tokens=20)) for i in range(20)]
+    run(engine)
+    assert all(request.tier is Tier.GPU for request in requests)
+    assert set(engine.stats().strategy_iterations) == {Strategy.GPU_ONLY.value}
+
+
+@pytest.mark.parametrize(
+    ("table", "strategy"),
+    [("fast-cpu", Strategy.ASYMMETRIC_PIPELINING), ("slow-cpu", Strategy.ASYNCHRONOUS_OVERLAP)],
+)
+def test_algorithm_1_picks_by_the_inequality(table: str, strategy: Strategy) -> None:
+    engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=800, table=TABLES[table], max_tokens=64)
+    for i in range(40):
+        engine.add_request(str(i), [2, 3, i], SamplingParams(max_tokens=20, ignore_eos=True))
+    taken = []
+    while engine.has_unfinished():
+        engine.step()
+        plan, _ = engine.last_iteration
+        if plan.decodes and plan.cohorts:  # an empty lane has nothing to choose
+            taken.append(plan.strategy)
+    assert len(taken) > 10
+    assert taken.count(strategy) == len(taken)
+
+
+def test_threshold_of_cpu_requests() -> None:
+    """Overlap starts only with enough CPU requests for each GPU request (APEX section 4.2)."""
+    strategy = StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=8, max_wait_iterations=10**6)
+    engine = fake_engine("apex", num_gpu_blocks=40, num_cpu_blocks=800, strategy=strategy, max_tokens=64)
+    for i in range(12):  # about half fit the GPU: never eight CPU requests for one GPU request while those run
+        engine.add_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.running[Tier.CPU] and engine.scheduler.running[Tier.GPU]
+    assert Strategy.ASYNCHRONOUS_OVERLAP.value not in engine.stats().strategy_iterations
+    assert len(run(engine)) == 12
+
+
+def test_forcing_and_disabling_at_once_is_refused() -> None:
+    with pytest.raises(ValueError, match="forced and disabled"):
+        StrategyConfig(strategy="asynchronous-overlap", disable_asynchronous_overlap=True)
+    with pytest.raises(ValueError, match="--system apex"):
+        fake_engine("neo", num_gpu_blocks=1, num_cpu_blocks=1, strategy=STRATEGIES["one-cohort"])
+
+
+def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -> None:
+    engine = fake_engine("neo", num_gpu_blocks=8, num_cpu_blocks=3)
+    older, younger = (engine.add_request(i, [2] * 9, SamplingParams(max_tokens=2)) for i in ("older", "younger"))
+    engine.step()
+    scheduler, draft = engine.scheduler, PlanDraft(token_budget=32)
+    scheduler._push_out(younger, draft)
+    assert [swap.request for swap in draft.swaps] == [younger]
+    scheduler._push_out(older, draft)  # the CPU tier holds one of the two
+    assert [swap.request for swap in draft.swaps] == [older]
+    assert older.tier is Tier.CPU and younger in scheduler.waiting
+    engine.kv.check()
+
+
+def test_tiny_cpu_tier() -> None:
+    for seed in range(50, 75):
+        rng = random.Random(seed)
+        system = rng.choice(SYSTEMS)
+        gpu, cpu = rng.choice((8, 12, 16)), rng.choice((4, 6, 10, 20))
+        engine = fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu, max_tokens=64, seed=seed)
+        drive(engine, rng, 25, abort_share=0.0, longest=rng.choice((8, 12, 16)))

@@ -1,0 +1,127 @@
+"""The simulator's accounts add up, and the same run gives the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.cpu_path import Interconnect
+from swiftllm.core.plan import StepResult
+from swiftllm.core.request import Request, SamplingParams
+from swiftllm.engine.engine import Engine
+from tests.reference.linear_profile import flat_ends_table
+
+
+def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple[Engine, list[Request]]:
+    engine = build_simulated(
+        system,
+        flat_ends_table(3e-7, 5e-7),
+        4,
+        num_gpu_blocks=40,
+        num_cpu_blocks=200,
+        max_num_seqs=32,
+        launch_s=1e-4,
+        interconnect=interconnect,
+    )
+    draw = random.Random(7)
+    requests = [
+        engine.add_request(str(i), [1] * draw.randint(1, 300), SamplingParams(max_tokens=draw.randint(1, 120)))
+        for i in range(60)
+    ]
+    return engine, requests
+
+
+PCIE = Interconnect(1e9, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, latency_s=1e-5, dram_bytes_per_s=4e9)
+
+
+@pytest.mark.parametrize("interconnect", [None, PCIE], ids=["no link", "link"])
+@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+def test_tokens_blocks_and_busy_times_add_up(system: str, interconnect: Interconnect | None) -> None:
+    engine, requests = mixed_engine(system, interconnect)
+    results: list[StepResult] = []
+    run = engine.executor.run
+    engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
+    while engine.has_unfinished():
+        engine.step()
+        engine.kv.check()
+    assert all(request.output_len == request.sampling.max_tokens for request in requests)
+    stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
+    assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)
+    assert engine.state()["blocks_used"] == {"gpu": 0, "cpu": 0}
+    assert stats.duration_s == pytest.approx(makespan_s)  # no time passes outside iterations
+    assert busy.cpu_s == pytest.approx(stats.cpu_busy_s)
+    waited_s = stats.duration_s - stats.lane_busy_s
+    assert busy.gpu_s + waited_s <= makespan_s * (1 + 1e-9)
+    for seconds in (busy.gpu_s, busy.cpu_s, busy.to_host_s, busy.to_gpu_s):
+        assert 0.0 <= seconds <= makespan_s * (1 + 1e-9)
+    if system in ("neo", "fastdecode", "apex"):
+        assert busy.cpu_s > 0
+    for request in requests:
+        assert request.token_times_s == sorted(request.token_times_s)
+        assert request.token_times_s[-1] <= makespan_s
+
+
+@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+def test_the_same_run_gives_the_same_bits(system: str) -> None:
+    def times() -> list[list[float]]:
+        engine, requests = mixed_engine(system, PCIE)
+        while engine.has_unfinished():
+            engine.step()
+        return [request.token_times_s for request in requests]
+
+    assert times() == times()
+
+
+PRINT_TOKEN_TIMES = """
+from tests.apex.simulator.test_accounts import PCIE, SIMULATED_SYSTEMS, mixed_engine
+for system in SIMULATED_SYSTEMS:
+    engine, requests = mixed_engine(system, PCIE)
+    while engine.has_unfinished():
+        engine.step()
+    print(system, [[time.hex() for time in request.token_times_s] for request in requests])
+"""
+
+
+def test_other_processes_give_the_same_bits() -> None:
+    root = Path(__file__).resolve().parents[3]
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PRINT_TOKEN_TIMES],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert printed[0].count("\n") == len(SIMULATED_SYSTEMS)
+
+
+@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+def test_aborts_in_mid_flight_leave_the_pools_empty(system: str) -> None:
+    engine, requests = mixed_engine(system)
+    draw = random.Random(3)
+    while engine.has_unfinished():
+        engine.step()
+        victim = draw.choice(requests)
+        if draw.random() < 0.3 or engine.stats().iterations > 120:
+            engine.abort(victim.request_id)
+    assert any(request.finish_reason.value == "abort" for request in requests)
+    assert engine.state()["blocks_used"] == {"gpu": 0, "cpu": 0}
+    assert engine.executor.is_idle
+
+
+def test_unknown_systems_and_empty_pools_are_refused() -> None:
+    table = flat_ends_table(1e-7, 1e-7)
+    with pytest.raises(ValueError, match="swiftllm, neo"):
+        build_simulated("orca", table, 2, num_gpu_blocks=1, num_cpu_blocks=1)
+    with pytest.raises(ValueError, match="no blocks"):
+        build_simulated("neo", table, 2, num_gpu_blocks=0, num_cpu_blocks=0)

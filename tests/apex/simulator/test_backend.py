@@ -1,0 +1,156 @@
+"""The simulated backend's clock: what each of its calls costs, and what waits for what."""
+
+from __future__ import annotations
+
+import pytest
+
+from apex.perf.model import Curve, PerfModel, ProfileTable
+from apex.simulator.backend import SimulatedBackend
+from apex.simulator.cpu_path import Interconnect
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
+from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
+
+
+def make_backend(cpu_token_s: float = 1e-6, **options: object) -> SimulatedBackend:
+    return SimulatedBackend(PerfModel(flat_ends_table(1e-7, cpu_token_s, cpu_start_s=0.0), LAYERS), **options)
+
+
+def cpu_request(request_id: str, tokens: int) -> Request:
+    request = Request(request_id, (1,) * tokens, SamplingParams(max_tokens=9), tier=Tier.CPU)
+    request.status, request.num_uncomputed = RequestStatus.RUNNING, 1
+    return request
+
+
+def swap_of(blocks: int, source: Tier = Tier.GPU) -> Swap:
+    return Swap(cpu_request("s", 5), source, tuple(range(blocks)), tuple(range(blocks)))
+
+
+def test_swaps_cost_what_the_profile_says() -> None:
+    backend = make_backend()
+    backend.swap([])
+    assert backend.now() == 0.0
+    backend.swap([swap_of(10), swap_of(15)])
+    assert backend.now() == pytest.approx(1e-4 + 25 * 2e-5)
+    assert backend.busy.to_host_s == backend.now()
+    backend.swap([swap_of(5, Tier.CPU)])
+    assert backend.busy.to_gpu_s == pytest.approx(1e-4 + 5 * 2e-5)
+    assert backend.busy.gpu_s == 0.0
+
+
+def test_the_worker_takes_tickets_in_order_while_the_gpu_goes_on() -> None:
+    backend = make_backend()
+    first, second = (
+        backend.submit_cpu_attention(0, backend.open_cohort([cpu_request(name, tokens)]))
+        for name, tokens in (("a", 2000), ("b", 500))
+    )
+    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    backend.boundary(0, [lane])
+    assert backend.now() == pytest.approx(linear_s(1))
+    assert not first.ready() and not second.ready()
+    backend.boundary(1, [lane])
+    assert first.ready() and not second.ready()
+    assert second.wait() == pytest.approx(5e-4)
+    assert backend.now() == pytest.approx(2e-3 + 5e-4)
+    assert first.wait() == pytest.approx(2e-3)  # it was done long ago
+    assert backend.now() == pytest.approx(2.5e-3)
+    assert backend.busy.cpu_s == pytest.approx(2.5e-3)
+
+
+def test_riders_share_the_weights_and_steppers_do_not() -> None:
+    backend = make_backend()
+    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    cohort = backend.open_cohort([cpu_request(str(i), 10) for i in range(9)])
+    backend.boundary(0, [lane, cohort])
+    assert backend.now() == pytest.approx(linear_s(10))
+    backend.boundary(0, [lane])
+    backend.boundary(0, [cohort])
+    assert backend.now() == pytest.approx(linear_s(10) + linear_s(1) + linear_s(9))
+
+
+def test_a_launch_is_the_least_an_operation_takes() -> None:
+    backend = make_backend(launch_s=5e-3)
+    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    backend.boundary(0, [lane])
+    backend.gpu_attention(1, lane)
+    assert backend.now() == 1e-2
+    assert backend.busy.gpu_s == pytest.approx(linear_s(1) + 1e-5 + 100e-7)
+
+
+def test_only_requests_at_their_last_token_get_one() -> None:
+    backend = make_backend()
+    part, whole, decode = (cpu_request(name, 100) for name in ("part", "whole", "decode"))
+    items = [LaneItem(part, 0, 50, Tier.CPU, True), LaneItem(whole, 0, 100, Tier.GPU, True)]
+    lane = backend.open_lane([*items, LaneItem(decode, 99, 1, Tier.GPU, False)])
+    cohort = backend.open_cohort([cpu_request("cohort", 10)])
+    assert lane.num_rows == 151
+    assert backend.boundary(LAYERS - 2, [lane, cohort]) == {}
+    assert set(backend.boundary(LAYERS - 1, [lane, cohort])) == {"whole", "decode", "cohort"}
+
+
+def test_rows_cross_pcie_both_ways() -> None:
+    link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
+    backend = make_backend(interconnect=link)
+    requests = [cpu_request(str(i), 500) for i in range(2)]
+    first = backend.submit_cpu_attention(0, backend.open_cohort(requests))
+    second = backend.submit_cpu_attention(0, backend.open_cohort(requests))
+    assert second.wait() == pytest.approx(1e-3)
+    # q, k, v of both, one after the other (7 ms each), the second's attention (1 ms), its output (3 ms)
+    assert backend.now() == pytest.approx(14e-3 + 1e-3 + 3e-3)
+    first.wait()
+    assert backend.busy.to_host_s == pytest.approx(14e-3)
+    assert backend.busy.to_gpu_s == pytest.approx(6e-3)
+
+
+def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
+    link = Interconnect(1e9, qkv_bytes_per_row=0, out_bytes_per_row=0, dram_bytes_per_s=4e9)
+    swap_s = 1e-4 + 100 * 2e-5
+    # A long ticket loses a quarter of the swap's time; the one behind it starts that much later.
+    backend = make_backend(interconnect=link)
+    cohort = backend.open_cohort([cpu_request("c", 10_000)])
+    first, second = (backend.submit_cpu_attention(0, cohort) for _ in range(2))
+    backend.swap([swap_of(100)])
+    assert backend.now() == pytest.approx(swap_s)
+    assert first.wait() == pytest.approx(10e-3 + swap_s / 4)
+    assert backend.now() == pytest.approx(10e-3 + swap_s / 4)
+    assert second.wait() == pytest.approx(10e-3)
+    assert backend.now() == pytest.approx(20e-3 + swap_s / 4)
+    # A short one runs beside the swap from start to end, at three quarters of its speed.
+    backend = make_backend(interconnect=link)
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 900)]))
+    backend.swap([swap_of(100)])
+    assert ticket.ready()
+    assert ticket.wait() == pytest.approx(900e-6 / 0.75)
+
+
+def test_a_link_cannot_outrun_the_memory_behind_it() -> None:
+    with pytest.raises(ValueError, match="dram_bytes_per_s"):
+        Interconnect(25e9, 1, 1, dram_bytes_per_s=20e9)
+
+
+def test_the_last_boundary_is_for_sampled_rows_and_the_host_holds_up_the_lane() -> None:
+    """A chunk that ends no prompt pays nothing at the last boundary; the host costs what the table says."""
+    table = ProfileTable(
+        **{
+            **vars(flat_ends_table(1e-7, 1e-6)),
+            "first_share": 0.25,
+            "iteration": Curve((1, 2), (3e-3, 4e-3)),
+            "hand_over": Curve((1, 2), (5e-3, 5e-3)),
+        }
+    )
+    backend = SimulatedBackend(PerfModel(table, LAYERS))
+    request = Request("a", (1,) * 50, SamplingParams(max_tokens=5), tier=Tier.GPU)
+
+    def taken_s(run) -> float:
+        before_s = backend.clock_s
+        run()
+        return backend.clock_s - before_s
+
+    assert taken_s(lambda: backend.swap(())) == pytest.approx(2e-3)  # an iteration of no request
+    assert taken_s(lambda: backend.open_lane([LaneItem(request, 0, 20, Tier.GPU, True)])) == pytest.approx(1e-3)
+    chunk, whole = (backend.open_lane([LaneItem(request, 0, n, Tier.GPU, True)]) for n in (20, 50))
+    assert taken_s(lambda: backend.boundary(-1, [chunk])) == pytest.approx(0.25 * linear_s(20))
+    assert taken_s(lambda: backend.boundary(LAYERS - 1, [chunk])) == 0
+    assert taken_s(lambda: backend.boundary(LAYERS - 1, [whole])) == pytest.approx(0.75 * linear_s(1) + ENDS_S)
+    cohort = backend.open_cohort([request])
+    assert taken_s(lambda: backend.submit_cpu_attention(0, cohort)) == pytest.approx(5e-3)

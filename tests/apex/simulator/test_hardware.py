@@ -1,0 +1,313 @@
+"""Hardware files and the profile tables made of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apex.perf.model import PerfModel, ProfileTable
+from apex.simulator.calibrated_profile import (
+    closest_layer,
+    cpu_attention_gb_s,
+    gpu_attention_s,
+    hardware_profile,
+    linear_curve,
+    prefill_attention_s,
+)
+from apex.simulator.hardware import (
+    ASSUMPTIONS_FILE,
+    HARDWARE_DIR,
+    STATUSES,
+    LayerShape,
+    known,
+    load_gpu,
+    load_host,
+    load_model_config,
+    read_figures,
+)
+from swiftllm.model.config import ModelConfig
+
+GPUS = ("2xh100", "a10", "a100", "a30", "a40", "h100", "h200", "t4")
+HOSTS = (
+    "dual-xeon-6130", "dual-xeon-6342", "g4dn-4xlarge", "g5-16xlarge", "g5-2xlarge", "g5-4xlarge", "g5-8xlarge",
+    "hgx-numa-node",
+)  # fmt: skip
+LLAMA_2_7B, LLAMA_3_8B = load_model_config("llama-2-7b"), load_model_config("llama-3.1-8b")
+MODELS = {"t4": LLAMA_2_7B, "a10": LLAMA_3_8B}
+
+
+def profile(gpu: str, host: str = "dual-xeon-6342", model: ModelConfig | None = None, **options) -> ProfileTable:
+    return hardware_profile(load_gpu(gpu), load_host(host), model or MODELS.get(gpu, LLAMA_2_7B), **options)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_known_machines() -> None:
+    assert known("gpu") == sorted(GPUS)
+    assert known("host") == sorted(HOSTS)
+
+
+@pytest.mark.parametrize("path", sorted(HARDWARE_DIR.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_number_has_an_origin_and_a_status(path: Path) -> None:
+    raw = yaml.safe_load(path.read_text())
+    sections = raw["figures"].values() if "figures" in raw else [raw]
+    for section in sections:
+        assert section["status"] in STATUSES
+        assert len(section["origin"]) > 5 and section["unit"]
+    if "figures" in raw:  # and no number stands beside the figures
+        assert all(isinstance(value, str | list) for key, value in raw.items() if key != "figures")
+
+
+def test_measured_layers_belong_to_their_gpu() -> None:
+    for path in (HARDWARE_DIR / "measured").glob("*.yaml"):
+        raw = yaml.safe_load(path.read_text())
+        listed = yaml.safe_load((HARDWARE_DIR / f"{raw['gpu']}.yaml").read_text())["measured_layers"]
+        assert f"measured/{path.name}" in listed
+        assert len(raw["gemm"]) <= 40 and len(raw["elementwise"]) <= 40
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_pair_makes_a_profile(gpu: str, host: str) -> None:
+    table = profile(gpu, host)
+    assert table.identity["device"] == load_gpu(gpu).name
+    assert table.identity["cpu"] == load_host(host).name
+    assert table.identity["cpu_kernel"] == "native"
+    assert "simulation" in table.identity["kind"]
+    assert all(isinstance(value, str) for value in table.identity.values())
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'v100'.*a10.*h200.*t4"):
+        load_gpu("v100")
+    with pytest.raises(ValueError, match=r"'t4'.*dual-xeon-6130.*g5-8xlarge"):
+        load_host("t4")
+    with pytest.raises(ValueError, match=r"'gpt-2'.*llama-2-7b"):
+        load_model_config("gpt-2")
+
+
+def write_gpu(path: Path, **changes) -> Path:
+    fields = {"memory_gb": 96, "memory_bandwidth_gb_s": 1000, "tensor_tflops": 200, "pcie_gb_s": 31.5}
+    fields |= {"compute_capability": 9.0} | changes
+    figures = {
+        name: {"value": value, "unit": "as named", "status": "published", "origin": "its data sheet"}
+        for name, value in fields.items()
+        if value is not None
+    }
+    path.write_text(yaml.safe_dump({"kind": "gpu", "name": "New card", "figures": figures}))
+    return path
+
+
+def test_a_new_card_needs_its_data_sheet_alone(tmp_path: Path) -> None:
+    gpu = load_gpu(write_gpu(tmp_path / "new.yaml"))
+    table = hardware_profile(gpu, load_host("dual-xeon-6342"), LLAMA_3_8B)
+    shape, assumed = LayerShape.of(LLAMA_3_8B), read_figures(ASSUMPTIONS_FILE)
+    reading_s = shape.gemm_weights * 2 / (1000e9 * assumed["weight_read_fraction"].value)
+    multiplying_s = 2 * shape.gemm_weights * 2048 / (200e12 * assumed["gemm_fraction"].value)
+    assert table.linear(1) == pytest.approx(reading_s, rel=0.1)
+    assert table.linear(2048) == pytest.approx(multiplying_s, rel=0.1)
+    assert table.identity["linear"].startswith("data sheet")
+    assert table.identity["gpu_attention"] == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"pcie_gb_s": None}, "lacks pcie_gb_s"), ({"memory_bandwith": 3.0}, "nothing uses memory_bandwith")],
+)
+def test_incomplete_and_misspelt_files_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_gpu(write_gpu(tmp_path / "new.yaml", **changes))
+
+
+def test_a_figure_without_a_status_is_refused(tmp_path: Path) -> None:
+    path = write_gpu(tmp_path / "new.yaml")
+    path.write_text(path.read_text().replace("status: published", "status: guessed", 1))
+    with pytest.raises(ValueError, match=r"new\.yaml: figure .*status"):
+        load_gpu(path)
+
+
+def test_a_host_is_no_gpu() -> None:
+    with pytest.raises(ValueError, match="describes a host, not a gpu"):
+        load_gpu(HARDWARE_DIR / "g5-4xlarge.yaml")
+
+
+def test_models_have_the_published_sizes() -> None:
+    assert LLAMA_2_7B.num_parameters == 6_738_415_616
+    assert LLAMA_3_8B.num_parameters == 8_030_261_248
+    assert load_model_config("llama-3.1-70b").num_parameters == 70_553_706_496
+    assert LLAMA_2_7B.kv_bytes_per_token(2) == 524_288
+    assert LLAMA_3_8B.kv_bytes_per_token(2) == 131_072
+
+
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+# Milliseconds of the four GEMMs of a layer as the measured tables have them (Vidur and forks; docs/calibration.md).
+PUBLISHED_GEMM_MS = {
+    ("t4", "llama-2-7b"): {1: 1.57, 64: 2.21, 128: 3.46, 512: 9.28},
+    ("a10", "llama-3.1-8b"): {1: 0.93, 64: 1.03, 128: 1.08, 512: 3.77},
+}
+# GB/s of weights at one token, TFLOP/s at 4096 tokens.
+PUBLISHED_RATES = {"t4": (257, 28), "a10": (469, 66), "a40": (557, 110), "a100": (1522, 223), "h100": (2595, 749)}
+
+
+@pytest.mark.parametrize(("gpu", "model"), PUBLISHED_GEMM_MS)
+def test_measured_layer_times(gpu: str, model: str) -> None:
+    config = load_model_config(model)
+    layer = closest_layer(load_gpu(gpu), LayerShape.of(config))
+    table = profile(gpu, model=config)
+    for tokens, gemm_ms in PUBLISHED_GEMM_MS[gpu, model].items():
+        assert layer.gemm(tokens) * 1e3 == pytest.approx(gemm_ms, rel=0.05)
+        # Norms, rotation, activation and additions come on top, a few percent.
+        assert gemm_ms < table.linear(tokens) * 1e3 < 1.09 * gemm_ms
+
+
+@pytest.mark.parametrize("gpu", PUBLISHED_RATES)
+def test_rates_of_the_measured_cards(gpu: str) -> None:
+    gb_s, tflops = PUBLISHED_RATES[gpu]
+    card = load_gpu(gpu)
+    layer, weights = closest_layer(card, LayerShape.of(LLAMA_2_7B)), LayerShape.of(LLAMA_2_7B).gemm_weights
+    assert 2 * weights / layer.gemm(1) / 1e9 == pytest.approx(gb_s, rel=0.04)
+    assert 2 * weights * 4096 / layer.gemm(4096) / 1e12 == pytest.approx(tflops, rel=0.02)
+    # and the fractions in its file say the same
+    assert card["memory_bandwidth_gb_s"] * card["weight_read_fraction"] == pytest.approx(gb_s, rel=0.01)
+    assert card["tensor_tflops"] * card["gemm_fraction"] == pytest.approx(tflops, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [LLAMA_2_7B, LLAMA_3_8B])
+def test_a10_is_flat_until_128_and_steps_up_by_256(model: ModelConfig) -> None:
+    linear = profile("a10", model=model).linear
+    assert linear(128) < 1.35 * linear(1)
+    assert linear(136) > 1.25 * linear(128)
+    assert linear(256) > 1.6 * linear(128)
+    assert linear(264) > 1.3 * linear(256)
+
+
+def test_linear_knee_of_the_papers_machines() -> None:
+    assert PerfModel(profile("a10"), 32).linear_knee_tokens == 128
+    assert PerfModel(profile("t4"), 32).linear_knee_tokens < 32
+
+
+def test_another_model_is_scaled_by_its_weights() -> None:
+    card, small, large = load_gpu("h100"), LayerShape.of(LLAMA_2_7B), LayerShape.of(load_model_config("llama-3.1-70b"))
+    factor = large.gemm_weights / small.gemm_weights
+    for tokens in (1, 128, 2048):
+        ratio = linear_curve(card, large, 2, 2048)(tokens) / linear_curve(card, small, 2, 2048)(tokens)
+        assert ratio == pytest.approx(factor, rel=0.15)
+    assert "scaled by" in profile("h100", model=load_model_config("llama-3.1-70b")).identity["linear"]
+    assert profile("a10").identity["linear"] == "measured (Meta-Llama-3-8B)"
+
+
+def test_beyond_the_table_time_grows_with_tokens() -> None:
+    linear = profile("a10", max_tokens=20_000).linear
+    assert linear.sizes[-1] >= 20_000
+    assert linear(16_384) / linear(4096) == pytest.approx(4, rel=0.02)
+
+
+@given(gpu=st.sampled_from(GPUS), tokens=st.integers(1, 4096), more=st.integers(1, 1000), requests=st.integers(1, 500))
+def test_more_work_takes_no_less_time(gpu: str, tokens: int, more: int, requests: int) -> None:
+    model = MODEL_OF[gpu]
+    assert model.linear_s(tokens) <= model.linear_s(tokens + more)
+    assert model.ends_s(tokens) <= model.ends_s(tokens + more)
+    assert model.swap_s(tokens) < model.swap_s(tokens + more)
+    assert model.prefill_attention_s([(tokens, more)]) <= model.prefill_attention_s([(tokens + more, more)])
+    assert model.prefill_attention_s([(tokens, more)]) <= model.prefill_attention_s([(tokens, 2 * more)])
+    for attention_s in (model.gpu_attention_s, model.cpu_attention_s):
+        context = requests * tokens
+        assert attention_s(requests, context) < attention_s(requests, context + requests * more)
+        assert attention_s(requests, context) < attention_s(requests + more, context + tokens * more)
+
+
+MODEL_OF = {gpu: PerfModel(profile(gpu), 32) for gpu in GPUS}
+
+
+# -- attention, swaps, ends -------------------------------------------------------------------------------------------
+
+
+def test_gpu_attention_reads_the_kv_cache_near_peak_when_long_and_not_when_short() -> None:
+    card, shape = load_gpu("a10"), LayerShape.of(LLAMA_3_8B)
+
+    def fraction_of_peak(requests: int, context: int) -> float:
+        seconds = gpu_attention_s(card, shape, 2, requests, context)
+        return requests * context * shape.kv_elements * 2 / seconds / 600e9
+
+    assert 0.75 < fraction_of_peak(64, 1000) < 0.9
+    assert fraction_of_peak(16, 32) < 0.15
+
+
+def test_tables_agree_with_the_formulas_between_their_points() -> None:
+    card, shape = load_gpu("a10"), LayerShape.of(LLAMA_3_8B)
+    model = PerfModel(profile("a10"), 32)
+    for requests, context in ((1, 17), (40, 650), (300, 3000)):
+        expected = gpu_attention_s(card, shape, 2, requests, context)
+        assert model.gpu_attention_s(requests, requests * context) == pytest.approx(expected)
+    for new, cached in ((100, 0), (700, 1500), (2048, 30_000)):
+        expected = prefill_attention_s(card, shape, new, cached)
+        assert model.prefill_attention_s([(new, cached)]) == pytest.approx(expected, rel=0.05)
+    assert not model.extrapolated
+
+
+def test_cpu_attention_is_kv_bytes_over_the_given_bandwidth() -> None:
+    kv_bytes = 100 * 1250 * LayerShape.of(LLAMA_3_8B).kv_elements * 2
+    model = PerfModel(profile("a10", cpu_bandwidth_gb_s=50), 32)
+    assert model.cpu_attention_s(100, 100 * 1250) == pytest.approx(kv_bytes / 50e9, rel=0.03)
+    assert model.cpu_attention_s(1, 1) > 50e-6  # the hand-over
+    assert model.table.identity["cpu_attention_gb_s"] == "50"
+
+
+def test_kernel_and_host_set_the_cpu_bandwidth() -> None:
+    gqa, mha = LayerShape.of(LLAMA_3_8B), LayerShape.of(LLAMA_2_7B)
+    host = load_host("dual-xeon-6342")
+    share_gb_s = 409.6 * 0.8 / 48  # less than the 17 GB/s that a core reads alone
+    core_gb_s = 1 / (1 / (17 * 0.72) - 1 / 17 + 1 / share_gb_s)
+    assert cpu_attention_gb_s(host, "native", gqa) == pytest.approx(48 * core_gb_s)
+    assert cpu_attention_gb_s(host, "ispc", gqa) < cpu_attention_gb_s(host, "ispc", mha)
+    assert cpu_attention_gb_s(host, "ispc", gqa) < cpu_attention_gb_s(host, "native", gqa)
+    rates = [cpu_attention_gb_s(load_host(f"g5-{n}xlarge"), "native", gqa) for n in (4, 8, 16)]
+    assert all(high == pytest.approx(2 * low, rel=0.01) for low, high in pairwise(rates))
+
+
+def test_swaps_go_at_the_rate_of_the_slower_end() -> None:
+    block_bytes = LLAMA_3_8B.kv_bytes_per_token(2) * 16
+    for host, gb_s in (("dual-xeon-6342", 0.8 * 31.5), ("dual-xeon-6130", 0.8 * 15.75)):
+        swap = profile("a10", host).swap
+        assert (swap(200) - swap(100)) == pytest.approx(100 * block_bytes / (gb_s * 1e9))
+
+
+def test_ends_hold_the_logits_and_the_host() -> None:
+    logits_bytes = LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size * 2
+    assert profile("a10").ends(1) == pytest.approx(logits_bytes / 470e9, rel=0.02)
+    assert PerfModel(profile("a10"), 32).ends_s(1) == pytest.approx(1e-3 + logits_bytes / 470e9, rel=0.02)
+
+
+def test_no_work_takes_no_time() -> None:
+    model = PerfModel(profile("t4"), 32)
+    assert model.linear_s(0) == model.gpu_attention_s(0, 0) == model.cpu_attention_s(0, 0) == model.swap_s(0) == 0
+    assert model.prefill_attention_s([]) == 0
+    assert 0 < model.linear_s(1) < inf
+
+
+def test_a_table_is_written_and_read_back(tmp_path: Path) -> None:
+    table = profile("a10")
+    table.save(tmp_path / "table.json")
+    assert ProfileTable.load(tmp_path / "table.json", table.identity) == table
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "message"),
+    [
+        ("t4", {"dtype": "bfloat16"}, "T4; take float16"),
+        ("a10", {"dtype": "float32"}, "float32"),
+        ("a10", {"cpu_kernel": "magic"}, "known are ispc, llamafile, native"),
+        ("a10", {"cpu_bandwidth_gb_s": 0}, "must be positive"),
+    ],
+)
+def test_what_is_not_calibrated_is_refused(gpu: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        profile(gpu, **options)

@@ -1,0 +1,361 @@
+"""Timelines: nothing overlaps that cannot, everything waits for what it needs, and sums are those of the accounts."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from apex.cli import main
+from apex.simulator.build import build_simulated
+from apex.simulator.calibrated_profile import hardware_profile
+from apex.simulator.cpu_path import Interconnect
+from apex.simulator.hardware import load_gpu, load_host, load_model_config
+from apex.strategy import StrategyConfig
+from apex.timeline.figure import box_text, chart_rows, draw, zoom_window
+from apex.timeline.files import write_timeline
+from apex.timeline.perfetto import trace_json
+from apex.timeline.recorder import recording
+from apex.timeline.recording_backend import RecordingBackend
+from apex.timeline.spans import CohortTag, Kind, Span, Timeline
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
+from tests.reference.tiny_model import make_tiny_llama
+
+LAYERS = 12
+LINK = Interconnect(1e10, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, latency_s=1e-5, dram_bytes_per_s=4e10)
+EVERYTHING = 10**6  # iterations: more than any run here has
+GPU_KINDS = (Kind.LINEAR, Kind.ATTENTION, Kind.STEP)
+OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
+
+
+def simulated_engine(
+    system: str, strategy: StrategyConfig | None = None, link: Interconnect | None = None, cpu_gb_s: float = 10
+) -> Engine:
+    """More requests than the GPU tier holds, of all kinds of lengths."""
+    model = replace(load_model_config("llama-3.1-8b"), num_layers=LAYERS)
+    table = hardware_profile(load_gpu("a10"), load_host("g5-4xlarge"), model, cpu_bandwidth_gb_s=cpu_gb_s)
+    engine = build_simulated(
+        system, table, LAYERS, num_gpu_blocks=60, num_cpu_blocks=800, strategy=strategy, interconnect=link
+    )
+    draw_number = random.Random(5)
+    for index in range(24):
+        lengths = draw_number.randint(1, 300), draw_number.randint(1, 40)
+        engine.add_request(str(index), (1,) * lengths[0], SamplingParams(max_tokens=lengths[1]))
+    return engine
+
+
+def record(engine: Engine, **window: int | None) -> Timeline:
+    total = sum(request.sampling.max_tokens for request in engine.scheduler.requests.values())
+    window = {"num_iterations": EVERYTHING, **window}
+    with recording(engine, **window, progress=lambda: engine.stats().output_tokens / total) as recorder:
+        while engine.has_unfinished():
+            engine.step()
+    return recorder.timeline(engine.describe()["system"], "here", simulated=True)
+
+
+def sum_s(timeline: Timeline, *kinds: Kind, iteration: int | None = None) -> float:
+    spans = [span for span in timeline.spans if span.kind in kinds and iteration in (None, span.iteration)]
+    return sum(span.duration_s for span in spans)
+
+
+def check_order(timeline: Timeline) -> None:
+    """Each resource does one thing at a time, and nothing begins before what it needs has ended."""
+    lane = [span for span in timeline.spans if span.kind.is_lane]
+    for resource in (lane, *([s for s in timeline.spans if s.kind is kind] for kind in Kind)):
+        for before, after in pairwise(sorted(resource, key=lambda span: (span.start_s, span.end_s))):
+            assert before.end_s <= after.start_s + 1e-12, (before, after)
+    by_index = {span.index: span for span in timeline.spans}
+    assert len(by_index) == len(timeline.spans)
+    returned = {span.after[0]: span for span in timeline.spans if span.kind is Kind.TO_GPU}
+    for span in timeline.spans:
+        for needed in (by_index[index] for index in span.after):
+            # A rider needs the output back on the GPU, where it has to cross.
+            ready_s = returned.get(needed.index, needed).end_s if span.kind in GPU_KINDS else needed.end_s
+            assert ready_s <= span.start_s + 1e-12, (needed, span)
+
+
+def check_tickets(timeline: Timeline) -> None:
+    """Every ticket comes out of a boundary of its cohort one layer before, and goes into the boundary of its layer.
+
+    A cohort whose requests have all been called back to the GPU ends with a ticket that goes nowhere.
+    """
+    by_index = {span.index: span for span in timeline.spans}
+    tickets = {span.index: span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION}
+    for ticket in tickets.values():
+        (boundary,) = (by_index[index] for index in ticket.after)
+        assert boundary.layer == ticket.layer - 1 and set(ticket.cohorts) <= set(boundary.cohorts)
+    collected: list[int] = []
+    last_boundary: dict[CohortTag, int] = {}
+    for span in timeline.spans:
+        if span.kind in (Kind.LINEAR, Kind.STEP):
+            last_boundary.update(dict.fromkeys(span.cohorts, span.index))
+            assert [tickets[index].layer for index in span.after] == [span.layer] * len(span.after)
+            assert span.layer == -1 or len(span.after) == len(span.cohorts)
+            collected += span.after
+    assert len(set(collected)) == len(collected)
+    for index in tickets.keys() - set(collected):
+        (cohort,) = tickets[index].cohorts
+        assert tickets[index].after == (last_boundary[cohort],)
+
+
+@pytest.mark.parametrize("link", [None, LINK], ids=["no link", "link"])
+@pytest.mark.parametrize(
+    ("system", "strategy"), [("swiftllm", None), ("neo", None), ("fastdecode", None), ("apex", None), ("apex", OVERLAP)]
+)
+def test_simulated_timelines_are_in_order_and_add_up(
+    system: str, strategy: StrategyConfig | None, link: Interconnect | None
+) -> None:
+    engine = simulated_engine(system, strategy, link)
+    results = []
+    run = engine.executor.run
+    engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
+    timeline = record(engine)
+    check_order(timeline)
+    check_tickets(timeline)
+    assert len(timeline.iterations) == len(results)
+    lane_kinds = [kind for kind in Kind if kind.is_lane and kind is not Kind.WAIT]
+    for iteration, result in zip(timeline.iterations, results, strict=True):
+        assert sum_s(timeline, *lane_kinds, iteration=iteration.index) == pytest.approx(result.lane_busy_s)
+        waited_s = result.duration_s - result.lane_busy_s
+        assert sum_s(timeline, Kind.WAIT, iteration=iteration.index) == pytest.approx(waited_s, abs=1e-12)
+        assert iteration.end_s - iteration.start_s == pytest.approx(result.duration_s)
+    busy = engine.backend.busy
+    assert sum_s(timeline, *GPU_KINDS) == pytest.approx(busy.gpu_s)
+    assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(busy.cpu_s)
+    swapped_s = busy.to_host_s + busy.to_gpu_s - sum_s(timeline, Kind.TO_HOST, Kind.TO_GPU)
+    assert -1e-12 <= swapped_s <= sum_s(timeline, Kind.SWAP) + 1e-12
+    has_cpu_work = system != "swiftllm"
+    assert (busy.cpu_s > 0) == has_cpu_work
+    assert any(span.kind is Kind.TO_GPU for span in timeline.spans) == (has_cpu_work and link is not None)
+
+
+@pytest.mark.parametrize("system", ["swiftllm", "apex"])
+def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> None:
+    times = []
+    for traced in (False, True):
+        engine = simulated_engine(system)
+        executor, backend, requests = engine.executor, engine.backend, list(engine.scheduler.requests.values())
+        if traced:
+            record(engine)
+        while engine.has_unfinished():
+            engine.step()
+        times.append([request.token_times_s for request in requests])
+        assert engine.executor is executor and executor.backend is backend
+    assert times[0] == times[1]
+
+
+def test_aborts_in_cohorts_keep_the_accounts() -> None:
+    engine = simulated_engine("apex", OVERLAP)
+    draw_number = random.Random(2)
+    with recording(engine, num_iterations=EVERYTHING) as recorder:
+        while engine.has_unfinished():
+            engine.step()
+            if draw_number.random() < 0.2 and engine.scheduler.requests:
+                engine.abort(draw_number.choice(sorted(engine.scheduler.requests)))
+    timeline = recorder.timeline("apex", "here", simulated=True)
+    check_order(timeline)
+    assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(engine.backend.busy.cpu_s)
+    shrunk = {}
+    for span in timeline.spans:
+        if span.kind is Kind.CPU_ATTENTION:
+            shrunk.setdefault(span.cohorts[0].number, set()).add(span.load.requests)
+    assert any(len(sizes) > 1 for sizes in shrunk.values()), "no cohort lost a request: this test tests nothing"
+
+
+# -- which iterations -------------------------------------------------------------------------------------------------
+
+
+def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:
+    whole = record(simulated_engine("apex", OVERLAP))
+    with_cohorts = {span.iteration for span in whole.spans if span.kind is Kind.CPU_ATTENTION}
+    assert len(with_cohorts) < len(whole.iterations)
+    window = record(simulated_engine("apex", OVERLAP), num_iterations=3)
+    indexes = [iteration.index for iteration in window.iterations]
+    assert indexes == list(range(indexes[0], indexes[0] + 3)) and set(indexes) <= with_cohorts
+    assert 0.1 < indexes[0] / len(whole.iterations) < 0.9
+    expected = [span for span in whole.spans if span.iteration in indexes and span.kind is Kind.LINEAR]
+    assert [span.start_s for span in window.spans if span.kind is Kind.LINEAR] == [span.start_s for span in expected]
+
+
+def test_a_window_can_be_asked_for() -> None:
+    window = record(simulated_engine("swiftllm"), num_iterations=2, start=5)
+    assert [iteration.index for iteration in window.iterations] == [5, 6]
+    with pytest.raises(ValueError, match="start earlier"):
+        record(simulated_engine("swiftllm"), num_iterations=2, start=5000)
+
+
+def test_tickets_under_way_at_the_beginning_are_there() -> None:
+    whole = record(simulated_engine("apex", OVERLAP, cpu_gb_s=0.5))
+    bounds = {iteration.index: (iteration.start_s, iteration.end_s) for iteration in whole.iterations}
+    tickets = [span for span in whole.spans if span.kind is Kind.CPU_ATTENTION]
+    start = next(span.iteration + 1 for span in tickets if span.end_s > bounds[span.iteration][1] + 1e-6)
+    window = record(simulated_engine("apex", OVERLAP, cpu_gb_s=0.5), num_iterations=1, start=start)
+    assert any(span.kind is Kind.CPU_ATTENTION and span.iteration < start for span in window.spans)
+    check_order(window)
+
+
+def test_recording_may_begin_and_end_with_cohorts_under_way() -> None:
+    """They are taken in with the attention that is under way, and given back as they were."""
+    engine = simulated_engine("apex", OVERLAP, cpu_gb_s=0.5)
+    while engine.executor.is_idle or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
+        engine.step()
+    with recording(engine, num_iterations=1) as recorder:
+        engine.step()
+    assert not isinstance(engine.executor.backend, RecordingBackend)
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.executor.is_idle
+    timeline = recorder.timeline("apex", "here", simulated=True)
+    check_order(timeline)
+    (iteration,) = timeline.iterations
+    assert any(span.start_s < iteration.start_s < span.end_s for span in timeline.spans if not span.kind.is_lane)
+
+
+# -- real hardware ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> str:
+    return str(make_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("synchronous", [False, True], ids=["thread", "inline"])
+def test_measured_timelines_are_in_order_and_add_up(tiny_model, tmp_path, monkeypatch, synchronous: bool) -> None:
+    from apex.systems import build_system
+
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    config = EngineConfig(
+        tiny_model, dtype="float32", num_gpu_blocks=8, num_cpu_blocks=64, max_model_len=128, synchronous=synchronous
+    )
+    engine = build_system("apex", config, OVERLAP)
+    try:
+        for index in range(6):
+            engine.add_request(str(index), [3 + index] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
+        timeline = record(engine)
+    finally:
+        engine.close()
+    check_order(timeline)
+    check_tickets(timeline)
+    stats = engine.stats()
+    assert stats.cpu_busy_s > 0
+    assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(stats.cpu_busy_s)
+    lane_s = sum_s(timeline, *(kind for kind in Kind if kind.is_lane and kind is not Kind.WAIT))
+    assert 0 < lane_s <= stats.lane_busy_s
+    tokens = [span.load.tokens for span in timeline.spans if span.kind is Kind.LINEAR and span.layer == -1]
+    assert sum(tokens) >= 6 * (40 + 7)  # each prompt and each output token but the last enters once
+
+
+def test_bench_writes_a_timeline_of_what_it_measures(tiny_model, tmp_path, capsys) -> None:
+    sizes = ["--num-requests", "4", "--input-len", "20", "--output-len", "6", "--num-gpu-blocks", "16"]
+    target = ["--trace-timeline", str(tmp_path / "a.png"), "--timeline-iterations", "2"]
+    assert main(["bench", tiny_model, "--system", "swiftllm", *sizes, "--num-cpu-blocks", "8", *target]) == 0
+    assert str(tmp_path / "a.json") in capsys.readouterr().out and (tmp_path / "a.png").stat().st_size > 20_000
+    trace = json.loads((tmp_path / "a.json").read_text())
+    assert trace["otherData"]["simulated"] is False and "SIMULATED" not in trace["otherData"]["setting"]
+    iterations = [event for event in trace["traceEvents"] if event.get("cat") == "iteration"]
+    assert [event["name"].split(": ")[1] for event in iterations] == ["gpu-only"] * 2
+    warm_up_left_out = {event["name"].split(": ")[0] for event in iterations}
+    assert warm_up_left_out <= {str(i) for i in range(8)}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def overlap() -> Timeline:
+    return record(simulated_engine("apex", OVERLAP, LINK), num_iterations=3)
+
+
+@pytest.fixture(scope="module")
+def pipelining() -> Timeline:
+    strategy = StrategyConfig(strategy="asymmetric-pipelining")
+    return record(simulated_engine("neo", strategy), num_iterations=3)
+
+
+@pytest.mark.parametrize("name", ["overlap", "pipelining"])
+def test_the_trace_is_in_the_trace_event_format(name: str, request, tmp_path) -> None:
+    timeline: Timeline = request.getfixturevalue(name)
+    trace_path, picture_path = write_timeline(timeline, tmp_path / "new" / "a.json")
+    assert picture_path.read_bytes().startswith(b"\x89PNG") and picture_path.stat().st_size > 20_000
+    trace = json.loads(trace_path.read_text())
+    assert trace["otherData"]["simulated"] is True
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} <= {"X", "M", "i", "s", "f"}
+    slices: dict[tuple[int, int], list[dict]] = {}
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
+        if event["ph"] != "M":
+            assert isinstance(event["tid"], int) and isinstance(event["ts"], float)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            slices.setdefault((event["pid"], event["tid"]), []).append(event)
+        if event["ph"] == "i":
+            assert event["s"] == "t"
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert set(slices) <= named
+    for row in slices.values():  # a viewer drops slices of one thread that overlap without nesting
+        for before, after in pairwise(sorted(row, key=lambda event: event["ts"])):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.002
+    arrows: dict[int, dict[str, dict]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], {})[event["ph"]] = event
+    assert arrows and all(set(ends) == {"s", "f"} for ends in arrows.values())
+    for ends in arrows.values():
+        assert ends["s"]["ts"] <= ends["f"]["ts"] and ends["f"]["bp"] == "e"
+        for end in ends.values():  # an arrow ties the slices it lies in
+            row = slices[end["pid"], end["tid"]]
+            assert any(event["ts"] <= end["ts"] <= event["ts"] + event["dur"] for event in row)
+    spans = [event for row in slices.values() for event in row if event["cat"] != "iteration"]
+    assert len(spans) == len(timeline.spans)
+    keys = {"iteration", "strategy", "layer", "tokens", "requests", "context_tokens", "cohorts"}
+    assert all(keys <= set(event["args"]) for event in spans)
+    known = {iteration.index: iteration.strategy for iteration in timeline.iterations}
+    assert all(
+        event["args"]["strategy"] == known.get(event["args"]["iteration"], "before this window") for event in spans
+    )
+
+
+def test_times_in_the_trace_are_microseconds_of_the_window(pipelining: Timeline) -> None:
+    slices = [event for event in trace_json(pipelining)["traceEvents"] if event["ph"] == "X"]
+    first = next(event for event in slices if event["cat"] == "iteration")
+    assert first["ts"] == 0.0
+    iteration = pipelining.iterations[0]
+    assert first["dur"] == pytest.approx((iteration.end_s - iteration.start_s) * 1e6, abs=0.01)
+
+
+def test_the_picture_says_what_it_shows(overlap: Timeline, pipelining: Timeline) -> None:
+    words = " ".join(text.get_text() for text in draw(overlap).texts)
+    assert "apex: asynchronous overlap" in words and "SIMULATED" in words
+    measured = draw(replace(overlap, simulated=False))
+    words = " ".join(text.get_text() for text in measured.texts)
+    assert "measured" in words and "SIMULATED" not in words
+    assert "milliseconds" in measured.axes[1].get_xlabel()
+    titles = [row.title for row in chart_rows(overlap)]
+    assert "PCIe\nto host" in titles and "CPU:\nattention" in titles
+    assert any("own steps" in row.title for row in chart_rows(pipelining))
+    boxes = [text.get_text() for text in draw(pipelining).axes[1].texts]
+    assert len(boxes) > 10 and any(text.startswith("A ") for text in boxes)
+
+
+def test_the_enlarged_part_lies_in_one_iteration_and_has_a_crossing(overlap: Timeline) -> None:
+    start_s, end_s = zoom_window(overlap)
+    inside = [span for span in overlap.spans if span.kind is Kind.LINEAR and start_s <= span.start_s < end_s]
+    assert len({span.iteration for span in inside}) == 1 and len(inside) == 8
+    assert any(span.cohorts for span in inside)
+
+
+def test_labels_fit_their_boxes() -> None:
+    span = Span(0, Kind.LINEAR, 0.0, 1.0, 0, layer=17)
+    assert box_text(span, LAYERS * 2, 100.0) == "17" and box_text(span, LAYERS * 2, 5.0) == ""
+    assert box_text(replace(span, layer=-1), LAYERS, 100.0) == "E"
+
+
+def test_an_empty_timeline_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(Timeline("apex", "here", True, LAYERS, (), (), ()))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from apex.simulator.hardware import load_model_config
+from evaluation.experiments.paper_settings import PAPERS_FILE, clip, load_setting
+from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.simulated_sweeps import make_points, make_sweep
+from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
+from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
+
+SETTINGS = tuple(yaml.safe_load(PAPERS_FILE.read_text())["settings"])
+
+
+def lengths(*rows):
+    return Lengths(WorkloadSpec("osc", len(rows)), "OSC", Origin("fitted", ""), tuple(TraceRow(*row) for row in rows))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_fits_its_machine(name):
+    """Weights and pool fit the GPU, the CPU pool the host, and the longest request the GPU pool."""
+    from apex.simulator.hardware import load_gpu, load_host
+
+    setting = load_setting(name)
+    config = load_model_config(setting.model)
+    pool_bytes = setting.num_gpu_blocks * 16 * config.kv_bytes_per_token(2)
+    assert pool_bytes < load_gpu(setting.gpu)["memory_gb"] * 1e9
+    assert setting["cpu_kv_gb"] <= load_host(setting.host)["memory_gb"]
+    assert setting.limits.max_model_len <= setting.num_gpu_blocks * 16
+    assert setting.limits.max_model_len <= config.max_position_embeddings
+    assert all(figure.origin for figure in setting.figures.values())
+
+
+def test_pools_of_the_papers():
+    t4, a10 = load_setting("apex-t4"), load_setting("apex-a10")
+    assert (t4.num_gpu_blocks, a10.num_gpu_blocks) == (54, 1650)
+    assert (t4.min_gpu_blocks, a10.min_gpu_blocks) == (52, 1280)
+    assert t4.max_gpu_blocks == (16e9 - 2 * 6_738_415_616) // (16 * 512 * 1024)  # Llama-2-7B: 6.74 G weights
+    assert t4.num_cpu_blocks == 20 * 10**9 // (16 * 512 * 1024)  # Llama-2-7B: 0.5 MiB per token
+    assert a10.num_cpu_blocks == 120 * 10**9 // (16 * 128 * 1024)
+
+
+def test_what_the_engine_would_refuse_is_clipped_and_counted():
+    clipped, count = clip(lengths((10, 20), (10, 90), (300, 5)), 100)
+    assert [(row.input_tokens, row.output_tokens) for row in clipped.rows] == [(10, 20), (10, 90), (99, 1)]
+    assert count == 1
+    task = load_setting("apex-t4").task("neo", lengths((400, 500)))
+    assert task.values["num_clipped"] == 1 and task.lengths.rows[0].output_tokens == 432
+
+
+def test_overrides_reach_the_profile():
+    setting = load_setting("apex-a10")
+    slow = replace(setting, cpu_bandwidth_gb_s=10.0)
+    fast, slowed = (s.hardware("neo").table for s in (setting, slow))
+    assert slowed.cpu_attention(64, 64_000) > 5 * fast.cpu_attention(64, 64_000)
+    assert slowed.gpu_attention == fast.gpu_attention
+    assert setting.cpu_attention_gb_s("swiftllm") is None and slow.cpu_attention_gb_s("swiftllm") is None
+    assert slow.cpu_attention_gb_s("apex") == 10.0
+    assert setting.cpu_attention_gb_s("apex") != setting.cpu_attention_gb_s("neo")  # llamafile and ISPC
+    weaker = replace(setting, host="g5-4xlarge").with_figures("a smaller host", cpu_kv_gb=30)
+    assert weaker.cpu_attention_gb_s("neo") < setting.cpu_attention_gb_s("neo")
+    assert weaker.num_cpu_blocks == setting.num_cpu_blocks // 4
+    assert weaker.figures["cpu_kv_gb"].origin == "a smaller host"
+
+
+def test_unknown_setting_lists_those_there_are():
+    with pytest.raises(ValueError, match="apex-t4, apex-a10"):
+        load_setting("apex-b200")
+
+
+def test_synthetic_lengths_are_those_asked_for():
+    made = make_lengths(WorkloadSpec("x", 2000, output_len=300, seed=3), UniformTrace(1000, 300))
+    inputs, outputs = ([getattr(row, name) for row in made.rows] for name in ("input_tokens", "output_tokens"))
+    assert 899 <= min(inputs) < 910 and 1090 < max(inputs) <= 1101
+    assert made.mean_output_tokens == pytest.approx(300, rel=0.002) and max(outputs) <= 334
+    assert made.mean_input_tokens == pytest.approx(1000, rel=0.01)
+    with pytest.raises(ValueError, match="request rate"):
+        make_lengths(WorkloadSpec("x", 5, arrivals="trace"), UniformTrace(1000, 300))
+
+
+def test_a_sweep_has_every_combination_once():
+    panels = [
+        {"panel": "a", "setting": "apex-t4", "workload": "osc", "num_requests": 4, "request_rates": [1, 2]},
+        {"panel": "b", "setting": "apex-a10", "input_len": 100, "num_requests": 4, "output_lens": [10, 20, 30]},
+    ]
+    settings = {"systems": ["swiftllm", "apex"], "baseline": "swiftllm", "panels": panels}
+    points = make_points(make_sweep(settings))
+    assert len({point.key for point in points}) == len(points) == 2 * 2 + 3 * 2
+    assert all(point.concurrent for point in points)
+    assert [point.cost for point in points[4::2]] == sorted(point.cost for point in points[4::2])
+    only = make_points(make_sweep(settings, gpu="a10", systems=("swiftllm",), num_requests=7))
+    assert len(only) == 3 and {len(point.task.lengths.rows) for point in only} == {7}
+
+
+def test_sensitivity_is_spaced_evenly_on_a_logarithmic_axis():
+    variation = parse_sensitivity("cpu_bandwidth=20..300")
+    assert variation.assumption.field == "cpu_bandwidth_gb_s"
+    values = variation.values
+    assert values[0] == 20 and values[-1] == 300 and len(values) == 8
+    assert all(1.35 < high / low < 1.6 for low, high in itertools.pairwise(values))
+
+
+def test_sensitivity_keeps_the_ends_and_stays_between_them():
+    values = parse_sensitivity("gpu_blocks=1645..1705").values
+    assert values[0] == 1645 and values[-1] == 1705 and list(values) == sorted(set(values))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import yaml
+from rich.console import Console
+
+from evaluation.experiments.paper_settings import load_setting
+from evaluation.results.claims import CLAIMS_FILE, Claim, assumptions, compare, load_claims, print_claims
+
+
+def record(system, rate, output_len=100.0, workload="osc", setting="apex-t4", **more):
+    values = {"system": system, "backend": "simulated", "workload": workload, "setting": setting}
+    values |= {"setting_title": "T4", "output_len": output_len, "request_rate": None, "output_tokens_per_s": rate}
+    return values | {"cpu_bandwidth_gb_s": None, "gpu_attention_gb_s": 272.0} | more
+
+
+def claim(**changes):
+    base = {"figure": "fig5", "section": "5.2", "hardware": "T4", "workload": "osc", "metric": "output_tokens_per_s"}
+    return Claim(**{**base, "systems": ("apex", "neo"), "ratio": 1.5, "up_to": True, **changes})
+
+
+def test_every_claim_of_the_file_is_whole():
+    entries = yaml.safe_load(CLAIMS_FILE.read_text())
+    claims = load_claims(*{entry["figure"] for entry in entries})
+    assert len(claims) == len(entries)
+    for item in claims:
+        assert item.section and (item.ratio or item.words) and len(item.systems) == 2
+        if item.setting and item.section.startswith("APEX"):
+            assert load_setting(item.setting).title.startswith(item.hardware)
+
+
+def test_an_up_to_is_held_against_the_best_and_another_against_the_mean():
+    rows = [record("neo", 100.0), record("apex", 120.0), record("neo", 100.0, 200.0), record("apex", 180.0, 200.0)]
+    best, mean, short = compare(
+        [claim(), claim(up_to=False), claim(up_to=False, output_lens=(50, 150))], [*rows, record("apex", 9.0, 300.0)]
+    )
+    assert best.ours == pytest.approx((1.2, 1.8)) and best.summary == pytest.approx(1.8)
+    assert best.difference == pytest.approx(0.2)
+    assert best.best_at == "200 out" and mean.best_at == short.best_at == ""
+    assert mean.summary == pytest.approx(1.5) and mean.difference == pytest.approx(0.0)
+    assert short.ours == pytest.approx((1.2,))
+
+
+def test_a_latency_at_best_is_the_lowest():
+    rows = [record("neo", 1.0, per_token_latency_s_mean=2.0), record("apex", 1.0, per_token_latency_s_mean=1.0)]
+    rows += [
+        record("neo", 1.0, 9.0, per_token_latency_s_mean=1.0),
+        record("apex", 1.0, 9.0, per_token_latency_s_mean=1.0),
+    ]
+    (item,) = compare([claim(metric="per_token_latency_s_mean", ratio=0.5)], rows)
+    assert item.summary == pytest.approx(0.5)
+
+
+def test_claims_keep_to_their_machine_and_find_a_stand_in():
+    rows = [record("swiftllm", 100.0), record("apex", 200.0)]
+    rows += [record("swiftllm", 100.0, setting="neo-t4"), record("apex", 700.0, setting="neo-t4")]
+    (item,) = compare([claim(systems=("apex", "vllm"), setting="apex-t4")], rows)
+    assert item.systems == ("apex", "swiftllm") and item.ours == pytest.approx((2.0,))
+    (measured,) = compare(
+        [claim(systems=("apex", "vllm"), setting="apex-t4")], [r | {"setting": None} for r in rows[:2]]
+    )
+    assert measured.ours == pytest.approx((2.0,))
+
+
+def test_measured_and_simulated_are_never_mixed():
+    rows = [record("neo", 100.0), record("apex", 120.0)]
+    rows += [record("neo", 100.0, backend="torch-cpu"), record("apex", 300.0, backend="torch-cpu")]
+    out = io.StringIO()
+    print_claims([claim()], rows, Console(file=out, width=120))
+    simulated, measured = out.getvalue().split("MEASURED")
+    assert "SIMULATED" in simulated and "1.20" in simulated and "-20%" in simulated
+    assert "3.00" in measured and "+100%" in measured
+
+
+def test_assumptions_are_told_once_for_machines_that_differ_in_their_host():
+    pool = {"num_gpu_blocks": 54, "num_gpu_blocks_status": "assumed", "max_gpu_blocks": 300, "gpu_option": "t4"}
+    rows = [
+        record(system, 1.0, setting_title=f"T4 ({host})", gpu="T4", model="7B", cpu_bandwidth_gb_s=rate, **pool)
+        for host, rate in (("small", 68.0), ("large", 136.0))
+        for system in ("neo", "apex")
+    ]
+    other = [{**row, "gpu": "A10", "setting_title": "A10", "gpu_option": "a10"} for row in rows[:1]]
+    lines = assumptions([*rows, *other, record("swiftllm", 1.0)], "reproduce_x.py")
+    assert len(lines) == 4
+    assert lines[0].startswith("T4 (2 hosts): ") and "54 blocks of 16 tokens (assumed" in lines[0]
+    assert "neo 68-136 GB/s (25%-50%), apex 68-136 GB/s" in lines[0]
+    assert "reproduce_x.py --gpu t4 --sensitivity gpu_blocks=54..300" in lines[1] and "cpu_bandwidth=" in lines[1]
+    assert lines[2].startswith("A10: ") and "neo 68 GB/s (25%)" in lines[2]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from evaluation.results.metrics import Targets, compute_metrics
+from evaluation.results.records import RequestRecord, record_of, summary_of
+from swiftllm.core.request import Request, SamplingParams
+
+
+def record(name, arrival, *times, failure=None):
+    return RequestRecord(name, arrival, 10, len(times), tuple(times), failure=failure)
+
+
+def test_hand_computed_example():
+    records = [
+        record("a", 0.0, 1.0, 2.0, 3.0, 4.0),  # latency 4 over 4 tokens = 1.0, ttft 1, tpot 1
+        record("b", 2.0, 5.0, 10.0),  # latency 8 over 2 tokens = 4.0, ttft 3, tpot 5
+        record("c", 1.0, 7.0),  # latency 6 over 1 token = 6.0, ttft 6, no tpot
+        record("d", 0.0, failure="refused"),
+    ]
+    metrics = compute_metrics(records, wall_s=12.0, stats={"lane_busy_s": 6.0, "cpu_busy_s": 3.0})
+    assert metrics["makespan_s"] == 10.0
+    assert metrics["output_tokens_per_s"] == pytest.approx(7 / 10)
+    assert metrics["output_tokens_per_s_mid_window"] == pytest.approx(5 / 6)  # tokens at 2, 3, 4, 5, 7 in [2, 8]
+    assert metrics["requests_per_s"] == pytest.approx(0.3)
+    assert metrics["per_token_latency_s_mean"] == pytest.approx(11 / 3)
+    assert metrics["per_token_latency_s_p50"] == 4.0
+    assert metrics["per_token_latency_s_p90"] == pytest.approx(4 + 0.8 * 2)
+    assert metrics["per_token_latency_s_p99"] == pytest.approx(4 + 0.98 * 2)
+    assert metrics["ttft_s_mean"] == pytest.approx(10 / 3)
+    assert metrics["tpot_s_mean"] == 3.0 and metrics["tpot_s_p50"] == 3.0
+    assert (metrics["completed"], metrics["failed"]) == (3, 1)
+    assert (metrics["output_tokens"], metrics["prompt_tokens"]) == (7, 30)
+    assert (metrics["lane_busy_fraction"], metrics["cpu_busy_fraction"]) == (0.5, 0.25)
+
+
+def test_goodput_counts_requests_that_keep_both_targets():
+    records = [
+        record("late", 0.0, 3.0, 3.1, 3.2),  # first token after 3
+        record("slow", 0.0, 1.0, 2.0, 3.0),  # a token per second
+        record("good", 1.0, 2.0, 2.1, 2.2),
+        record("single", 3.0, 4.0),  # no gap at all
+        record("refused", 0.0, failure="refused"),
+    ]
+    metrics = compute_metrics(records, 5.0, targets=Targets(ttft_s=1.0, tpot_s=0.1 + 1e-9))
+    assert metrics["goodput_requests_per_s"] == pytest.approx(2 / 4) and metrics["requests_per_s"] == 1.0
+    assert (metrics["ttft_target_s"], metrics["tpot_target_s"]) == (1.0, 0.1 + 1e-9)
+
+
+def test_every_latency_has_the_same_spread():
+    metrics = compute_metrics([record("a", 0.0, 1.0, 2.0), record("b", 0.0, 2.0, 6.0)], 6.0)
+    for name in ("per_token_latency_s", "ttft_s", "tpot_s"):
+        assert all(metrics[f"{name}_{part}"] is not None for part in ("mean", "p50", "p90", "p99"))
+
+
+def test_a_request_in_short_keeps_what_its_latencies_need():
+    short = summary_of(record("a", 1.0, 2.0, 3.0, 5.5))
+    assert (short.arrival_s, short.first_token_s, short.last_token_s, short.output_len) == (1.0, 2.0, 5.5, 3)
+    assert summary_of(record("d", 0.0, failure="refused")).failure == "refused"
+
+
+def test_makespan_begins_with_the_first_arrival():
+    assert compute_metrics([record("a", 3.0, 5.0)], 5.0)["makespan_s"] == 2.0
+
+
+def test_nothing_completed_gives_none_not_zero():
+    metrics = compute_metrics([record("a", 0.0, failure="refused")], 1.0)
+    assert metrics["output_tokens_per_s"] is None and metrics["per_token_latency_s_p99"] is None
+    assert metrics["lane_busy_fraction"] is None and metrics["failed"] == 1
+
+
+def test_record_of_a_request_is_relative_to_the_start():
+    request = Request("a", (1, 2, 3), SamplingParams(max_tokens=2, ignore_eos=True), arrival_s=101.0)
+    request.tier_history.append((101.5, "cpu"))
+    request.append_token(5, 102.0)
+    half = record_of(request, 2, start_s=100.0)
+    assert half.failure == "1 of 2 tokens (finish reason: none)" and half.finish_s is None
+    request.append_token(6, 104.0)
+    whole = record_of(request, 2, start_s=100.0)
+    assert whole.completed and whole.finish_reason == "length"
+    assert (whole.arrival_s, whole.first_token_s, whole.finish_s) == (1.0, 2.0, 4.0)
+    assert whole.token_times_s == (2.0, 4.0) and whole.tier_history == ((1.5, "cpu"),)
+    assert whole.output_digest != half.output_digest

@@ -1,0 +1,91 @@
+"""Conversions of the request traces, on small samples written here in the sources' own formats."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pandas as pd
+import pytest
+
+from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, text_rows
+from evaluation.traces.files import TraceRow
+
+AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:48.6805900,879,55
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-12 00:00:00+00:00,1452,3
+2024-05-12 00:00:00.041000+00:00,584,3
+2024-05-12 00:00:00.157000+00:00,862,38
+2024-05-12 00:01:00+00:00,1569,3
+2024-05-12 00:01:00.500000+00:00,617,104
+"""
+
+
+def count_words(texts: list[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def test_azure_rows_are_ordered_by_arrival_and_start_at_zero(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE_2023)
+    rows = azure_rows(path)
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(374, 44), (879, 55), (396, 109)]
+    assert [row.arrival_s for row in rows] == pytest.approx([0.0, 2.0, 4.314579])
+
+
+def test_azure_timestamps_with_and_without_fraction(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE_2024)
+    assert [row.arrival_s for row in azure_rows(path)] == pytest.approx([0.0, 0.041, 0.157, 60.0, 60.5])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 1000])
+def test_azure_stride_counts_across_chunks(tmp_path, monkeypatch, chunk):
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE_2024)
+    read = pd.read_csv
+    monkeypatch.setattr(pd, "read_csv", lambda file, **options: read(file, **options | {"chunksize": chunk}))
+    assert [row.input_tokens for row in azure_rows(path, stride=2)] == [1452, 862, 617]
+
+
+def test_azure_file_of_another_form_is_refused(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text("time,tokens\n1,2\n")
+    with pytest.raises(ValueError, match="ContextTokens"):
+        azure_rows(path)
+
+
+def test_dolphin_output_is_reasoning_and_answer():
+    record = {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why is it so"}],
+        "reasoning": "let me think about it",
+        "answer": "because",
+        "model": "r1",
+    }
+    lines = [json.dumps(record).encode(), b"\n", json.dumps(record | {"reasoning": None}).encode()]
+    assert text_rows(dolphin_pairs(lines), count_words, max_rows=10) == [TraceRow(6, 6), TraceRow(6, 1)]
+
+
+def test_text_sources_stop_at_max_rows():
+    endless = ((f"one {number}", "three") for number in itertools.count())
+    assert text_rows(endless, count_words, max_rows=300) == [TraceRow(2, 1)] * 300
+    assert next(endless)[0] == "one 300"
+
+
+def test_livebench_joins_questions_with_one_models_answers():
+    questions = pd.DataFrame({"question_id": ["a", "b", "c"], "turns": [["x y"], ["x", "y z"], ["never asked"]]})
+    answers = pd.DataFrame(
+        {
+            "question_id": ["b", "a", "a", "gone"],
+            "model_id": ["small-8b", "small-8b", "other", "small-8b"],
+            "choices": [[{"turns": ["1", "2 3"]}], [{"turns": ["1"]}], [{"turns": ["9 9 9"]}], [{"turns": ["0"]}]],
+        }
+    )
+    pairs = livebench_pairs(questions, answers, "small-8b")
+    assert text_rows(pairs, count_words, 10) == [TraceRow(3, 3), TraceRow(2, 1)]
+    with pytest.raises(RuntimeError, match="small-8b"):
+        list(livebench_pairs(questions, answers, "absent"))

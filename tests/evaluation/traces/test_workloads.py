@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from evaluation.traces.catalogue import FittedTrace, Origin
+from evaluation.traces.corpus import corpus, docstrings
+from evaluation.traces.workloads import PromptTokens, WorkloadSpec, load_prompt_tokens, make_lengths, make_workload
+
+TRACE = FittedTrace("osc", "OSC", Origin("fitted", "for tests"), ((0, 100), (1, 200)), ((0, 40), (1, 60)))
+
+
+def lengths(**changes):
+    return make_lengths(WorkloadSpec(**{"name": "osc", "num_requests": 20, **changes}), TRACE)
+
+
+def test_scale_multiplies_and_never_reaches_zero():
+    whole, tenth, tiny = lengths(), lengths(scale=0.1), lengths(scale=1e-6)
+    for row, small in zip(whole.rows, tenth.rows, strict=True):
+        assert small.input_tokens == round(row.input_tokens * 0.1)
+        assert small.output_tokens == round(row.output_tokens * 0.1)
+    assert {(row.input_tokens, row.output_tokens) for row in tiny.rows} == {(1, 1)}
+
+
+def test_output_len_sets_the_average_and_leaves_inputs():
+    plain, longer = lengths(), lengths(output_len=200, scale=0.5)
+    assert longer.mean_output_tokens == pytest.approx(100, abs=1)
+    assert [row.input_tokens for row in longer.rows] == [round(row.input_tokens / 2) for row in plain.rows]
+
+
+def test_arrivals():
+    assert {row.arrival_s for row in lengths().rows} == {0.0}
+    arrivals = [row.arrival_s for row in lengths(num_requests=4000, arrivals="poisson", request_rate=5.0).rows]
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0.0 and gaps.min() > 0
+    assert gaps.mean() == pytest.approx(0.2, rel=0.06) and gaps.std() == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_requests": 0},
+        {"scale": 0},
+        {"output_len": 0},
+        {"arrivals": "poisson"},
+        {"request_rate": 2.0},
+        {"arrivals": "poisson", "request_rate": 0.0},
+    ],
+)
+def test_bad_specs_are_refused(changes):
+    with pytest.raises(ValueError, match=r"num_requests|scale|output_len|request_rate"):
+        lengths(**changes)
+
+
+def test_digest_names_the_lengths():
+    assert lengths().digest() == lengths().digest() != lengths(seed=1).digest()
+
+
+@pytest.mark.parametrize("tokens", [PromptTokens(5000, tuple(np.arange(3000) % 977)), PromptTokens(5000)])
+def test_prompts_have_their_lengths_and_differ(tokens):
+    workload = make_workload(lengths(num_requests=50), tokens)
+    prompts = [request.prompt_token_ids for request in workload.requests]
+    assert [len(prompt) for prompt in prompts] == [row.input_tokens for row in workload.lengths.rows]
+    assert len({prompt[:16] for prompt in prompts}) == 50  # not even beginnings are shared
+    assert all(len(set(prompt)) > 50 for prompt in prompts)
+    assert all(0 <= token < 5000 for prompt in prompts for token in prompt)
+    assert workload == make_workload(lengths(num_requests=50), tokens)
+
+
+def test_prompts_longer_than_the_text_go_round():
+    prompt = PromptTokens(10, (1, 2, 3)).prompts([7], seed=0)[0]
+    assert len(prompt) == 7 and prompt[:3] == prompt[3:6]
+
+
+def test_corpus_is_prose_and_large():
+    text = corpus()
+    assert len(text) > 300_000 and "Return" in text
+    words = text.split()
+    assert len(set(words)) > 5000
+    assert docstrings('"""a"""\ndef f():\n    """b"""\n    x = "c"\n') == ["a", "b"]
+
+
+def test_tokenizer_of_the_model_folder_is_used(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    assert load_prompt_tokens(tmp_path).text_ids is None
+    load_prompt_tokens.cache_clear()
+    vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(sorted(set(corpus().split()))[:900])}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = load_prompt_tokens(tmp_path)
+    assert len(tokens.text_ids) == len(corpus().split()) and tokens.vocab_size == 1000
+    load_prompt_tokens.cache_clear()

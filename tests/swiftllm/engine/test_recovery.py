@@ -1,0 +1,301 @@
+"""Steps that raise: nothing is lost, the one request to blame is found, and the others never notice."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import apex.systems
+from apex.strategy import StrategyConfig
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.server.service.service import NewRequest, ServiceStopping
+from tests.reference.fake_engine import fake_engine, flat_table
+from tests.reference.faulty_backend import FaultyBackend
+from tests.swiftllm.server.serving import Outcome, check_empty, expected, make_requests, read_all, serve, with_service
+
+SYSTEMS = ("swiftllm", "vllm", "neo", "fastdecode", "apex", "apex-overlap")
+CPU_SYSTEMS = ("neo", "fastdecode", "apex", "apex-overlap")
+
+
+def make_engine(system: str, *, num_gpu_blocks: int = 16, num_cpu_blocks: int = 60, seed: int = 0) -> Engine:
+    strategy = StrategyConfig(strategy="asynchronous-overlap") if system == "apex-overlap" else None
+    return fake_engine(
+        system.removesuffix("-overlap"),
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        strategy=strategy,
+        seed=seed,
+    )
+
+
+class Poison:
+    """Every operation of one kind fails that has to do with one request."""
+
+    def __init__(self, request_id: str, *operations: str) -> None:
+        self.request_id = request_id
+        self.operations = operations
+        self.num_raised = 0
+
+    def __call__(self, operation: str, request_ids: frozenset[str]) -> None:
+        if operation in self.operations and self.request_id in request_ids:
+            self.num_raised += 1
+            raise ValueError(f"{operation} cannot digest {self.request_id}")
+
+
+class Glitches:
+    """Operations fail now and then, whatever they are about, but not soon again."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_raised = 0
+        self._begin_rest()
+
+    def _begin_rest(self) -> None:
+        self.num_good = self.random.randint(100, 400)
+
+    def __call__(self, operation: str, request_ids: frozenset[str]) -> None:
+        self.num_good -= 1
+        if self.num_good < 0:
+            self.num_raised += 1
+            self._begin_rest()
+            raise OSError(f"{operation} failed for once")
+
+
+def run(engine: Engine) -> None:
+    for _ in range(5000):
+        if not engine.has_unfinished():
+            return
+        engine.step()
+    raise AssertionError(f"still running: {engine.state()}")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_engine_recovers_at_any_moment(system: str) -> None:
+    """Recovering without need, after any number of steps, changes no token."""
+    for num_steps in range(0, 40, 3):
+        engine = make_engine(system)
+        wanted = make_requests(8, seed=num_steps)
+        requests = [engine.add_request(new.request_id, new.prompt_token_ids, new.sampling) for new in wanted]
+        for _ in range(num_steps):
+            engine.step()
+        aborted = requests[num_steps % 8]
+        engine.abort(aborted.request_id)
+        unfinished = engine.recover()
+        check_empty(engine)
+        assert unfinished == [request for request in requests if not request.is_finished]
+        for request in unfinished:
+            engine.queue(request)
+        run(engine)
+        check_empty(engine)
+        for new, request in zip(wanted, requests, strict=True):
+            if request is not aborted:
+                assert request.output_token_ids == expected(new)
+
+
+CASES = [(system, operation) for system in SYSTEMS for operation in ("open_lane", "gpu_attention", "boundary")]
+CASES += [(system, operation) for system in CPU_SYSTEMS for operation in ("open_cohort", "submit", "ticket")]
+
+
+@pytest.mark.parametrize(("system", "operation"), CASES)
+def test_a_poisoned_request_takes_no_other_down(system: str, operation: str) -> None:
+    poison = Poison("r6", operation)
+    engine = make_engine(system)
+    FaultyBackend(engine, poison)
+    requests = make_requests(8, seed=3)
+    requests[6] = replace(requests[6], sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    outcomes, service = serve(engine, requests)
+    error = outcomes["r6"].error
+    assert error is not None and error.reason == "engine_error"
+    assert str(error) == f"ValueError: {operation} cannot digest r6"
+    for new in requests:
+        if new.request_id != "r6":
+            assert outcomes[new.request_id].token_ids == expected(new)
+    snapshot = service.snapshot()
+    assert snapshot.finished["engine_error"] == 1
+    assert snapshot.step_failures == poison.num_raised
+
+
+@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex"])
+def test_a_request_that_cannot_be_swapped_takes_no_other_down(system: str) -> None:
+    """Alone it need not be swapped, so it may well come through."""
+    requests = make_requests(8, seed=3, longest=20)
+    swapped: list[str] = []
+    engine = make_engine(system, num_gpu_blocks=12)
+    FaultyBackend(engine, lambda operation, ids: swapped.extend(ids) if operation == "swap" else None)
+    serve(engine, requests)
+
+    poison = Poison(swapped[0], "swap")
+    engine = make_engine(system, num_gpu_blocks=12)
+    FaultyBackend(engine, poison)
+    outcomes, _ = serve(engine, requests)
+    assert poison.num_raised
+    for new in requests:
+        if new.request_id != poison.request_id or outcomes[new.request_id].error is None:
+            assert outcomes[new.request_id].token_ids == expected(new)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_two_poisoned_requests_are_both_found(system: str) -> None:
+    engine = make_engine(system)
+    first, second = Poison("r0", "boundary"), Poison("r5", "boundary")
+    FaultyBackend(engine, lambda *operation: (first(*operation), second(*operation)))
+    requests = make_requests(8, seed=4)
+    for i in (0, 5):
+        requests[i] = replace(requests[i], sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    outcomes, _ = serve(engine, requests)
+    for new in requests:
+        outcome = outcomes[new.request_id]
+        assert (outcome.error is not None) == (new.request_id in ("r0", "r5"))
+        assert outcome.error or outcome.token_ids == expected(new)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_faults_that_pass_blame_nobody(system: str) -> None:
+    for seed in range(3):
+        glitches = Glitches(seed)
+        engine = make_engine(system, seed=seed)
+        FaultyBackend(engine, glitches)
+        requests = make_requests(12, seed=seed, logprobs=0)
+        outcomes, service = serve(engine, requests)
+        assert glitches.num_raised
+        for new in requests:
+            outcome = outcomes[new.request_id]
+            assert outcome.error is None
+            assert outcome.token_ids == expected(new)
+            assert [logprob.token_id for logprob in outcome.logprobs] == outcome.token_ids
+        assert service.snapshot().step_failures == glitches.num_raised
+
+
+@pytest.mark.parametrize("method", ["schedule", "update"])
+@pytest.mark.parametrize("system", ["swiftllm", "apex-overlap"])
+def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, method: str, monkeypatch) -> None:
+    engine = make_engine(system)
+    honest, calls = getattr(engine.scheduler, method), iter(range(10**6))
+
+    def faulty(*arguments):
+        call = next(calls)
+        if call % 25 == 12 and method == "schedule":
+            raise AssertionError("a defect")
+        result = honest(*arguments)
+        if call % 25 == 12:
+            raise AssertionError("a defect, after the tokens were taken in")
+        return result
+
+    monkeypatch.setattr(engine.scheduler, method, faulty)
+    requests = make_requests(8, seed=5, logprobs=0)
+    outcomes, service = serve(engine, requests)
+    assert service.snapshot().step_failures
+    for new in requests:
+        assert outcomes[new.request_id].token_ids == expected(new)
+        assert len(outcomes[new.request_id].logprobs) == len(expected(new))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no device"), SystemExit(1)])
+def test_an_engine_that_always_fails_tells_everyone(error: BaseException) -> None:
+    engine = make_engine("apex")
+
+    def fault(*_) -> None:
+        raise error
+
+    FaultyBackend(engine, fault)
+
+    async def client(service) -> None:
+        outcomes = await read_all(service.submit(make_requests(8)))
+        assert {outcome.error.reason for outcome in outcomes.values()} == {"engine_error"}
+        assert service.health.status == "failed"
+        with pytest.raises(ServiceStopping, match="the engine has failed"):
+            service.submit([NewRequest("late", (1,), make_requests(1)[0].sampling)])
+
+    service = with_service(engine, client)
+    assert service.snapshot().finished == {"engine_error": 8}
+
+
+# -- with a model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made_up_profile():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(apex.systems, "load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
+    yield
+    patch.undo()
+
+
+def model_engine(model_dir: Path, system: str, num_gpu_blocks: int = 20) -> Engine:
+    strategy = StrategyConfig(strategy="asynchronous-overlap") if system == "apex-overlap" else None
+    config = EngineConfig(
+        str(model_dir), device="cpu", dtype="float32", block_size=4, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=400
+    )
+    engine = apex.systems.build_system(system.removesuffix("-overlap"), config, strategy)
+    for pool in engine.backend.kv_pools.tensors.values():
+        pool.fill_(float("nan"))
+    return engine
+
+
+MODEL_REQUESTS = [
+    NewRequest(
+        f"r{i}",
+        tuple(range(3 + i, 13 + 2 * i)),
+        SamplingParams(
+            max_tokens=16,
+            temperature=float(i % 2),
+            frequency_penalty=0.5 * (i % 3),
+            seed=i,
+            logprobs=2,
+            prompt_logprobs=0,
+            ignore_eos=True,
+        ),
+    )
+    for i in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model_dir, made_up_profile) -> dict[str, Outcome]:
+    outcomes, _ = serve(model_engine(tiny_model_dir(), "swiftllm", num_gpu_blocks=200), MODEL_REQUESTS)
+    return outcomes
+
+
+def same(outcome: Outcome, reference: Outcome) -> bool:
+    """Equal tokens, greedy or drawn, and logprobs as equal as another batch makes them."""
+    assert [logprob.token_id for logprob in outcome.logprobs] == outcome.token_ids
+    found, expected = ([*each.prompt_logprobs, *each.logprobs] for each in (outcome, reference))
+    assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+    return outcome.token_ids == reference.token_ids
+
+
+@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "apex-overlap"])
+def test_a_model_goes_on_after_faults(tiny_model_dir, undisturbed, system: str) -> None:
+    engine = model_engine(tiny_model_dir(), system)
+    glitches = Glitches(seed=1)
+    FaultyBackend(engine, glitches)
+    outcomes, _ = serve(engine, MODEL_REQUESTS)
+    assert glitches.num_raised
+    assert all(same(outcomes[new.request_id], undisturbed[new.request_id]) for new in MODEL_REQUESTS)
+
+
+@pytest.mark.parametrize("system", ["neo", "fastdecode", "apex-overlap"])
+def test_a_dead_cpu_worker_is_started_again(tiny_model_dir, undisturbed, system: str, monkeypatch) -> None:
+    """It dies in the middle of its 5th task, and from outside once more."""
+    engine = model_engine(tiny_model_dir(), system)
+    worker = engine.backend._worker
+    submit, numbers = worker.submit, itertools.count(1)
+
+    def deadly(task):
+        number = next(numbers)
+        if number == 15:
+            worker.kill()
+        return submit(sys.exit if number == 5 else task)
+
+    monkeypatch.setattr(worker, "submit", deadly)
+    outcomes, service = serve(engine, MODEL_REQUESTS)
+    assert service.snapshot().worker_restarts == 2
+    assert service.snapshot().step_failures >= 2
+    assert all(same(outcomes[new.request_id], undisturbed[new.request_id]) for new in MODEL_REQUESTS)

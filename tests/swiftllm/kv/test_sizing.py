@@ -1,0 +1,144 @@
+"""What fits and what does not, with made-up numbers of bytes and on a made-up GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3Config
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.device.cuda import CudaDevice
+from swiftllm.device.host import HostDevice
+from swiftllm.kv.sizing import check_weights, plan_blocks, weight_bytes
+from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import load_weights
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_gpu import fake_gpu
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+
+
+def plan(device_gib: float | None, host_gib: float, **options):
+    config = EngineConfig("model", **options)
+    return plan_blocks(config, BLOCK, int(host_gib * GIB), None if device_gib is None else int(device_gib * GIB))
+
+
+def test_a_gpu_gets_what_is_left_and_the_host_half():
+    assert plan(3, 100).num_blocks == {Tier.GPU: 3 * 512, Tier.CPU: 50 * 512}
+
+
+def test_given_numbers_of_blocks_are_taken():
+    assert plan(3, 100, num_gpu_blocks=54, num_cpu_blocks=7).num_blocks == {Tier.GPU: 54, Tier.CPU: 7}
+    assert plan(-1, 100, num_gpu_blocks=0).num_blocks[Tier.GPU] == 0
+
+
+def test_on_a_host_both_tiers_share_its_memory():
+    blocks = plan(None, 2).num_blocks
+    assert blocks == {Tier.GPU: 256, Tier.CPU: 512}
+    with pytest.raises(InsufficientMemory, match=r"num_gpu_blocks \+ num_cpu_blocks = 1000 blocks .* 232 blocks less"):
+        plan(None, 2, num_gpu_blocks=500, num_cpu_blocks=500)
+
+
+@pytest.mark.parametrize(
+    "device_gib, host_gib, options, message",
+    [
+        (1, 100, {"num_gpu_blocks": 522}, r"1.02 GiB of GPU memory and 1.00 GiB can be had: ask for 10 blocks less"),
+        (1, 4, {"num_cpu_blocks": 1802}, r"host memory and 3.50 GiB can be had: ask for 10 blocks less"),
+        (-0.25, 100, {}, r"leave no room .* 0.25 GiB are missing for the first"),
+        (-1, 100, {"num_gpu_blocks": 1}, r"0.00 GiB can be had: ask for 1 blocks less"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_shortfall(device_gib, host_gib, options, message):
+    with pytest.raises(InsufficientMemory, match=message):
+        plan(device_gib, host_gib, **options)
+
+
+def test_the_plan_says_what_the_tiers_hold():
+    gpu, cpu = plan(1, 100, num_cpu_blocks=10_000, block_size=16).describe(max_model_len=100)
+    assert gpu == "GPU tier: 512 blocks of 16 = 8,192 tokens, 1.00 GiB, 73.1 requests of 100 tokens"
+    assert cpu.startswith("CPU tier: 10,000 blocks of 16 = 160,000 tokens, 19.53 GiB, 1,428.6 requests")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"kind": Qwen2Config},
+        {"kind": Qwen3Config},
+    ],
+)
+def test_the_bytes_of_weights_are_those_that_get_loaded(tiny_model_dir, overrides):
+    folder = tiny_model_dir(**overrides)
+    model = ModelConfig.from_folder(folder)
+    for dtype in (torch.float32, torch.float16):
+        weights = load_weights(folder, model, "cpu", dtype)
+        tensors = {t.data_ptr(): t for t in [weights.embedding, weights.lm_head, weights.final_norm]}
+        tensors |= {t.data_ptr(): t for layer in weights.layers for t in vars(layer).values() if t is not None}
+        assert weight_bytes(model, dtype) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_model_that_is_too_large_says_by_how_much(tiny_model_dir):
+    model = ModelConfig.from_folder(tiny_model_dir())
+    needed = weight_bytes(model, torch.float32)
+    check_weights(model, torch.float32, needed)
+    with pytest.raises(InsufficientMemory, match=r"float32 .* GiB are missing; free memory"):
+        check_weights(model, torch.float32, needed - 1)
+
+
+def test_nothing_is_loaded_of_a_model_that_is_too_large(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(HostDevice, "free_bytes", lambda self: 1000)
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.load_weights", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(InsufficientMemory, match="the model's weights take"):
+        TorchBackend(EngineConfig(str(tiny_model_dir()), device="cpu"))
+
+
+def gpu_blocks(model_dir, total_bytes: int, **options) -> tuple[int, int]:
+    """Blocks on a GPU of so many bytes, and those of them that are in use when the backend is built."""
+    with fake_gpu(0) as cuda:
+        cuda.total_bytes = total_bytes
+        backend = TorchBackend(
+            EngineConfig(str(model_dir), dtype="float32", num_cpu_blocks=1, max_model_len=256, **options)
+        )
+        return backend.num_gpu_blocks, cuda.allocated
+
+
+def test_blocks_fill_the_gpu_beside_weights_and_the_widest_iteration(tiny_model_dir):
+    """The larger lanes can be, the fewer blocks there are, and room for them is left."""
+    total = 64 * MIB
+    narrow, used_narrow = gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=16, max_num_seqs=16)
+    wide, used_wide = gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, max_num_seqs=16)
+    assert 0 < wide < narrow
+    assert used_wide < used_narrow < 0.97 * total
+    with pytest.raises(InsufficientMemory, match="GPU"):
+        gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, num_gpu_blocks=narrow)
+
+
+def test_a_gpu_too_small_for_activations_says_so(tiny_model_dir):
+    with pytest.raises(InsufficientMemory, match="lower max_num_batched_tokens"):
+        gpu_blocks(tiny_model_dir(), 2 * MIB, max_num_batched_tokens=4096)
+
+
+def test_what_is_left_free_is_measured_at_its_peak():
+    with FakeCuda(0, total_bytes=1000 * MIB):
+        device = CudaDevice()
+
+        def work() -> None:
+            first = torch.empty(50 * MIB, dtype=torch.float16, device="meta")
+            del first
+            torch.empty(30 * MIB, dtype=torch.float16, device="meta")
+
+        assert device.left_free(work) == 1000 * MIB - 100 * MIB - 50 * MIB
+
+        def too_much() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with pytest.raises(InsufficientMemory, match=re.escape("lower max_num_batched_tokens")):
+            device.left_free(too_much)

@@ -1,0 +1,106 @@
+"""The model against transformers on the same files."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.weights import load_weights
+from swiftllm.ops import CpuOps, ReferenceOps
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.backend_driver import BackendDriver
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head_dim given": {"head_dim": 32},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    "sharded": {"max_shard_size": "100KB"},
+    "mistral": {"kind": MistralConfig, "sliding_window": None},
+    "qwen2": {"kind": Qwen2Config, "hidden_size": 112, "num_attention_heads": 14, "sliding_window": 64},  # not used
+    "qwen3": {"kind": Qwen3Config, "head_dim": 32},
+}
+
+
+@torch.inference_mode()
+def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor:
+    config = model.config
+    rotary_rows = model.rotary_table[: len(token_ids)]
+    residual = model.embed(torch.tensor(token_ids))
+    qkv = model.enter(residual, rotary_rows)
+    for layer in range(config.num_layers):
+        q, k, v = model.split_qkv(qkv)
+        out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5)
+        if layer < config.num_layers - 1:
+            qkv = model.cross(layer, out, residual, rotary_rows)
+    return model.leave(out, residual)
+
+
+@pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps()], ids=["reference", "cpu"])
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_equal_transformers(tiny_model_dir, overrides, ops):
+    folder = tiny_model_dir(**overrides)
+    config = ModelConfig.from_folder(folder)
+    model = LlamaModel(config, load_weights(folder, config, "cpu", torch.float32), ops)
+    token_ids = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = judge(torch.tensor([token_ids])).logits[0]
+    assert expected.std() > 0.5  # else the tolerance would say nothing
+    torch.testing.assert_close(whole_prompt_logits(model, token_ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_less_exact_than_transformers(tiny_model_dir, dtype):
+    folder = tiny_model_dir()
+    config = ModelConfig.from_folder(folder)
+    token_ids = list(range(3, 60))
+
+    def ours(dtype: torch.dtype) -> torch.Tensor:
+        return whole_prompt_logits(LlamaModel(config, load_weights(folder, config, "cpu", dtype), CpuOps()), token_ids)
+
+    exact, logits = ours(torch.float32), ours(dtype)
+    with torch.inference_mode():
+        judge = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(torch.tensor([token_ids])).logits[0]
+    assert logits.dtype is judge.dtype is dtype
+    error, error_of_judge = ((x.float() - exact).square().mean().sqrt() for x in (logits, judge))
+    assert 0 < error < 1.2 * error_of_judge
+
+
+def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):
+    judge = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    backend = TorchBackend(
+        EngineConfig(str(smollm2_dir), device="cpu", dtype="float32", num_gpu_blocks=16, num_cpu_blocks=0)
+    )
+    driver = BackendDriver(backend)
+    # "The capital of France is", and the same question put to the assistant.
+    prompts = (
+        [504, 3575, 282, 4649, 314],
+        [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198],
+    )
+    requests = [
+        driver.admit(f"r{i}", p, Tier.GPU, SamplingParams(max_tokens=24, ignore_eos=True))
+        for i, p in enumerate(prompts)
+    ]
+    driver.prefill(requests)
+    for _ in range(23):
+        driver.decode(requests)
+    for request, prompt in zip(requests, prompts, strict=True):
+        generated = judge.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert request.output_token_ids == generated[0, len(prompt) :].tolist()

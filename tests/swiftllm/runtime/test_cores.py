@@ -1,0 +1,84 @@
+"""How many threads the lane and the CPU attention worker get when nobody says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swiftllm import machine
+from swiftllm.config import EngineConfig
+from swiftllm.machine import usable_cores
+from swiftllm.runtime import cores
+from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.fake_gpu import fake_gpu
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_asked_for(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def threads(num_cores: int, monkeypatch, lane_on_cpu: bool = True, **asked: int) -> list[tuple[int, int]]:
+    monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+    divisions = core_divisions(EngineConfig("folder", **asked), lane_on_cpu=lane_on_cpu)
+    return [(division.lane_threads, division.cpu_threads) for division in divisions]
+
+
+def test_a_lane_on_the_cpu_may_have_all_cores_or_leave_some_to_the_worker(monkeypatch):
+    assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]
+    assert threads(2, monkeypatch) == [(2, 2), (1, 1)]
+    assert threads(1, monkeypatch) == [(1, 1)]
+    assert threads(16, monkeypatch, cpu_threads=3) == [(16, 3), (8, 3), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("1", [(1, 15)]), ("6,2", [(6, 10), (4, 12)]), ("99", None), ("x", None)]
+)
+def test_openmp_threads_that_are_asked_for_bound_the_lane(monkeypatch, asked, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads(16, monkeypatch) == (expected or [(16, 16), (8, 8), (4, 12)])
+
+
+def test_nothing_is_left_to_choose_when_threads_are_given_or_a_gpu_computes_the_lane(monkeypatch):
+    assert threads(16, monkeypatch, lane_threads=6) == [(6, 10)]
+    assert threads(16, monkeypatch, lane_threads=16) == [(16, 16)]
+    assert threads(16, monkeypatch, lane_threads=6, cpu_threads=2) == [(6, 2)]
+    assert threads(16, monkeypatch, lane_on_cpu=False) == [(1, 15)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, lane_threads=6, cpu_threads=8) == [(1, 8)]
+    assert threads(1, monkeypatch, lane_on_cpu=False) == [(1, 1)]
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
+def test_a_containers_quota_counts(monkeypatch, tmp_path, quota, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    assert usable_cores() == expected
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "none")
+    assert usable_cores() == 8
+
+
+def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeypatch):
+    config = EngineConfig(str(tiny_model_dir()), device="cpu", dtype="float32", num_gpu_blocks=1, num_cpu_blocks=1)
+    set_threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    backend = TorchBackend(config)
+    assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (3, 3)
+    backend.use_cores(CoreDivision(2, 1, "for the test"))
+    assert set_threads == [3, 2] and backend._ops.num_threads == 2
+    assert backend.cores.describe_lane() == "2 threads (for the test)"
+
+
+def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_model_dir, monkeypatch):
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
+    config = EngineConfig(str(tiny_model_dir()), dtype="float32", **options)
+    torch.set_num_threads(2)
+    try:
+        with fake_gpu(0, can_capture=False):
+            backend = TorchBackend(config)
+        assert torch.get_num_threads() == backend.cores.lane_threads == 1 and backend._ops.num_threads == 3
+    finally:
+        torch.set_num_threads(1)

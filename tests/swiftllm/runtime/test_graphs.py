@@ -1,0 +1,260 @@
+"""Captured graphs: the right bucket, lanes that come and go, and rows that are only there to fill up."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.device.cuda import CudaDevice
+from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS, GraphKey, LayerGraphs
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import FakeWorker
+
+SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir):
+    return tiny_model_dir(num_hidden_layers=2)
+
+
+def make_driver(model_dir, cuda=None, **options) -> BackendDriver:
+    config = {"dtype": "float32", "num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_num_seqs": 8} | options
+    worker = None if cuda is None else FakeWorker(cuda)
+    return BackendDriver(TorchBackend(EngineConfig(str(model_dir), max_model_len=400, **config), worker))
+
+
+def admit(driver: BackendDriver, lengths, tier: Tier = Tier.GPU) -> list[Request]:
+    rng = random.Random(len(lengths))
+    prompts = [[rng.randrange(3, 128) for _ in range(length)] for length in lengths]
+    return [driver.admit(f"{tier.value} {i}", prompt, tier, SAMPLING) for i, prompt in enumerate(prompts)]
+
+
+def decode_items(requests: list[Request]) -> list[LaneItem]:
+    return [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests]
+
+
+def outputs(requests: list[Request]) -> list[list[int]]:
+    return [request.output_token_ids for request in requests]
+
+
+class Noting(dict):
+    """Graphs by key, that notes what is asked for."""
+
+    def __init__(self, graphs: LayerGraphs) -> None:
+        super().__init__(graphs._graphs)
+        graphs._graphs, self.asked = self, Counter()
+
+    def get(self, key: GraphKey):
+        self.asked[key.rows, key.blocks] += 1
+        return super().get(key)
+
+
+@pytest.mark.parametrize("in_one_go", [False, True])
+def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir, in_one_go):
+    """Two boundaries between the layers and the last one, two attentions: nothing else crosses the model."""
+    boundaries, attentions = (0, 1) if in_one_go else (3, 2)
+
+    def of_a_step(rows: int, blocks: int) -> Counter:
+        return +Counter({(rows, 0): boundaries, (rows, blocks): attentions})
+
+    with fake_gpu(0) as cuda:
+        driver = make_driver(model_dir, cuda)
+        driver.in_one_go = in_one_go
+        noting = Noting(driver.backend.graphs)
+        requests = admit(driver, (5, 20, 300))
+        driver.prefill(requests, 64)
+        assert not cuda.replays  # prompts found no bucket
+        driver.decode(requests)
+        assert noting.asked == of_a_step(4, 64)  # 300 tokens are 19 blocks
+        driver.decode(requests[:2])
+        driver.decode(requests[:1])
+        assert noting.asked == of_a_step(4, 64) + of_a_step(2, 16) + of_a_step(1, 16)
+        assert cuda.replays == sum(noting.asked.values())
+
+
+def test_buckets_end_where_the_configuration_does(model_dir):
+    with fake_gpu(0) as cuda:
+        graphs = make_driver(model_dir, cuda, max_num_seqs=5).backend.graphs
+        assert graphs._row_buckets == ROW_BUCKETS[:4] and graphs._block_buckets == BLOCK_BUCKETS[:2]
+        assert graphs._lanes.token_ids.shape == (8,) and graphs._logits.shape == (8, 128)
+        # Three boundaries of lanes and three of cohorts, two layers' attention and whole iterations in two widths, for
+        # each number of rows.
+        assert len(graphs) == 4 * (3 + 3 + 2 * 2 + 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_riders_overflow_the_buckets_and_come_back(model_dir, seed):
+    """Seven lane rows fit the last bucket, eight, and three riders more do not: the lane leaves the frame at once."""
+    results = []
+    for on_fake in (False, True):
+
+        def run(cuda=None) -> list[list[int]]:
+            driver = make_driver(model_dir, cuda)
+            lane, riders = admit(driver, (4, 9, 17, 3, 5, 8, 2)), admit(driver, (6, 18, 11), Tier.CPU)
+            driver.prefill([*lane, *riders])
+            for step in range(6):
+                driver.decode([*lane, *(riders if step % 2 else riders[:1])])
+            return outputs([*lane, *riders])
+
+        if on_fake:
+            with fake_gpu(seed) as cuda:
+                results.append(run(cuda))
+                assert cuda.replays
+        else:
+            results.append(run())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_iterations_and_single_layers_may_take_turns(model_dir, seed):
+    def run(cuda=None) -> list[list[int]]:
+        driver = make_driver(model_dir, cuda)
+        lane, riders = admit(driver, (4, 9, 17)), admit(driver, (6, 18), Tier.CPU)
+        driver.prefill([*lane, *riders])
+        for count, step_riders in ((3, []), (3, riders), (2, []), (1, riders), (3, []), (3, [])):
+            before = None if cuda is None else cuda.replays
+            driver.decode([*lane[:count], *step_riders])
+            assert cuda is None or step_riders or cuda.replays == before + 1
+        return outputs([*lane, *riders])
+
+    expected = run()
+    with fake_gpu(seed) as cuda:
+        assert run(cuda) == expected
+
+
+def test_a_lane_with_a_prompt_does_not_cross_in_one_go(model_dir):
+    with fake_gpu(0) as cuda:
+        driver = make_driver(model_dir, cuda)
+        decoding, prompt = admit(driver, (5, 6))
+        driver.prefill([decoding])
+        items = [LaneItem(prompt, 0, 6, Tier.GPU, is_prefill=True), *decode_items([decoding])]
+        assert driver.backend.whole_iteration(driver.backend.open_lane(items)) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lane_that_another_one_displaces_keeps_what_it_holds(model_dir, seed):
+    def run(cuda=None) -> dict[str, int]:
+        driver = make_driver(model_dir, cuda)
+        backend, requests = driver.backend, admit(driver, (4, 9, 17))
+        driver.prefill(requests)
+        driver.decode(requests)
+        driver.decode(requests[2:])  # graphs for one row and for three are there
+        lanes = [backend.open_lane(decode_items(requests[:2])), backend.open_lane(decode_items(requests[2:]))]
+        for layer in (-1, 0):
+            for lane in lanes:
+                backend.boundary(layer, [lane])
+            for lane in lanes:
+                backend.gpu_attention(layer + 1, lane)
+        return {k: token for lane in lanes for k, token in backend.boundary(1, [lane]).items()}
+
+    expected = run()
+    with fake_gpu(seed) as cuda:
+        assert run(cuda) == expected
+        assert cuda.replays
+
+
+def test_without_operations_that_pass_over_empty_rows_attention_is_not_captured(model_dir, monkeypatch):
+    monkeypatch.setattr("tests.reference.fake_gpu.FakeOps.takes_empty_rows", False)
+    with fake_gpu(0) as cuda:
+        driver = make_driver(model_dir, cuda)
+        noting = Noting(driver.backend.graphs)
+        requests = admit(driver, (5, 20))
+        driver.prefill(requests)
+        driver.decode(requests)
+        assert noting.asked == {(2, 0): 3} and cuda.replays == 3
+
+
+def decoded(driver: BackendDriver) -> list[list[int]]:
+    requests = admit(driver, (5, 20, 9))
+    driver.prefill(requests)
+    for count in (3, 3, 2, 1):
+        driver.decode(requests[:count])
+    return outputs(requests)
+
+
+@pytest.mark.parametrize("captures", [0, 17])
+def test_where_capturing_fails_everything_is_launched_piece_by_piece(model_dir, monkeypatch, captures):
+    """The graphs there are go too: a lost one may have taken what they need."""
+    capture, left = CudaDevice.capture, [None] * captures
+
+    def refuse(self, work):
+        if not left:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        left.pop()
+        return capture(self, work)
+
+    monkeypatch.setattr(CudaDevice, "capture", refuse)
+    with fake_gpu(0) as cuda:
+        with pytest.warns(UserWarning, match="one by one, since they cannot be captured: operation not permitted"):
+            driver = make_driver(model_dir, cuda)
+        tokens = decoded(driver)
+        assert not cuda.replays and not len(driver.backend.graphs)
+    assert tokens == decoded(make_driver(model_dir))
+
+
+def test_graphs_take_no_more_memory_than_they_may(model_dir, monkeypatch):
+    with fake_gpu(0) as cuda:
+        per_graph = cuda.total_bytes // 600
+        monkeypatch.setattr(
+            CudaDevice, "free_bytes", lambda device: cuda.total_bytes - cuda.captures * per_graph - (1 << 28)
+        )
+        with pytest.warns(UserWarning, match="filled up to 2, 8 rows: 24 graphs take 40 MiB"):
+            driver = make_driver(model_dir, cuda)
+        driver.in_one_go = False
+        noting = Noting(driver.backend.graphs)
+        assert {key.rows for key in noting} == {2, 8}
+        tokens = decoded(driver)
+        assert noting.asked == {(8, 0): 6, (8, 16): 4, (2, 0): 6, (2, 16): 4}
+        assert cuda.replays == sum(noting.asked.values())
+    assert tokens == decoded(make_driver(model_dir))
+
+
+def test_the_host_never_waits_in_a_copy(model_dir):
+    """Tokens, log-probabilities and all that a draw needs cross in pinned memory; who waits, waits for an event."""
+    hows = (
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 1.0}},
+        {"temperature": 1.0, "min_p": 0.1, "frequency_penalty": 0.5},
+    )
+    for can_capture in (True, False):
+        with fake_gpu(0, can_capture=can_capture) as cuda:
+            driver = make_driver(model_dir, cuda)
+            before = cuda.synchronisations
+            for logprobs in (None, 3):
+                for tier in Tier:
+                    settings = [SamplingParams(max_tokens=9, logprobs=logprobs, **how) for how in hows]
+                    requests = [
+                        driver.admit(f"{tier} {i} {logprobs}", (3, 4), tier, how) for i, how in enumerate(settings)
+                    ]
+                    driver.prefill(requests)
+                    driver.decode(requests)
+                    driver.decode(requests)
+            assert cuda.synchronisations == before
+
+
+def test_closing_gives_the_graphs_back(model_dir):
+    with fake_gpu(0) as cuda:
+        backend = make_driver(model_dir, cuda).backend
+        captured = len(backend.graphs)
+        backend.close()
+        assert captured and cuda.lost_graphs == captured
+
+
+def test_a_frame_starts_with_rows_that_are_no_requests(model_dir):
+    with fake_gpu(0) as cuda:
+        graphs = make_driver(model_dir, cuda).backend.graphs
+        cuda._synchronize()
+        for frame in (graphs._lanes, graphs._cohorts):
+            assert not torch.tensor(frame.seq_lens.tolist()).any() and not torch.tensor(frame.token_ids.tolist()).any()

@@ -1,0 +1,174 @@
+"""What a scrape says: vLLM's names, the engine's own numbers, and every token and request counted once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from apex.simulator.build import build_simulated
+from apex.simulator.calibrated_profile import hardware_profile
+from apex.simulator.hardware import load_gpu, load_host, load_model_config
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import IterationPlan, StepResult
+from swiftllm.core.request import FinishReason, Request, SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.server.observe.metrics import Histogram, Metrics, one_two_five
+from swiftllm.server.service.snapshot import Health
+from tests.swiftllm.server.fake_service import FakeService
+
+REPO = Path(__file__).resolve().parents[4]
+
+# As vLLM's V1 engine calls them; dashboards made for it read these.
+VLLM_NAMES = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens",
+    "vllm:generation_tokens", "vllm:request_success", "vllm:num_preemptions", "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens", "vllm:iteration_tokens_total",
+}  # fmt: skip
+
+Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(metrics: Metrics) -> Series:
+    """Values by name and labels, the model's name left out."""
+    app = FastAPI()
+    app.include_router(metrics.router)
+    answer = TestClient(app).get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    series = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if family.name.startswith(("vllm:", "apex:")):
+                assert labels.pop("model_name") == MODEL
+            series[sample.name, frozenset(labels.items())] = sample.value
+    return series
+
+
+MODEL = 'a "model"\nwith \\ everything'
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    return series[name, frozenset(labels.items())]
+
+
+def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
+    service = FakeService()
+    metrics = Metrics(service, MODEL)
+    service.change(
+        running_gpu=3, running_cpu=4, waiting=5, gpu_blocks_used=6, cpu_blocks_used=7, prompt_tokens=11,
+        output_tokens=12, preemptions=13, swapped_blocks=14, worker_restarts=15, step_failures=16, duration_s=1.5,
+        predicted_s=1.25, lane_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
+        strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
+    )  # fmt: skip
+    series = scrape(metrics)
+    assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
+    assert value(series, "vllm:kv_cache_usage_perc") == 6 / 8
+    assert value(series, "apex:num_requests_running", tier="cpu") == 4
+    assert value(series, "apex:kv_blocks_used", tier="gpu") == 6 and value(series, "apex:kv_blocks", tier="cpu") == 64
+    assert value(series, "vllm:prompt_tokens_total") == 11 and value(series, "vllm:generation_tokens_total") == 12
+    assert value(series, "vllm:num_preemptions_total") == 13 and value(series, "apex:swapped_blocks_total") == 14
+    assert value(series, "apex:worker_restarts_total") == 15 and value(series, "apex:step_failures_total") == 16
+    assert value(series, "vllm:request_success_total", finished_reason="abort") == 2
+    assert value(series, "vllm:request_success_total", finished_reason="length") == 0
+    assert value(series, "apex:request_failures_total", reason="deadline") == 3
+    assert value(series, "apex:iterations_total", strategy="asynchronous-overlap") == 9
+    assert value(series, "apex:iteration_seconds_total") == 1.5
+    assert value(series, "apex:predicted_iteration_seconds_total") == 1.25
+    assert value(series, "apex:lane_busy_seconds_total") == 0.75
+    assert value(series, "apex:cpu_worker_busy_seconds_total") == 0.5
+    assert value(series, "apex:healthy") == 1
+    service.change(health=Health("stalled", "nothing moves"))
+    assert value(scrape(metrics), "apex:healthy") == 0
+
+
+def test_the_names_are_vllms_and_a_registry_of_its_own() -> None:
+    first, second = Metrics(FakeService(), MODEL), Metrics(FakeService(), MODEL)
+    names = {family.name for family in first.registry.collect()}
+    assert names >= VLLM_NAMES and {name for name in names if name.startswith("vllm:")} == VLLM_NAMES
+    first.count_refusal(429)
+    first.count_refusal(429)
+    first.count_refusal(400)
+    assert value(scrape(first), "apex:requests_refused_total", status="429") == 2
+    assert value(scrape(first), "apex:requests_refused_total", status="400") == 1
+    assert not [name for name, _ in scrape(second) if name == "apex:requests_refused_total"]
+
+
+def simulated_engine() -> Engine:
+    table = hardware_profile(load_gpu("a10"), load_host("g5-4xlarge"), load_model_config("llama-3.1-8b"))
+    strategy = StrategyConfig(strategy="asynchronous-overlap")
+    return build_simulated("apex", table, 32, num_gpu_blocks=30, num_cpu_blocks=500, strategy=strategy)
+
+
+def test_the_documentation_names_every_metric() -> None:
+    documented = set(re.findall(r"`((?:vllm|apex):\w+)`", (REPO / "docs/serving.md").read_text()))
+    metrics = Metrics(FakeService(), MODEL)
+    assert documented == {family.name for family in metrics.registry.collect() if ":" in family.name}
+
+
+def admitted_s(request: Request) -> float:
+    return next(time_s for time_s, tier in request.tier_history if tier != "waiting")
+
+
+def test_every_token_and_request_is_observed_once() -> None:
+    """A run with cohorts, prompts in chunks and an abort: the histograms hold what the requests themselves tell."""
+    engine, service = simulated_engine(), FakeService()
+    metrics = Metrics(service, MODEL)
+    requests = [engine.add_request(str(i), (1,) * (40 + 97 * i), SamplingParams(max_tokens=5 + i)) for i in range(8)]
+    run, steps = engine.executor.run, []
+    engine.executor.run = lambda plan: steps.append((plan, run(plan))) or steps[-1][1]
+    while engine.has_unfinished():
+        before = len(steps)
+        if before == 20:
+            engine.abort("7")
+        outputs = engine.step()
+        if len(steps) > before:
+            metrics.on_step(*steps[-1], outputs)
+        for output in outputs:
+            if output.finished:
+                metrics.on_finish(requests[int(output.request_id)], output.finish_reason)
+    assert any(plan.cohorts for plan, _ in steps) and requests[7].finish_reason is FinishReason.ABORT
+    series = scrape(metrics)
+    gaps = [b - a for r in requests for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)]
+    with_tokens = [request for request in requests if request.token_times_s]
+    for name, values in (
+        ("vllm:time_to_first_token_seconds", [r.token_times_s[0] - r.arrival_s for r in with_tokens]),
+        ("vllm:inter_token_latency_seconds", gaps),
+        ("vllm:e2e_request_latency_seconds", [r.finish_s - r.arrival_s for r in requests]),
+        ("vllm:request_queue_time_seconds", [admitted_s(r) - r.arrival_s for r in requests]),
+        ("vllm:request_prompt_tokens", [r.prompt_len for r in requests]),
+        ("vllm:request_generation_tokens", [r.output_len for r in requests]),
+        ("apex:iteration_over_predicted", [s.duration_s / p.predicted["iteration_s"] for p, s in steps if p.predicted]),
+    ):
+        assert value(series, f"{name}_count") == len(values), name
+        assert value(series, f"{name}_sum") == pytest.approx(sum(values)), name
+    tokens = sum(request.output_len for request in requests)
+    prefilled = sum(item.num_tokens for plan, _ in steps for item in plan.prefills)
+    assert value(series, "vllm:iteration_tokens_total_sum") == tokens + prefilled
+
+
+def test_a_request_that_never_ran_has_no_times() -> None:
+    metrics = Metrics(FakeService(), MODEL)
+    request = Request("0", (1, 2, 3), SamplingParams())
+    metrics.on_finish(request, "shutdown")
+    metrics.on_step(IterationPlan(), StepResult({}, {}, frozenset(), 0.0, 0.0, 0.0), [])
+    series = scrape(metrics)
+    assert value(series, "vllm:request_prompt_tokens_sum") == 3
+    for name in ("vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:iteration_tokens_total"):
+        assert value(series, f"{name}_count") == 0
+
+
+def test_buckets_are_cumulative_and_closed_above() -> None:
+    histogram = Histogram("name", "documentation", (1.0, 2.0))
+    for number in (0.5, 1.0, 1.5, 2.5, 9.0):
+        histogram.observe(number)
+    samples = histogram.family({}).samples
+    assert [sample.value for sample in samples if sample.name == "name_bucket"] == [2, 3, 5]
+    assert one_two_five(300) == [1, 2, 5, 10, 20, 50, 100, 200]

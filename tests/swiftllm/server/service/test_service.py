@@ -1,0 +1,395 @@
+"""The engine's service: streams, aborts, deadlines, limits, draining, and engines that do not move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from swiftllm.core.plan import IterationPlan
+from swiftllm.core.request import RequestRefused, SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.server.service.service import EngineService, NewRequest, QueueFull, ServiceLimits, ServiceStopping
+from tests.reference.fake_engine import fake_engine
+from tests.reference.faulty_backend import FaultyBackend
+from tests.swiftllm.server.serving import (
+    Clock,
+    check_empty,
+    deltas_of,
+    expected,
+    make_requests,
+    read,
+    read_all,
+    serve,
+    with_service,
+)
+
+SYSTEMS = ("swiftllm", "vllm", "neo", "fastdecode", "apex")
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def make_engine(system: str = "apex", *, num_gpu_blocks: int = 16, num_cpu_blocks: int = 60, seed: int = 0) -> Engine:
+    return fake_engine(system, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, seed=seed)
+
+
+class Gate:
+    """Holds the engine's thread at its next boundary until it is opened."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        FaultyBackend(engine, self)
+
+    def __call__(self, operation: str, request_ids: frozenset[str]) -> None:
+        if operation == "boundary":
+            self.reached.set()
+            assert self.opened.wait(60.0)
+
+
+class AtStep:
+    """An observer that acts after a given number of steps, on the engine's thread."""
+
+    def __init__(self, number: int, act) -> None:
+        self.left = number
+        self.act = act
+
+    def on_step(self, plan, result, outputs) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+    def on_finish(self, request, reason) -> None:
+        pass
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_streams_give_the_offline_tokens(system: str) -> None:
+    requests = make_requests(30, seed=1)
+    outcomes, service = serve(make_engine(system), requests)
+    for new in requests:
+        assert outcomes[new.request_id].token_ids == expected(new)
+    snapshot = service.snapshot()
+    assert sum(snapshot.finished.values()) == 30 and set(snapshot.finished) == {"stop", "length"}
+    assert snapshot.output_tokens == sum(len(expected(new)) for new in requests)
+    assert (snapshot.waiting, snapshot.running_gpu, snapshot.running_cpu) == (0, 0, 0)
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    requests = [*make_requests(10, seed=2, logprobs=3), NewRequest("plain", (2, 3), LONG)]
+    outcomes, _ = serve(make_engine(), requests)
+    assert outcomes["plain"].logprobs == []
+    for new in requests[:-1]:
+        outcome = outcomes[new.request_id]
+        assert [logprob.token_id for logprob in outcome.logprobs] == outcome.token_ids == expected(new)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_request_can_be_aborted_in_any_state(system: str) -> None:
+    for number in range(1, 60, 4):
+        requests = [NewRequest(f"r{i}", (2, 3, i), LONG) for i in range(8)]
+        outcomes = {}
+
+        async def client(service: EngineService, number=number, requests=requests, outcomes=outcomes) -> None:
+            service.add_observer(AtStep(number, lambda: service.abort(["r2", "r5", "r2", "nobody"])))
+            outcomes.update(await read_all(service.submit(requests)))
+
+        with_service(make_engine(system), client)
+        for new in requests:
+            outcome, tokens = outcomes[new.request_id], expected(new)
+            if outcome.finish_reason == "abort":
+                assert new.request_id in ("r2", "r5")
+                assert outcome.token_ids == tokens[: len(outcome.token_ids)]
+            else:
+                assert outcome.token_ids == tokens
+        assert number > 1 or outcomes["r5"].finish_reason == "abort"
+
+
+def test_a_client_that_stops_listening_disturbs_nobody() -> None:
+    requests = make_requests(8, seed=1)
+    outcomes = {}
+
+    async def client(service: EngineService) -> None:
+        streams = service.submit(requests)
+        listener = asyncio.create_task(read(streams[0]))
+        await asyncio.sleep(0)
+        listener.cancel()
+        service.abort([streams[0].request_id])
+        outcomes.update(await read_all(streams[1:]))
+
+    with_service(make_engine(), client)
+    assert [outcomes[new.request_id].token_ids for new in requests[1:]] == [expected(new) for new in requests[1:]]
+
+
+def test_requests_whose_event_loop_is_gone_are_aborted() -> None:
+    engine = make_engine()
+    gate = Gate(engine)
+    service = EngineService(engine)
+    service.start()
+
+    async def leave() -> None:
+        service.submit([NewRequest("left", (2, 3), LONG)])
+
+    asyncio.run(leave())
+    gate.opened.set()
+
+    async def stay() -> None:
+        (stream,) = service.submit([NewRequest("stays", (2, 3), LONG)])
+        assert (await read(stream)).finish_reason == "length"
+        await service.drain()
+
+    asyncio.run(stay())
+    service.close()
+    check_empty(engine)
+    assert service.snapshot().finished == {"abort": 1, "length": 1}
+
+
+def test_the_door_names_the_limit_and_takes_all_or_none() -> None:
+    engine = make_engine("apex", num_gpu_blocks=4, num_cpu_blocks=6)
+
+    async def client(service: EngineService) -> None:
+        good = NewRequest("good", (2, 3), SamplingParams(max_tokens=2))
+        for bad, message in (
+            (NewRequest("bad", (), LONG), "empty"),
+            (NewRequest("bad", (999,), LONG), "vocabulary of 50"),
+            (NewRequest("bad", (1,) * 20, LONG), "6 blocks of 4"),
+            (good, "'good' is already in use"),
+        ):
+            with pytest.raises(RequestRefused, match=message):
+                service.submit([good, bad])
+        outcomes = await read_all(service.submit([good]))
+        assert outcomes["good"].token_ids == expected(good)
+        assert service.snapshot().refused == 8
+
+    with_service(engine, client)
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    engine = make_engine()
+    gate = Gate(engine)
+    clock = Clock()
+
+    async def client(service: EngineService) -> None:
+        requests = make_requests(6, seed=1)
+        streams = service.submit(requests[:3])
+        for late in (requests[3:4], requests[3:]):
+            with pytest.raises(QueueFull, match="3 requests") as refusal:
+                service.submit(late)
+            assert (refusal.value.limit, refusal.value.retry_after_s) == (3, 1)
+        gate.opened.set()
+        await read_all(streams)
+        streams = service.submit(requests[:3])  # there is room again, and the ids are free
+        clock.now_s = 30.0  # for the three that have ended
+        with pytest.raises(QueueFull) as refusal:
+            service.submit(requests[3:5])
+        assert refusal.value.retry_after_s == 20
+        await read_all(streams)
+
+    with_service(engine, client, ServiceLimits(max_queued_requests=3), clock=clock)
+
+
+@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex"])
+def test_deadlines(system: str) -> None:
+    for number in range(1, 40, 5):
+        clock = Clock()
+        requests = [NewRequest(f"r{i}", (2, 3, i), LONG, timeout_s=(None, 5.0, 50.0)[i % 3]) for i in range(9)]
+        outcomes = {}
+
+        async def client(
+            service: EngineService, number=number, clock=clock, requests=requests, outcomes=outcomes
+        ) -> None:
+            service.add_observer(AtStep(number, lambda: setattr(clock, "now_s", 20.0)))
+            outcomes.update(await read_all(service.submit(requests)))
+
+        service = with_service(make_engine(system), client, ServiceLimits(request_timeout_s=30.0), clock=clock)
+        for new in requests:
+            outcome, tokens = outcomes[new.request_id], expected(new)
+            if outcome.error is None:
+                assert outcome.token_ids == tokens
+            else:
+                assert outcome.error.reason == "deadline" and new.timeout_s == 5.0
+                assert outcome.token_ids == tokens[: len(outcome.token_ids)]
+        assert number > 20 or service.snapshot().finished["deadline"]
+
+
+def test_draining_serves_what_was_taken_and_takes_nothing_new() -> None:
+    requests = make_requests(8, seed=1)
+
+    async def client(service: EngineService) -> None:
+        reading = asyncio.create_task(read_all(service.submit(requests)))
+        draining = asyncio.create_task(service.drain())
+        await asyncio.sleep(0)
+        assert service.health.status == "stopping"
+        with pytest.raises(ServiceStopping, match="shutting down"):
+            service.submit(make_requests(9)[8:])  # an id that is free
+        await draining
+        assert {i: outcome.token_ids for i, outcome in (await reading).items()} == {
+            new.request_id: expected(new) for new in requests
+        }
+
+    with_service(make_engine(), client)
+
+
+def test_what_cannot_be_drained_in_time_is_told_so() -> None:
+    engine = make_engine()
+    gate = Gate(engine)
+
+    async def client(service: EngineService) -> None:
+        streams = service.submit(make_requests(3, seed=1))
+        await service.drain()
+        gate.opened.set()
+        assert {outcome.error.reason for outcome in (await read_all(streams)).values()} == {"shutdown"}
+
+    with_service(engine, client, ServiceLimits(drain_timeout_s=0.01))
+
+
+def test_closing_without_draining_ends_every_stream() -> None:
+    engine = make_engine()
+    gate = Gate(engine)
+
+    async def run() -> None:
+        service = EngineService(engine)
+        service.start()
+        streams = service.submit(make_requests(3, seed=1))
+        gate.opened.set()
+        service.close()
+        assert all(outcome.error or outcome.finish_reason for outcome in (await read_all(streams)).values())
+        with pytest.raises(ServiceStopping):
+            service.submit(make_requests(1))
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+    assert engine.backend.closed
+
+
+def test_observers_hear_everything_and_their_errors_do_no_harm() -> None:
+    class Careful:
+        tokens, finished = 0, {}
+
+        def on_step(self, plan, result, outputs) -> None:
+            self.tokens += sum(len(output.new_token_ids) for output in outputs)
+            raise ValueError("not my day")
+
+        def on_finish(self, request, reason) -> None:
+            self.finished[request.request_id] = (reason, request.output_len)
+
+    requests, observer = make_requests(8, seed=1), Careful()
+
+    async def client(service: EngineService) -> None:
+        service.add_observer(observer)
+        await read_all(service.submit(requests))
+
+    with_service(make_engine(), client)
+    assert observer.tokens == sum(len(expected(new)) for new in requests)
+    assert {i: length for i, (_, length) in observer.finished.items()} == {
+        new.request_id: len(expected(new)) for new in requests
+    }
+    assert {reason for reason, _ in observer.finished.values()} <= {"stop", "length"}
+
+
+def test_the_one_in_the_way_of_the_others_is_given_up(monkeypatch) -> None:
+    """A scheduler that plans nothing as long as a certain request is there."""
+    engine = make_engine()
+    honest = engine.scheduler.schedule
+    monkeypatch.setattr(
+        engine.scheduler, "schedule", lambda: IterationPlan() if "r0" in engine.scheduler.requests else honest()
+    )
+    requests = make_requests(8, seed=1)
+    outcomes, _ = serve(engine, requests)
+    assert outcomes["r0"].error.reason == "stalled"
+    assert [outcomes[new.request_id].token_ids for new in requests[1:]] == [expected(new) for new in requests[1:]]
+
+
+def test_steps_of_which_nothing_comes_end_after_the_stall_timeout(monkeypatch) -> None:
+    engine, clock = make_engine(), Clock()
+    honest = engine.scheduler.schedule
+
+    def barren() -> IterationPlan:
+        clock.now_s += 1.0
+        return IterationPlan(leaving=frozenset(["ghost"])) if "r0" in engine.scheduler.requests else honest()
+
+    monkeypatch.setattr(engine.scheduler, "schedule", barren)
+    requests, outcomes = make_requests(8, seed=1), {}
+
+    async def client(service: EngineService) -> None:
+        outcomes.update(await read_all(service.submit(requests)))
+
+    with_service(engine, client, ServiceLimits(stall_timeout_s=10.0), clock=clock)
+    assert outcomes["r0"].error.reason == "stalled"
+    assert [outcomes[new.request_id].token_ids for new in requests[1:]] == [expected(new) for new in requests[1:]]
+
+
+def test_a_step_that_hangs_is_reported_and_waited_for_with_limits(caplog) -> None:
+    engine, clock = make_engine(), Clock()
+    gate = Gate(engine)
+
+    async def client(service: EngineService) -> None:
+        hurried = NewRequest("hurried", (2, 3), LONG, timeout_s=5.0)
+        patient = NewRequest("patient", (2, 3), LONG, timeout_s=500.0)
+        service._watchdog.stop()  # its own time is not the clock's
+        streams = service.submit([hurried, NewRequest("whenever", (2, 3), LONG), patient])
+        await asyncio.to_thread(gate.reached.wait)
+        service._watchdog.check()
+        assert service.health.status == "ok"
+        clock.now_s = 11.0
+        service._watchdog.check()
+        assert service.health.status == "stalled"
+        assert "thread engine" in caplog.text and "hurried (0/2 tokens)" in caplog.text
+        assert (await read(streams[0])).error.reason == "deadline"
+        with pytest.raises(ServiceStopping, match="has not come back"):
+            service.submit(make_requests(1))
+        clock.now_s = 21.0
+        service._watchdog.check()
+        assert (await read(streams[1])).error.reason == "stalled"
+        gate.opened.set()
+        assert (await read(streams[2])).token_ids == expected(patient)
+        assert caplog.text.count("a step has not come back") == 1
+
+    service = with_service(engine, client, ServiceLimits(stall_timeout_s=10.0), clock=clock)
+    assert service.snapshot().finished == {"deadline": 1, "stalled": 1, "length": 1}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_anything_at_any_time(system: str) -> None:
+    """Clients that come, leave and give up at random, deadlines, faults and a tiny cache: every stream ends, every
+    token is right, and nothing is left behind."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        engine = make_engine(system, num_gpu_blocks=rng.choice((8, 16)), num_cpu_blocks=rng.choice((16, 40)), seed=seed)
+        clock = Clock()
+        weights = {name: rng.choice((0, 0, 300)) for name in ("swap", "open_lane", "boundary", "submit", "ticket")}
+
+        def fault(operation: str, ids: frozenset[str], rng=rng, weights=weights, clock=clock) -> None:
+            clock.now_s += 0.001
+            if weights.get(operation) and rng.random() < 1 / weights[operation]:
+                raise OSError(operation)
+
+        FaultyBackend(engine, fault)
+        requests = make_requests(30, seed=seed, longest=16)
+
+        async def one(service: EngineService, new: NewRequest, patience: int) -> None:
+            try:
+                (stream,) = service.submit([new])
+            except (QueueFull, RequestRefused, ServiceStopping):
+                return
+            tokens = []
+            async for delta in deltas_of(stream):
+                tokens += delta.token_ids
+                patience -= 1
+                if patience == 0:
+                    service.abort([new.request_id])
+            assert delta.finish_reason == "abort" or tokens == expected(new)
+            assert tokens == expected(new)[: len(tokens)]
+
+        async def client(service: EngineService, seed=seed, requests=requests) -> None:
+            rng = random.Random(seed)  # not the faults', which are drawn on another thread
+            tasks = []
+            for new in requests:
+                new = NewRequest(new.request_id, new.prompt_token_ids, new.sampling, rng.choice((None, None, 0.5)))
+                tasks.append(asyncio.create_task(one(service, new, rng.choice((1, 5, 100)))))
+                for _ in range(rng.randint(0, 3)):
+                    await asyncio.sleep(0)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {getattr(outcome, "reason", outcome) for outcome in outcomes} <= {None, "deadline", "engine_error"}
+
+        with_service(engine, client, ServiceLimits(max_queued_requests=20), clock=clock)
