@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from apex.cli.parser import parse_options
-from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.build import build_simulated
 from benchmarks.bench_simulator import NUM_LAYERS, table
 from evaluation.results.folder import ResultFolder, flat_record
 from evaluation.results.paths import RESULTS_DIR
@@ -34,7 +34,7 @@ from evaluation.results.provenance import git_state
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.machine import cpu_model
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+from swiftllm.systems import find_system, systems
 
 LIMIT_MS = 1.0
 WARM_UP_ITERATIONS = 1200
@@ -89,7 +89,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
     """An engine past its start, with more requests waiting; a GPU-only system has all of the mix on the GPU."""
     num_requests = mix.gpu_requests + mix.cpu_requests
     blocks_each = (mix.prompt_tokens[1] + mix.output_tokens[1]) // BLOCK_SIZE + 2
-    offloads = system not in GPU_ONLY_SCHEDULERS
+    offloads = find_system(system).offloads
     engine = build_simulated(
         system,
         table(),
@@ -205,7 +205,7 @@ def main(options: Options) -> None:
     folder.note_invocation()
     state = git_state()
     print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
-    cases = [Case(system, mix) for mix in MIXES for system in SIMULATED_SYSTEMS]
+    cases = [Case(system, mix) for mix in MIXES for system in systems()]
     try:
         for case in track(cases, "starting"):
             case.start()

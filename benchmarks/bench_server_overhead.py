@@ -39,7 +39,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
-from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
 from evaluation.replay.launch import free_port
 from evaluation.replay.server import connect
@@ -52,6 +52,7 @@ from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.run import run_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
+from swiftllm.systems import systems
 
 LIMIT_MS = 2.0
 NUM_LAYERS = 4
@@ -91,8 +92,8 @@ class Options:
     """Results go to bench_server_overhead/<run>/ in this folder."""
 
     def __post_init__(self) -> None:
-        if self.system not in SIMULATED_SYSTEMS:
-            raise ValueError(f"system={self.system!r} must be one of {', '.join(SIMULATED_SYSTEMS)}")
+        if self.system not in systems():
+            raise ValueError(f"system={self.system!r} must be one of {', '.join(systems())}")
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds!r} must be at least 1")
 

@@ -18,11 +18,12 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
-from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.build import build_simulated
 from evaluation.results.folder import ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.systems import systems
 
 NUM_LAYERS = 32
 ITERATIONS = 1000
@@ -115,7 +116,7 @@ def main(options: Options) -> None:
     folder.note_invocation()
     records = []
     for num_gpu, num_cpu in SIZES:
-        for system in SIMULATED_SYSTEMS:
+        for system in systems():
             record = flat_record(measure(system, num_gpu, num_cpu))
             records.append(record)
             spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in ("schedule", "run", "update"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from evaluation.experiments.profile_check import (
     OperationError,
     mean_machine,
     operation_errors,
-    save_table,
 )
 from evaluation.experiments.runner import Point, PointResult, print_error, run_experiment
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
@@ -103,8 +101,7 @@ def build_profiled(system: str, config: EngineConfig, machine: Machine) -> Engin
     """The system, scheduling by the very table that was just measured."""
     from apex.systems import build_system  # loads torch
 
-    with tempfile.TemporaryDirectory() as folder:
-        return build_system(system, config, profile=save_table(machine.table, Path(folder)))
+    return build_system(system, config, profile=machine.table)
 
 
 def simulated_twin(point: Point, machine: Machine) -> Point:

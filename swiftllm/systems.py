@@ -1,113 +1,99 @@
-"""Builds engines by the name of a system. GPU-only is built here; other packages add theirs by registering."""
+"""The one registry of named systems: what schedules each of them. Loads neither torch nor a backend.
+
+Three builders look systems up here: :mod:`swiftllm.runtime.build` (GPU-only, on this machine), :mod:`apex.systems`
+(every system, on this machine) and :mod:`apex.simulator.build` (every system, on predicted hardware).
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pacpu
-from swiftllm.config import EngineConfig
-from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import Executor, LaneExecutor
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.vllm import VllmScheduler
 
-Builder = Callable[[EngineConfig], Engine]
+if TYPE_CHECKING:
+    from swiftllm.config import EngineConfig
+    from swiftllm.engine.engine import Engine
 
-# Looked up by name, as plugins are, when a system is asked for that nobody has registered yet.
-EXTENSIONS = ("apex.systems",)
-
-_builders: dict[str, Builder] = {}
+PLUGINS = ("apex.schedulers",)
+"""Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""
 
 
-def register_system(name: str, builder: Builder) -> None:
-    _builders[name] = builder
+def _build_gpu_only(name: str, config: EngineConfig) -> Engine:
+    from swiftllm.runtime.build import build_gpu_only  # loads torch
+
+    return build_gpu_only(name, config)
+
+
+@dataclass(frozen=True)
+class System:
+    """A named system.
+
+    ``scheduler`` is called with limits, KV manager and clock. One that ``offloads`` decodes on the CPU: it is also
+    given a performance model and a :class:`apex.strategy.StrategyConfig`. ``build`` makes an engine of the system on
+    this machine.
+    """
+
+    name: str
+    summary: str
+    scheduler: Callable[..., Scheduler]
+    offloads: bool = False
+    build: Callable[[str, EngineConfig], Engine] = _build_gpu_only
+
+
+_systems: dict[str, System] = {}
+
+
+def register_system(system: System) -> None:
+    """Make a system known by its name to every command, engine and simulation.
+
+    Raises:
+        ValueError: another system has that name.
+    """
+    if system.name in _systems and _systems[system.name] != system:
+        raise ValueError(f"there is a system {system.name!r} already")
+    _systems[system.name] = system
+
+
+def systems() -> Mapping[str, System]:
+    """All systems by name, in the order in which they were registered."""
+    _load_plugins()
+    return _systems
+
+
+def find_system(name: str) -> System:
+    """
+    Raises:
+        ValueError: no such system; the message lists those there are.
+    """
+    if name not in systems():
+        raise ValueError(f"unknown system {name!r}; there are {', '.join(_systems)}")
+    return _systems[name]
 
 
 def build_engine(name: str, config: EngineConfig) -> Engine:
-    """An engine of the named system.
+    """An engine of the named system on this machine.
 
     Raises:
         ValueError: no such system; the message lists those there are.
     """
-    if name not in _builders:
-        for module in EXTENSIONS:
-            if importlib.util.find_spec(module.partition(".")[0]):
-                importlib.import_module(module)
-    if name not in _builders:
-        raise ValueError(f"unknown system {name!r}; there are {', '.join(sorted(_builders))}")
-    return _builders[name](config)
+    return find_system(name).build(name, config)
 
 
-def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
-    longest = backend.model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len} exceeds the {longest} tokens the model was made for")
-    return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len or longest)
+@functools.cache
+def _load_plugins() -> None:
+    for module in PLUGINS:
+        if importlib.util.find_spec(module.partition(".")[0]):
+            importlib.import_module(module)
+    for module in filter(None, os.environ.get("APEX_PLUGINS", "").split(",")):
+        importlib.import_module(module.strip())
 
 
-def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
-    """The block tables of the backend's two pools; the backend reads them from here.
-
-    Raises:
-        ValueError: there is no KV cache at all.
-    """
-    if backend.num_gpu_blocks + backend.num_cpu_blocks == 0:
-        raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
-    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size)
-    backend.block_tables = kv.block_tables
-    return kv
-
-
-def assemble(
-    name: str,
-    config: EngineConfig,
-    backend: TorchBackend,
-    scheduler: Scheduler,
-    executor: Executor,
-    details: Mapping[str, Any] | None = None,
-) -> Engine:
-    """Put an engine together and describe it."""
-    description = {
-        "system": name,
-        "model": config.model,
-        "device": backend.device_name,
-        "device_type": backend.device.type,
-        "dtype": str(backend.dtype).removeprefix("torch."),
-        "num_gpu_blocks": backend.num_gpu_blocks,
-        "num_cpu_blocks": backend.num_cpu_blocks,
-        "block_size": backend.block_size,
-        "kv_bytes_per_block": backend.kv_bytes_per_block,
-        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len),
-        "cpu_kernel": backend.cpu_kernel,
-        "cpu_isa": pacpu.isa(),
-        "lane_threads": backend.cores.lane_threads,
-        "cpu_threads": backend.cores.cpu_threads,
-        "lane": backend.cores.describe_lane(),
-        **(details or {}),
-    }
-    return Engine(
-        scheduler,
-        executor,
-        backend,
-        vocab_size=backend.model_config.vocab_size,
-        eos_token_ids=backend.model_config.eos_token_ids,
-        tokenizer=Tokenizer.from_folder(config.model),
-        description=description,
-    )
-
-
-def build_gpu_only(name: str, config: EngineConfig) -> Engine:
-    backend = TorchBackend(config)
-    scheduler = GPU_ONLY_SCHEDULERS[name](scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-    return assemble(name, config, backend, scheduler, LaneExecutor(backend))
-
-
-for _name in GPU_ONLY_SCHEDULERS:
-    register_system(_name, partial(build_gpu_only, _name))
+register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))
+register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", Scheduler))

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from apex.cli.errors import InputError, input_errors
-from apex.schedulers import SCHEDULERS
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.model.hub import model_folder
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+from swiftllm.systems import find_system, systems
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
-# Every system is a scheduler; apex.systems, which builds them, cannot be imported without torch.
-SystemName = Literal[(*GPU_ONLY_SCHEDULERS, *SCHEDULERS)]
+SystemName = Literal[tuple(systems())]
 ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -100,7 +98,7 @@ class StrategyFlags(Unchecked, StrategyConfig):
             InputError: strategies are asked for and none of ``systems`` has any.
             ValueError: the flags contradict each other.
         """
-        if set(systems) <= set(GPU_ONLY_SCHEDULERS) and self != StrategyFlags():
+        if not any(find_system(name).offloads for name in systems) and self != StrategyFlags():
             raise InputError(
                 f"the strategy flags mean nothing to {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"

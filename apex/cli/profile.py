@@ -39,7 +39,8 @@ class Profile(ConfigFile):
     def run(self) -> int:
         check_output_file("--output", self.output)
         with input_errors():
-            from apex.systems import measure_profile, open_backend, profile_path
+            from apex.perf.profile_cache import measure_profile, profile_path
+            from apex.systems import open_backend
 
             config = self.engine.config(self.model)
             backend = open_backend(config, measure_again=True)

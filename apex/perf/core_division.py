@@ -8,16 +8,25 @@ lane and a worker on the same cores take from each other.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from apex.perf.profile_cache import make_workbench, profile_identity, profile_path
+from apex.perf.progress import progress_bar
 from apex.perf.workbench import Workbench
+from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.files import write_atomically
+from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.cores import CoreDivision, counted
+from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.scheduling.scheduler import SchedulerLimits
+
+THREADS = ("lane_threads", "cpu_threads")
 
 ROUNDS = 5
 MOST_REQUESTS = 64
@@ -70,6 +79,25 @@ def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: Scheduler
     part = min(1.0, MOST_REQUESTS / (on_gpu + on_cpu))
     context = min(blocks_each * block_size, limits.max_model_len)
     return DecodeLoad(math.ceil(part * on_gpu), math.ceil(part * on_cpu), context)
+
+
+def division_rates(
+    config: EngineConfig, backend: TorchBackend, divisions: Sequence[CoreDivision], measure_again: bool
+) -> list[DecodeRates]:
+    """How fast this machine and model decode under each division: from the cache, else measured and cached."""
+    identity = {name: value for name, value in profile_identity(config, backend).items() if name not in THREADS}
+    identity["max_num_seqs"] = str(config.max_num_seqs)
+    identity["divisions"] = ", ".join(f"{d.lane_threads} and {d.cpu_threads}" for d in divisions)
+    path = profile_path(identity).with_suffix(".cores.json")
+    if path.exists() and not measure_again:
+        return [DecodeRates(**rates) for rates in json.loads(path.read_text())["rates"]]
+    bench, limits = make_workbench(config, backend), scheduler_limits(config, backend)
+    load = full_load(bench.num_blocks, bench.block_size, limits)
+    with progress_bar("dividing the cores") as progress:
+        rates = measure_divisions(backend.use_cores, bench, divisions, load, progress)
+    measured = {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]}
+    write_atomically(path, json.dumps(measured, indent=1))
+    return rates
 
 
 def measure_divisions(

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from apex.executor import OverlapExecutor
 from apex.perf.idle_engine import idle_engine
 from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.backend import Backend, Batch
+from swiftllm.engine.executor import OverlapExecutor
 
 Sampler = Callable[[], float]
 

@@ -1,15 +1,35 @@
-"""Schedulers of the papers: plain Python from queues and predictions to an iteration plan."""
+"""The papers' schedulers: queues and predictions to an iteration plan. Importing this registers them."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from apex.schedulers.apex import ApexScheduler
 from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.fastdecode import FastDecodeScheduler
 from apex.schedulers.neo import NeoScheduler
+from swiftllm.systems import System, register_system
 
-SCHEDULERS: Mapping[str, type[OffloadScheduler]] = {
-    "neo": NeoScheduler,
-    "fastdecode": FastDecodeScheduler,
-    "apex": ApexScheduler,
-}
-"""The hybrid schedulers by the name of their system."""
+if TYPE_CHECKING:
+    from swiftllm.config import EngineConfig
+    from swiftllm.engine.engine import Engine
+
+
+def register_scheduler(name: str, summary: str, scheduler: type[OffloadScheduler]) -> None:
+    """Make a scheduler that decodes on the CPU a named system, real and simulated.
+
+    Raises:
+        ValueError: another system has that name.
+    """
+    register_system(System(name, summary, scheduler, offloads=True, build=_build))
+
+
+def _build(name: str, config: EngineConfig) -> Engine:
+    from apex.systems import build_system  # loads torch
+
+    return build_system(name, config)
+
+
+register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", NeoScheduler)
+register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecodeScheduler)
+register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", ApexScheduler)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from apex.executor import OverlapExecutor
 from apex.perf.model import PerfModel, ProfileTable
-from apex.schedulers import SCHEDULERS
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import Executor, LaneExecutor
+from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
-
-SIMULATED_SYSTEMS = (*GPU_ONLY_SCHEDULERS, *SCHEDULERS)
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.systems import find_system
 
 
 def build_simulated(
@@ -41,7 +37,7 @@ def build_simulated(
     requests that end by ``max_tokens``. The scheduler predicts from the same table that the backend lives by.
 
     Args:
-        system: one of :data:`SIMULATED_SYSTEMS`.
+        system: one of :func:`swiftllm.systems.systems`.
         num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
@@ -49,8 +45,7 @@ def build_simulated(
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
     """
-    if system not in SIMULATED_SYSTEMS:
-        raise ValueError(f"unknown system {system!r}; there are {', '.join(SIMULATED_SYSTEMS)}")
+    found = find_system(system)
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
@@ -58,13 +53,8 @@ def build_simulated(
     backend = SimulatedBackend(PerfModel(table, num_layers), launch_s=launch_s, interconnect=interconnect)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
-    scheduler: Scheduler
-    executor: Executor
-    if system in SCHEDULERS:
-        scheduler = SCHEDULERS[system](limits, kv, backend.now, PerfModel(table, num_layers), strategy)
-        executor = OverlapExecutor(backend)
-    else:
-        scheduler, executor = GPU_ONLY_SCHEDULERS[system](limits, kv, backend.now), LaneExecutor(backend)
+    prediction = (PerfModel(table, num_layers), strategy) if found.offloads else ()
+    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     description = {
         "system": system,
         "backend": "simulated",
@@ -78,4 +68,4 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    return Engine(scheduler, executor, backend, vocab_size=vocab_size, description=description)
+    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=vocab_size, description=description)

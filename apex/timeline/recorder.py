@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from apex.executor import OverlapExecutor
 from apex.timeline.recording_backend import Notes, RecordingBackend, attach, detach
 from apex.timeline.spans import Iteration, Timeline
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import LaneExecutor
+from swiftllm.engine.executor import Cohort, OverlapExecutor
 
 
 class TimelineRecorder:
@@ -28,7 +27,7 @@ class TimelineRecorder:
 
     def __init__(
         self,
-        executor: LaneExecutor | OverlapExecutor,
+        executor: OverlapExecutor,
         backend: RecordingBackend,
         num_iterations: int,
         start: int | None,
@@ -46,6 +45,10 @@ class TimelineRecorder:
     @property
     def is_idle(self) -> bool:
         return self.executor.is_idle
+
+    @property
+    def cohorts(self) -> tuple[Cohort, ...]:
+        return self.executor.cohorts
 
     def at_work(self) -> frozenset[str]:
         return self.executor.at_work()

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
-from apex.executor import Cohort, OverlapExecutor
 from apex.timeline.spans import CohortTag, Iteration, Kind, Load, Poll, Span
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.engine.backend import Backend, Batch, Ticket
-from swiftllm.engine.executor import LaneExecutor
+from swiftllm.engine.executor import Cohort, OverlapExecutor
 
 
 @dataclass(eq=False)
@@ -210,7 +209,7 @@ def _cohort_load(requests: Sequence[Request]) -> Load:
 # -- coming and going -------------------------------------------------------------------------------------------------
 
 
-def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
+def attach(executor: OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
     """Record what the executor does from its next iteration on. ``requests`` are the scheduler's, by their ids."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
@@ -218,7 +217,7 @@ def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Requ
     return backend
 
 
-def detach(executor: LaneExecutor | OverlapExecutor, backend: RecordingBackend) -> None:
+def detach(executor: OverlapExecutor, backend: RecordingBackend) -> None:
     """Give the executor back what it had; harmless if it has been given yet another backend since."""
     if executor.backend is not backend:
         return

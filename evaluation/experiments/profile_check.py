@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
@@ -77,18 +76,12 @@ def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
 
 
 def measure_machine(config: EngineConfig) -> Machine:
-    from apex.systems import measure_profile
-    from swiftllm.systems import scheduler_limits
+    from apex.perf.profile_cache import measure_profile
+    from swiftllm.runtime.build import scheduler_limits
 
     with idle_backend(config) as backend:
         table, limits = measure_profile(config, backend), scheduler_limits(config, backend)
         return Machine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
-
-
-def save_table(table: ProfileTable, folder: Path) -> Path:
-    path = folder / "profile.json"
-    table.save(path)
-    return path
 
 
 def mean_machine(first: Machine, second: Machine) -> Machine:
@@ -117,8 +110,8 @@ def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Cu
 
 def operation_errors(config: EngineConfig) -> list[OperationError]:
     """Profile the machine at the table's sizes and at others in the same rounds, and predict the others."""
+    from apex.perf.profile_cache import make_profiler, profile_identity
     from apex.perf.profiler import Grid, table_of
-    from apex.systems import make_profiler, profile_identity
 
     others = Grid(
         linear_tokens=(3, 6, 12, 20, 40, 80, 112, 160, 224, 384, 768),

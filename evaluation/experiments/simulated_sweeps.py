@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from apex.simulator.build import SIMULATED_SYSTEMS
 from evaluation.experiments.paper_settings import PaperSetting, load_setting
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Assumption, Variation
@@ -16,6 +15,7 @@ from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.provenance import fingerprint
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace, synthetic_name
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, only_named
+from swiftllm.systems import find_system
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def make_sweep(
     if num_requests is not None:
         panels = [replace(panel, num_requests=num_requests) for panel in panels]
     chosen = tuple(systems or settings["systems"])
-    if unknown := [system for system in chosen if system not in SIMULATED_SYSTEMS]:
-        raise ValueError(f"no simulated system {', '.join(unknown)}; there are {', '.join(SIMULATED_SYSTEMS)}")
+    for system in chosen:
+        find_system(system)
     baseline = settings["baseline"]
     if baseline not in chosen:
         raise ValueError(f"ratios are to {baseline}: add it to --systems")

@@ -12,7 +12,6 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from apex.systems import SYSTEMS
 from evaluation.experiments import measured_sweeps as measured
 from evaluation.experiments import simulated_sweeps as sweeps
 from evaluation.experiments.options import (
@@ -30,6 +29,7 @@ from evaluation.figures.table import print_results
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord
 from evaluation.results.provenance import machine_identity
+from swiftllm.systems import find_system
 
 MEASURED = frozenset({"torch", "http"})
 SENSITIVITY = "_sensitivity"
@@ -148,19 +148,12 @@ def simulated_points(name: str, options: FigureOptions) -> list[Point]:
 def measured_options(options: FigureOptions) -> FigureOptions:
     """The options for the measured part.
 
-    Beside a simulation the number of requests is the simulation's (thousands would take this machine hours), and the
-    systems are those that run on real hardware.
+    Beside a simulation the number of requests is the simulation's: thousands would take this machine hours.
     """
-    systems = options.systems
-    if options.backend == "torch" and (unknown := [system for system in systems or () if system not in SYSTEMS]):
-        raise ValueError(f"no system {', '.join(unknown)} on the torch backend; there are {', '.join(SYSTEMS)}")
-    if options.backend in MEASURED:
-        return options
-    return replace(
-        options,
-        num_requests=None,
-        systems=tuple(system for system in systems if system in SYSTEMS) if systems else None,
-    )
+    if options.backend == "torch":
+        for system in options.systems or ():
+            find_system(system)
+    return options if options.backend in MEASURED else replace(options, num_requests=None)
 
 
 def read_run(folder: Path, wanted: Sequence[str]) -> Run:

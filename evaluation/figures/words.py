@@ -9,7 +9,7 @@ from evaluation.figures.style import FigureText
 from evaluation.results.claims import place_of
 from evaluation.results.folder import FlatRecord
 from evaluation.results.other_work import DISTURBING_CORES
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+from swiftllm.systems import systems
 
 Records = Sequence[FlatRecord]
 
@@ -159,7 +159,8 @@ def trace_note(records: Records) -> str:
 def cpu_attention_notes(records: Records) -> list[str]:
     """Who computes attention on the CPU with which kernel; where that is assumed, how fast."""
     notes = []
-    kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] not in GPU_ONLY_SCHEDULERS}
+    offloading = {name for name, system in systems().items() if system.offloads}
+    kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] in offloading}
     for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
         rates: dict[str, set[float]] = {}
         for record in records:

@@ -108,7 +108,8 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[
     import torch
 
     from apex.perf.model import ProfileTable
-    from apex.systems import build_system, profile_identity, profile_path
+    from apex.perf.profile_cache import profile_identity, profile_path
+    from apex.systems import build_system
     from swiftllm.config import EngineConfig
 
     def part_of_rest_s(share: float) -> float:

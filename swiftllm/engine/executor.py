@@ -1,13 +1,37 @@
-"""Carries out plans that have only a lane: no cohorts, no overlap. The synchronous twin of the overlap executor."""
+"""Carries out plans: moves a lane and cohorts across the boundaries of an iteration, with one loop for every strategy.
+
+A strategy is nothing but the stepping rules of its cohorts (APEX section 3); a plan without cohorts is GPU-only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request
-from swiftllm.engine.backend import Backend
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
+from swiftllm.engine.backend import Backend, Batch, Ticket
+
+
+@dataclass(eq=False)
+class Cohort:
+    """A cohort under way. ``layer`` is the boundary it crosses next, ``ticket`` the attention that precedes it."""
+
+    batch: Batch
+    request_ids: tuple[str, ...]
+    layer: int = -1
+    ticket: Ticket | None = None
+
+
+@dataclass
+class _Run:
+    """One iteration's account."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    waited_s: float = 0.0
+    cpu_busy_s: float = 0.0
 
 
 class Executor(Protocol):
@@ -21,8 +45,8 @@ class Executor(Protocol):
         """Whether nothing is under way between iterations."""
 
     @property
-    def cohorts(self) -> Sequence[Any]:
-        """Those under way between iterations, as the executor keeps them; for reports."""
+    def cohorts(self) -> Sequence[Cohort]:
+        """Cohorts under way between iterations, the oldest first."""
 
     def at_work(self) -> frozenset[str]:
         """Ids of the requests whose work :meth:`run` last turned to: where it raises or hangs, it is with these."""
@@ -31,39 +55,141 @@ class Executor(Protocol):
         """Drop what is under way between iterations; once this returns, nothing touches any block."""
 
 
-class LaneExecutor:
-    """Moves the lane through all layers, one after the other."""
+class OverlapExecutor:
+    """Moves the lane through all layers, and cohorts beside it as their stepping rules have it.
 
-    is_idle = True
-    cohorts = ()
+    Cohorts live from the plan that first names them until their token is done, however many plans that takes.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._at_work: Callable[[], Iterable[Request]] = tuple
+        self._cohorts: dict[int, Cohort] = {}
+        self._plan = IterationPlan()
+        self._at_work: tuple[bool, Sequence[Sequence[str]]] = (False, ())  # the lane, and groups of request ids
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._cohorts
+
+    @property
+    def cohorts(self) -> tuple[Cohort, ...]:
+        """Those under way, the oldest first."""
+        return tuple(self._cohorts.values())
 
     def run(self, plan: IterationPlan) -> StepResult:
-        if plan.cohorts:
-            raise ValueError("a lane executor has no CPU worker for cohorts; use the overlap executor")
-        backend = self.backend
+        """Carry out one plan.
+
+        Cohorts of earlier plans that this one does not name stay where they are, their attention under way or done.
+        """
+        backend, run = self.backend, _Run()
+        self._plan, self._at_work = plan, (False, ())
         start_s = backend.now()
-        self._at_work = plan.swapping
+        left = self._take_out(plan, run)
+        self._at_work = (False, [[swap.request.request_id for swap in plan.swaps]])
         backend.swap(plan.swaps)
-        self._at_work = plan.in_lane
-        tokens: Mapping[str, int] | None = {}
-        if plan.lane:
-            lane = backend.open_lane(plan.lane)
+        self._at_work = (True, ())
+        lane = backend.open_lane(plan.lane) if plan.lane else None
+        riders, steppers = self._cohorts_by_rule(plan, lane)
+        last = backend.num_layers - 1
+        layers = range(-1, backend.num_layers)
+        if lane is not None and not riders and not steppers:
             tokens = backend.whole_iteration(lane)
-            if tokens is None:
-                last = backend.num_layers - 1
-                for layer in range(-1, last):
-                    backend.boundary(layer, [lane])
-                    backend.gpu_attention(layer + 1, lane)
-                tokens = backend.boundary(last, [lane])
+            if tokens is not None:
+                run.tokens.update(tokens)
+                layers = range(0)
+        for layer in layers:
+            boarding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
+            self._cross(layer, lane, boarding, run)
+            for cohort in boarding:
+                self._submit_next(cohort)
+            riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in boarding]
+            if lane is not None and layer < last:
+                self._at_work = (True, ())
+                backend.gpu_attention(layer + 1, lane)
+            for cohort in [c for c in steppers if c.layer <= last]:
+                self._wait(cohort, run)
+                self._cross(cohort.layer, None, [cohort], run)
+                self._submit_next(cohort)
+        self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
-        return StepResult(tokens, {}, frozenset(), duration_s, lane_busy_s=duration_s, cpu_busy_s=0.0)
+        cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
+        return StepResult(run.tokens, cohort_layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
 
     def at_work(self) -> frozenset[str]:
-        return frozenset(request.request_id for request in self._at_work())
+        in_lane, groups = self._at_work
+        lane = [request.request_id for request in self._plan.in_lane()] if in_lane else []
+        return frozenset(itertools.chain(lane, *groups))
 
     def abandon(self) -> None:
-        pass
+        for cohort in self._cohorts.values():
+            if cohort.ticket is not None:
+                with contextlib.suppress(Exception):  # what failed touches nothing any more
+                    cohort.ticket.wait()
+        self._cohorts.clear()
+
+    def _cohorts_by_rule(
+        self, plan: IterationPlan, lane: Batch | None
+    ) -> tuple[list[tuple[Cohort, SteppingRule]], list[Cohort]]:
+        riders: list[tuple[Cohort, SteppingRule]] = []
+        steppers: list[Cohort] = []
+        for cohort_plan in plan.cohorts:
+            cohort = self._cohorts.get(cohort_plan.cohort_id) or self._open(cohort_plan)
+            if cohort_plan.rule is SteppingRule.STEP_AND_WAIT:
+                steppers.append(cohort)
+            else:  # an empty lane has nothing better to do than to wait
+                rule = SteppingRule.RIDE_AND_WAIT if lane is None else cohort_plan.rule
+                riders.append((cohort, rule))
+        return riders, steppers
+
+    def _open(self, plan: CohortPlan) -> Cohort:
+        request_ids = tuple(request.request_id for request in plan.requests)
+        self._at_work = (False, [request_ids])
+        cohort = self._cohorts[plan.cohort_id] = Cohort(self.backend.open_cohort(plan.requests), request_ids)
+        return cohort
+
+    def _admit(self, cohort: Cohort, rule: SteppingRule, run: _Run) -> bool:
+        """Whether a cohort at the lane's layer boards."""
+        waits = rule is SteppingRule.RIDE_AND_WAIT
+        if not waits and cohort.ticket is not None and not cohort.ticket.ready():
+            return False
+        self._wait(cohort, run)
+        return True
+
+    def _wait(self, cohort: Cohort, run: _Run) -> None:
+        """Collect the cohort's ticket; the time this takes is the lane's idle time."""
+        if cohort.ticket is not None:
+            self._at_work = (False, [cohort.request_ids])
+            before_s = self.backend.now()
+            run.cpu_busy_s += cohort.ticket.wait()
+            run.waited_s += self.backend.now() - before_s
+            cohort.ticket = None
+
+    def _cross(self, layer: int, lane: Batch | None, cohorts: list[Cohort], run: _Run) -> None:
+        batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
+        if batches:
+            self._at_work = (lane is not None, [cohort.request_ids for cohort in cohorts])
+            run.tokens.update(self.backend.boundary(layer, batches))
+
+    def _submit_next(self, cohort: Cohort) -> None:
+        cohort.layer += 1
+        if cohort.layer < self.backend.num_layers:
+            cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
+
+    def _take_out(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
+        """Take leaving requests out of cohorts whose attention is done; wait for it only if there is nothing else."""
+        left: set[str] = set()
+        if not plan.leaving:
+            return frozenset()
+        nothing_else = not plan.lane and not plan.cohorts
+        for cohort_id, cohort in list(self._cohorts.items()):
+            leaving = plan.leaving.intersection(cohort.request_ids)
+            if not leaving or not (cohort.ticket is None or nothing_else or cohort.ticket.ready()):
+                continue
+            self._wait(cohort, run)
+            cohort.request_ids = tuple(i for i in cohort.request_ids if i not in leaving)
+            if cohort.request_ids:
+                cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
+            else:
+                del self._cohorts[cohort_id]
+            left |= leaving
+        return frozenset(left)

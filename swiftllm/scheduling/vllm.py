@@ -8,8 +8,6 @@ effects of CUDA graphs, speculative decoding, priorities.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Request, Tier
 from swiftllm.scheduling.plan_draft import PlanDraft
@@ -43,7 +41,3 @@ class VllmScheduler(Scheduler):
 
     def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         return num_blocks <= self.kv.num_free(tier)
-
-
-GPU_ONLY_SCHEDULERS: Mapping[str, type[Scheduler]] = {"vllm": VllmScheduler, "swiftllm": Scheduler}
-"""The schedulers that decode on the GPU alone, by the name of their system."""

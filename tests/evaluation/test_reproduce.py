@@ -173,7 +173,7 @@ def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path
         ({"workloads": ("osc",)}, "there are input-1000"),
         ({"scale": 0.5, "cpu_threads": 3}, "--scale, --cpu-threads: only --backend torch or http takes that"),
         ({"url": ("a=http://127.0.0.1:1",), "backend": "torch"}, "--url: only --backend http takes that"),
-        ({"systems": ("swiftllm", "orca")}, "no simulated system orca"),
+        ({"systems": ("swiftllm", "orca")}, "unknown system 'orca'; there are vllm"),
         ({"systems": ("apex",)}, "add it to --systems"),
         ({"gpu": "t4"}, "no panel on 't4'"),
         ({"sensitivity": "cpu_bandwidth"}, "cpu_bandwidth=20..300"),
@@ -181,7 +181,7 @@ def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path
         ({"sensitivity": "gpu_blocks=54..400"}, "needs 1280 blocks"),
         ({"sensitivity": "cpu_bandwidth=300..20"}, "must rise"),
         ({"sensitivity": "cpu_bandwidth=20..300", "backend": "torch"}, "--backend simulated"),
-        ({"backend": "torch", "systems": ("orca",)}, "torch backend"),
+        ({"backend": "torch", "systems": ("orca",)}, "unknown system 'orca'"),
     ],
 )
 def test_an_option_that_does_not_fit_is_one_line(tmp_path, capsys, changes, words):

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -46,8 +45,7 @@ def build(model: Path, variant: str, device: torch.device, dtype: str) -> Engine
     system, strategy, synchronous = VARIANTS[variant]
     options = {"max_num_batched_tokens": 48, "lane_threads": 1, "synchronous": synchronous, **POOLS}
     config = EngineConfig(str(model), device.type, dtype, "dummy", seed=SEED, **options)
-    with mock.patch("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6)):
-        engine = build_system(system, config, StrategyConfig(strategy=strategy))
+    engine = build_system(system, config, StrategyConfig(strategy=strategy), profile=flat_table(cpu_token_s=2e-6))
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(torch.nan)
     return engine

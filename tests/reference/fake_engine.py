@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from apex.executor import OverlapExecutor
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
-from apex.schedulers import SCHEDULERS
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import LaneExecutor
+from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.scheduler import SchedulerLimits
-from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
+from swiftllm.systems import find_system
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 
 
@@ -51,10 +49,7 @@ def fake_engine(
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
-    if system in GPU_ONLY_SCHEDULERS:
-        scheduler, executor = GPU_ONLY_SCHEDULERS[system](limits, kv, backend.now), LaneExecutor(backend)
-    else:
-        model = PerfModel(table or flat_table(), num_layers)
-        scheduler = SCHEDULERS[system](limits, kv, backend.now, model, strategy or StrategyConfig())
-        executor = OverlapExecutor(backend)
-    return Engine(scheduler, executor, backend, vocab_size=VOCABULARY, eos_token_ids=[EOS])
+    found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
+    prediction = (model, strategy or StrategyConfig()) if found.offloads else ()
+    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
+    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=VOCABULARY, eos_token_ids=[EOS])

@@ -91,9 +91,9 @@ def test_python_m_apex_is_the_command():
 
 
 def test_system_names_are_those_of_the_registry():
-    from apex.systems import SYSTEMS
+    from swiftllm.systems import systems
 
-    assert get_args(SystemName) == tuple(SYSTEMS)
+    assert get_args(SystemName) == tuple(systems())
 
 
 def test_every_option_of_engine_and_strategy_is_a_flat_flag_with_its_help(capsys, wide_help):

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import apex.perf.core_division
-from apex.executor import OverlapExecutor
 from apex.perf.core_division import ROUNDS, DecodeLoad, DecodeRates, fastest, full_load, measure_divisions
-from apex.systems import build_system, make_workbench, open_backend
+from apex.perf.profile_cache import make_workbench
+from apex.systems import build_system, open_backend
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -136,7 +137,7 @@ def test_the_choice_is_measured_once_and_told(model_dir, two_cores, monkeypatch)
     def measured(*_):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("apex.systems.measure_divisions", measured)
+    monkeypatch.setattr("apex.perf.core_division.measure_divisions", measured)
     made_up = [DecodeRates(2.0, 2.0), DecodeRates(1.0, 1.0)]
     with closing(open_backend(config(model_dir))) as backend:
         assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (2, 2)

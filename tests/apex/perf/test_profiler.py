@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from apex.perf.model import ProfileMismatch
-from apex.systems import build_system, load_or_measure, make_workbench, profile_identity
+from apex.perf.profile_cache import load_or_measure, make_workbench, profile_identity
+from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.runtime.torch_backend import TorchBackend

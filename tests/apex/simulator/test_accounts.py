@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from apex.simulator.build import SIMULATED_SYSTEMS, build_simulated
+from apex.simulator.build import build_simulated
 from apex.simulator.cpu_path import Interconnect
 from swiftllm.core.plan import StepResult
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.systems import systems
 from tests.reference.linear_profile import flat_ends_table
 
 
@@ -41,7 +42,7 @@ PCIE = Interconnect(1e9, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, late
 
 
 @pytest.mark.parametrize("interconnect", [None, PCIE], ids=["no link", "link"])
-@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+@pytest.mark.parametrize("system", systems())
 def test_tokens_blocks_and_busy_times_add_up(system: str, interconnect: Interconnect | None) -> None:
     engine, requests = mixed_engine(system, interconnect)
     results: list[StepResult] = []
@@ -67,7 +68,7 @@ def test_tokens_blocks_and_busy_times_add_up(system: str, interconnect: Intercon
         assert request.token_times_s[-1] <= makespan_s
 
 
-@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+@pytest.mark.parametrize("system", systems())
 def test_the_same_run_gives_the_same_bits(system: str) -> None:
     def times() -> list[list[float]]:
         engine, requests = mixed_engine(system, PCIE)
@@ -79,8 +80,9 @@ def test_the_same_run_gives_the_same_bits(system: str) -> None:
 
 
 PRINT_TOKEN_TIMES = """
-from tests.apex.simulator.test_accounts import PCIE, SIMULATED_SYSTEMS, mixed_engine
-for system in SIMULATED_SYSTEMS:
+from tests.apex.simulator.test_accounts import PCIE, mixed_engine
+from swiftllm.systems import systems
+for system in systems():
     engine, requests = mixed_engine(system, PCIE)
     while engine.has_unfinished():
         engine.step()
@@ -102,10 +104,10 @@ def test_other_processes_give_the_same_bits() -> None:
         for seed in ("1", "2")
     ]
     assert printed[0] == printed[1]
-    assert printed[0].count("\n") == len(SIMULATED_SYSTEMS)
+    assert printed[0].count("\n") == len(systems())
 
 
-@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+@pytest.mark.parametrize("system", systems())
 def test_aborts_in_mid_flight_leave_the_pools_empty(system: str) -> None:
     engine, requests = mixed_engine(system)
     draw = random.Random(3)

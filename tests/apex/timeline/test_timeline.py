@@ -24,6 +24,8 @@ from apex.timeline.spans import CohortTag, Kind, Span, Timeline
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import Executor
+from swiftllm.server.service.state_dump import report
 from tests.reference.tiny_model import make_tiny_llama
 
 LAYERS = 12
@@ -168,6 +170,17 @@ def test_aborts_in_cohorts_keep_the_accounts() -> None:
 
 
 # -- which iterations -------------------------------------------------------------------------------------------------
+
+
+def test_while_recording_an_engine_has_a_whole_executor() -> None:
+    """Whoever asks the engine for its state meanwhile, such as the server's report, finds all that an executor has."""
+    engine = simulated_engine("apex", OVERLAP)
+    with recording(engine):
+        while not engine.executor.cohorts:
+            engine.step()
+        missing = {name for name in vars(Executor) if not name.startswith("_")} - set(dir(engine.executor))
+        assert not missing
+        assert "cohort before boundary" in report(engine) and not engine.executor.is_idle
 
 
 def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:

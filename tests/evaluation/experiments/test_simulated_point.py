@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from apex.perf.model import Curve, ProfileTable, Surface
-from apex.simulator.build import SIMULATED_SYSTEMS
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
@@ -23,6 +22,7 @@ from evaluation.results.records import RequestRecord
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.systems import systems
 
 
 def make_table() -> ProfileTable:
@@ -55,7 +55,7 @@ def run(task: SimulatedTask):
     return run_simulated_point(Point("key", "group", "label", task), "label", console)
 
 
-@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+@pytest.mark.parametrize("system", systems())
 def test_a_simulated_row_says_what_it_is(system: str) -> None:
     result = run(make_task(system))
     values = result.values

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import apex.systems
 from apex.strategy import StrategyConfig
+from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
@@ -20,6 +20,7 @@ from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import Outcome, check_empty, expected, make_requests, read_all, serve, with_service
 
+MADE_UP_PROFILE = flat_table(cpu_token_s=2e-6)  # decisions must not depend on how busy this machine is
 SYSTEMS = ("swiftllm", "vllm", "neo", "fastdecode", "apex", "apex-overlap")
 CPU_SYSTEMS = ("neo", "fastdecode", "apex", "apex-overlap")
 
@@ -220,20 +221,12 @@ def test_an_engine_that_always_fails_tells_everyone(error: BaseException) -> Non
 # -- with a model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def made_up_profile():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(apex.systems, "load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
-    yield
-    patch.undo()
-
-
 def model_engine(model_dir: Path, system: str, num_gpu_blocks: int = 20) -> Engine:
     strategy = StrategyConfig(strategy="asynchronous-overlap") if system == "apex-overlap" else None
     config = EngineConfig(
         str(model_dir), device="cpu", dtype="float32", block_size=4, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=400
     )
-    engine = apex.systems.build_system(system.removesuffix("-overlap"), config, strategy)
+    engine = build_system(system.removesuffix("-overlap"), config, strategy, profile=MADE_UP_PROFILE)
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(float("nan"))
     return engine
@@ -258,7 +251,7 @@ MODEL_REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_model_dir, made_up_profile) -> dict[str, Outcome]:
+def undisturbed(tiny_model_dir) -> dict[str, Outcome]:
     outcomes, _ = serve(model_engine(tiny_model_dir(), "swiftllm", num_gpu_blocks=200), MODEL_REQUESTS)
     return outcomes
 

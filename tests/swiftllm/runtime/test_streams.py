@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import apex.systems
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
@@ -205,6 +204,7 @@ def test_who_polls_asks_no_more_than_a_boundary_early(model_dir, monkeypatch, se
 
 # -- engines ----------------------------------------------------------------------------------------------------------
 
+MADE_UP_PROFILE = flat_table(cpu_token_s=2e-6)  # decisions must not depend on how busy this machine is
 SYSTEMS = {
     "swiftllm": ("swiftllm", None),
     "neo": ("neo", StrategyConfig(strategy="asymmetric-pipelining")),
@@ -220,7 +220,7 @@ def make_engine(model_dir: Path, variant: str, synchronous: bool = False):
         str(model_dir), dtype="float32", block_size=4, num_gpu_blocks=16, num_cpu_blocks=20,
         max_num_batched_tokens=24, max_num_seqs=8, max_model_len=64, synchronous=synchronous,
     )  # fmt: skip
-    return build_system(system, config, strategy)
+    return build_system(system, config, strategy, profile=MADE_UP_PROFILE)
 
 
 def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = frozenset()) -> dict[str, list[int]]:
@@ -238,14 +238,6 @@ def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = froze
     engine.kv.check()
     engine.close()
     return {r.request_id: r.output_token_ids for r in requests if r.request_id not in aborted}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def made_up_profile():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(apex.systems, "load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
-    yield
-    patch.undo()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

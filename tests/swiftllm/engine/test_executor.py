@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 
-from apex.executor import OverlapExecutor
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.engine.executor import LaneExecutor
+from swiftllm.engine.executor import OverlapExecutor
 from tests.reference.fake_backend import FakeBackend, FakeTicket
 
 LAYERS = 4
@@ -40,26 +39,21 @@ def plan(decodes=(), cohorts=(), leaving=()) -> IterationPlan:
     return IterationPlan(Strategy.ASYNCHRONOUS_OVERLAP, decodes, (), tuple(cohorts), (), frozenset(leaving))
 
 
-def test_without_cohorts_it_is_the_lane_executor() -> None:
-    calls, tokens = [], []
-    for executor_class in (LaneExecutor, OverlapExecutor):
-        backend = FakeBackend(LAYERS)
-        lane = (place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
-        tokens.append(executor_class(backend).run(plan(lane)).tokens)
-        calls.append(backend.calls)
-    assert calls[0] == calls[1]
-    assert tokens[0] == tokens[1]
-    assert set(tokens[0]) == {"a", "b"}
+def test_without_cohorts_the_lane_goes_from_boundary_to_attention() -> None:
+    backend = FakeBackend(LAYERS)
+    result = OverlapExecutor(backend).run(plan((place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))))
+    layers = [call for layer in range(LAYERS) for call in (("gpu_attention", layer), ("boundary", layer, 1))]
+    assert backend.calls == [("boundary", -1, 1), *layers]
+    assert set(result.tokens) == {"a", "b"} and not result.cohort_layers
 
 
-@pytest.mark.parametrize("executor_class", [LaneExecutor, OverlapExecutor])
-def test_a_lane_alone_crosses_in_one_go_where_it_can(executor_class: type) -> None:
+def test_a_lane_alone_crosses_in_one_go_where_it_can() -> None:
     results = []
     for in_one_go in (False, True):
         backend = FakeBackend(LAYERS)
         backend.crosses_in_one_go = in_one_go
         lane = (place(backend, "a", Tier.GPU, 0), place(backend, "b", Tier.GPU, 1))
-        results.append(executor_class(backend).run(plan(lane)).tokens)
+        results.append(OverlapExecutor(backend).run(plan(lane)).tokens)
         assert (backend.calls == [("whole_iteration",)]) == in_one_go
     assert results[0] == results[1] and set(results[0]) == {"a", "b"}
 
@@ -72,12 +66,6 @@ def test_a_lane_with_cohorts_goes_layer_by_layer(backend: FakeBackend, rule: Ste
     executor.run(plan((place(backend, "a", Tier.GPU, 0),), [cohort]))
     assert ("whole_iteration",) not in backend.calls
     executor.abandon()
-
-
-def test_lane_executor_refuses_cohorts(backend: FakeBackend) -> None:
-    cohort = CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), SteppingRule.STEP_AND_WAIT)
-    with pytest.raises(ValueError, match="overlap executor"):
-        LaneExecutor(backend).run(plan(cohorts=[cohort]))
 
 
 @pytest.mark.parametrize("rule", [SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT])

@@ -1,0 +1,101 @@
+"""Profile tables of this machine: what each depends on, and where it is cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
+from apex.perf.profiler import Profiler
+from apex.perf.progress import progress_bar
+from apex.perf.workbench import MOST_BLOCKS, Workbench
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.files import cache_dir
+from swiftllm.machine import cpu_model, usable_cores
+from swiftllm.runtime.build import scheduler_limits
+from swiftllm.runtime.torch_backend import TorchBackend
+
+logger = logging.getLogger(__name__)
+
+
+def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | None = None) -> ProfileTable:
+    """The profile table of this machine and model: ``path``, else the cached one, else measured now and cached."""
+    identity = profile_identity(config, backend)
+    if path is not None:
+        return ProfileTable.load(path, identity)
+    cached = profile_path(identity)
+    if cached.exists():
+        return ProfileTable.load(cached, identity)
+    table = measure_profile(config, backend)
+    table.save(cached)
+    logger.info("profile table written to %s", cached)
+    return table
+
+
+def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:
+    """Profile the backend now, with a progress bar."""
+    with progress_bar("profiling this machine") as progress:
+        return make_profiler(config, backend, progress).measure(profile_identity(config, backend))
+
+
+def make_profiler(
+    config: EngineConfig, backend: TorchBackend, progress: Callable[[float, str], None] = lambda done, what: None
+) -> Profiler:
+    return Profiler(make_workbench(config, backend), max_tokens=config.max_num_batched_tokens, progress=progress)
+
+
+def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
+    if backend.kv_pools.num_written < MOST_BLOCKS:
+        with progress_bar("bringing in memory of the KV cache") as progress:
+            backend.kv_pools.write(MOST_BLOCKS, progress)
+    return Workbench(
+        backend,
+        num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
+        block_size=backend.block_size,
+        max_model_len=scheduler_limits(config, backend).max_model_len,
+        vocab_size=backend.model_config.vocab_size,
+        synchronize=torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None,
+    )
+
+
+def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
+    """What a profile table depends on; a table is refused wherever one of these differs."""
+    model = backend.model_config
+    return {
+        "format": str(TABLE_VERSION),
+        "device": backend.device_name,
+        "cpu": f"{cpu_model()} x{usable_cores()}",
+        "lane_threads": str(backend.cores.lane_threads),
+        "cpu_threads": str(backend.cores.cpu_threads),
+        "cpu_kernel": backend.cpu_kernel,
+        "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "tensor_parallel": "1",
+        "block_size": str(backend.block_size),
+        # The sizes that can be measured depend on the pools; a power of two tells pools apart well enough.
+        "gpu_pool": f"2^{backend.num_gpu_blocks.bit_length()} blocks",
+        "cpu_pool": f"2^{backend.num_cpu_blocks.bit_length()} blocks",
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+        "max_model_len": str(scheduler_limits(config, backend).max_model_len),
+        "cpu_worker": "inline" if config.synchronous else "thread",
+    }
+
+
+def profile_path(identity: Mapping[str, str]) -> Path:
+    """Where the table of this machine and model is cached."""
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / "profiles" / f"{key}.json"
+
+
+def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | None:
+    """Gigabytes of K and V that the CPU kernel reads in a second, at the best size of the table; None if the tier was
+    too small to be measured."""
+    rate = attention_rate(table.cpu_attention)
+    return rate and rate * backend.kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9

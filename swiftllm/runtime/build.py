@@ -1,0 +1,80 @@
+"""Builds engines on this machine: the parts that every system needs, and the GPU-only systems whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pacpu
+from swiftllm.config import EngineConfig
+from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.systems import find_system
+
+
+def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
+    longest = backend.model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len} exceeds the {longest} tokens the model was made for")
+    return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len or longest)
+
+
+def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
+    """The block tables of the backend's two pools; the backend reads them from here.
+
+    Raises:
+        ValueError: there is no KV cache at all.
+    """
+    if backend.num_gpu_blocks + backend.num_cpu_blocks == 0:
+        raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
+    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size)
+    backend.block_tables = kv.block_tables
+    return kv
+
+
+def assemble(
+    name: str,
+    config: EngineConfig,
+    backend: TorchBackend,
+    scheduler: Scheduler,
+    details: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Put an engine together and describe it."""
+    description = {
+        "system": name,
+        "model": config.model,
+        "device": backend.device_name,
+        "device_type": backend.device.type,
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "num_gpu_blocks": backend.num_gpu_blocks,
+        "num_cpu_blocks": backend.num_cpu_blocks,
+        "block_size": backend.block_size,
+        "kv_bytes_per_block": backend.kv_bytes_per_block,
+        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len),
+        "cpu_kernel": backend.cpu_kernel,
+        "cpu_isa": pacpu.isa(),
+        "lane_threads": backend.cores.lane_threads,
+        "cpu_threads": backend.cores.cpu_threads,
+        "lane": backend.cores.describe_lane(),
+        **(details or {}),
+    }
+    return Engine(
+        scheduler,
+        OverlapExecutor(backend),
+        backend,
+        vocab_size=backend.model_config.vocab_size,
+        eos_token_ids=backend.model_config.eos_token_ids,
+        tokenizer=Tokenizer.from_folder(config.model),
+        description=description,
+    )
+
+
+def build_gpu_only(name: str, config: EngineConfig) -> Engine:
+    """An engine whose scheduler needs no predictions."""
+    backend = TorchBackend(config)
+    scheduler = find_system(name).scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
+    return assemble(name, config, backend, scheduler)
