@@ -59,9 +59,11 @@ def build_system(
 
 
 def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchBackend:
-    """A backend with the CPU worker that serves, and the cores divided between that and the lane: as ``config`` has it,
-    else as decodes fastest, which is measured now unless that is cached."""
-    # With the worker's own thread: CPU attention is measured while the lane computes, as it will run.
+    """A backend with the CPU worker that will serve, and the cores divided between worker and lane.
+
+    ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
+    """
+    # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
     backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
     with closed_on_failure(backend):
         divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
@@ -72,7 +74,7 @@ def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchB
 
 @contextmanager
 def closed_on_failure(backend: TorchBackend) -> Iterator[None]:
-    """Let no worker outlive a start that fails or is interrupted: at exit Python aborts threads in native code."""
+    """Close the backend if the start fails or is interrupted: at exit Python aborts threads in native code."""
     try:
         yield
     except BaseException:

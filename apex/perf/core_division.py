@@ -1,9 +1,8 @@
 """Measures which division of the cores decodes fastest, where a CPU computes the lane as well as CPU attention.
 
-What requests will come is not known beforehand, so two loads count alike: as many as the GPU tier holds, and as many as
-both tiers hold together. Of the second the scheduler may leave the CPU tier alone, so the faster of the two counts for
-it. Whole iterations are run, not predicted: a profile table times operations one by one, and says nothing of what a
-lane and a worker on the same cores take from each other.
+Future requests are unknown, so two loads count alike: the GPU tier full, and both tiers full. With both tiers full the
+scheduler may leave the CPU tier alone, so the faster of the two rates counts for that load. Whole iterations are run: a
+profile table times single operations and does not show how a lane and a worker slow each other on the same cores.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ THREADS = ("lane_threads", "cpu_threads")
 
 ROUNDS = 5
 MOST_REQUESTS = 64
-"""A larger batch is cut down to this: from here on it takes longer in proportion."""
+"""Larger batches are cut down to this size: beyond it, time grows in proportion."""
 ENOUGH_S = 5.0
-"""Of a model so slow that this has passed, fewer rounds must do."""
+"""Seconds after which no further round begins."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class DecodeRates:
-    """Tokens per second of the GPU tier's requests by themselves, and of both tiers' together; 0: there are none."""
+    """Tokens per second with the GPU tier full, and with both tiers full; 0 where a tier has no request."""
 
     gpu_tier: float = 0.0
     both_tiers: float = 0.0
@@ -70,7 +69,7 @@ class DecodeRates:
 
 
 def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: SchedulerLimits) -> DecodeLoad:
-    """As many requests as may run at once, so long that they fill the tiers if the model takes that much."""
+    """As many requests as may run at once, long enough to fill the tiers where the model allows it."""
     gpu, cpu = num_blocks[Tier.GPU], num_blocks[Tier.CPU]
     longest = -(-limits.max_model_len // block_size)
     blocks_each = max(1, min((gpu + cpu) // limits.max_num_seqs, longest, max(gpu, cpu)))
@@ -107,14 +106,16 @@ def measure_divisions(
     load: DecodeLoad,
     progress: Callable[[float, str], None],
 ) -> list[DecodeRates]:
-    """The rates of each division; ``use`` puts one into effect. All take turns, so that whatever else happens on the
-    machine for a while falls on all of them alike."""
+    """The rates of each division; ``use`` puts one into effect.
+
+    The divisions are measured in interleaved rounds, so that other work on the machine slows all of them alike.
+    """
     batches = load.batches()
     seconds: list[dict[str, list[float]]] = [{name: [] for name in batches} for _ in divisions]
     start_s = time.monotonic()
     with bench.in_use():
         samplers = {name: bench.decodes(*batch, load.context) for name, batch in batches.items()}
-        for done in range(ROUNDS + 1):  # the first one warms up
+        for done in range(ROUNDS + 1):  # the first round warms up
             progress(done / (ROUNDS + 1), f"round {done + 1} of {ROUNDS + 1}")
             for division, taken in zip(divisions, seconds, strict=True):
                 use(division)
@@ -131,10 +132,10 @@ def measure_divisions(
 def fastest(divisions: Sequence[CoreDivision], rates: Sequence[DecodeRates]) -> CoreDivision:
     """The division that decodes fastest, with the measurement as its reason."""
     best = max(range(len(divisions)), key=lambda i: rates[i].score)
-    told = [f"{load} full {rate:.0f} tokens/s" for load, rate in rates[best].by_load().items()]
+    winner = [f"{load} full {rate:.0f} tokens/s" for load, rate in rates[best].by_load().items()]
     others = [
         f"with {counted(division.lane_threads)} " + " and ".join(f"{rate:.0f}" for rate in rates[i].by_load().values())
         for i, division in enumerate(divisions)
         if i != best
     ]
-    return replace(divisions[best], reason=f"measured: {', '.join(told)}; {', '.join(others)}")
+    return replace(divisions[best], reason=f"measured: {', '.join(winner)}; {', '.join(others)}")

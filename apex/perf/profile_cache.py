@@ -53,7 +53,7 @@ def make_profiler(
 
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
     if backend.kv_pools.num_written < MOST_BLOCKS:
-        with progress_bar("bringing in memory of the KV cache") as progress:
+        with progress_bar("touching the KV cache's memory") as progress:
             backend.kv_pools.write(MOST_BLOCKS, progress)
     return Workbench(
         backend,
@@ -95,7 +95,7 @@ def profile_path(identity: Mapping[str, str]) -> Path:
 
 
 def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | None:
-    """Gigabytes of K and V that the CPU kernel reads in a second, at the best size of the table; None if the tier was
-    too small to be measured."""
+    """GB/s at which the CPU kernel reads K and V, at the best size of the table; None if the tier was too small to
+    measure."""
     rate = attention_rate(table.cpu_attention)
     return rate and rate * backend.kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9

@@ -33,8 +33,8 @@ def build_simulated(
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
-    Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: virtual seconds from 0, placeholder tokens,
-    requests that end by ``max_tokens``. The scheduler predicts from the same table that the backend lives by.
+    Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
+    requests that end by ``max_tokens``. Scheduler and backend predict from the same table.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
@@ -49,7 +49,7 @@ def build_simulated(
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
-    # A model each: what one of them extrapolates is its own affair.
+    # Separate models: each keeps its own list of extrapolated operations.
     backend = SimulatedBackend(PerfModel(table, num_layers), launch_s=launch_s, interconnect=interconnect)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)

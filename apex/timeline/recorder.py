@@ -1,6 +1,6 @@
-"""Records timelines: stands between engine and executor, and a recording backend between executor and hardware.
+"""Records timelines: an executor around the engine's executor, over a recording backend.
 
-Whatever is not recorded goes past all this: without a recorder nothing is wrapped and nothing costs time.
+Without a recorder nothing is wrapped and nothing costs time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from swiftllm.engine.executor import Cohort, OverlapExecutor
 class TimelineRecorder:
     """An executor that keeps a window of ``num_iterations`` consecutive iterations of the one it wraps.
 
-    Which: those from iteration ``start``, counted from 0 when recording began. Without it the window with the most
-    iterations that use the CPU and neither prefill nor swap; among those, one strategy rather than several, and what is
-    nearest the middle of the run, which ``progress`` (0 to 1) tells.
+    The window begins at iteration ``start``, counted from 0 when recording began. Without ``start`` it is the window
+    with the most iterations that use the CPU and neither prefill nor swap. Ties go to the window with fewer strategies,
+    then to the one nearest the middle of the run; ``progress`` returns how far the run is, 0 to 1.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TimelineRecorder:
         self.executor.abandon()
 
     def run(self, plan: IterationPlan) -> StepResult:
-        """Have the wrapped executor carry out the plan, and note what it did."""
+        """Carry out the plan with the wrapped executor, and record what it did."""
         backend = self.backend
         notes = backend.notes = Notes(self._count, tuple(backend.outstanding.values()))
         start_s = backend.now()
@@ -66,7 +66,7 @@ class TimelineRecorder:
         strategy, predicted_s = plan.strategy.value, plan.predicted.get("iteration_s")
         notes.summary = Iteration(self._count, strategy, start_s, start_s + result.duration_s, *busy, predicted_s)
         notes.is_steady = not plan.swaps and not plan.prefills
-        # A ticket that goes on to the next iteration counts; one that was just collected does not.
+        # A ticket that outlasts the iteration counts; one that was only collected does not.
         notes.uses_cpu = bool(notes.tickets) or any(ticket.index in backend.outstanding for ticket in notes.carried)
         self._count += 1
         self._recent.append(notes)
@@ -90,7 +90,7 @@ class TimelineRecorder:
             self._chosen, self._chosen_worth = tuple(window), worth
 
     def timeline(self, system: str, setting: str, *, simulated: bool) -> Timeline:
-        """What was recorded; call once the run is over. A run shorter than the window is there as a whole.
+        """What was recorded; call once the run is over. A run shorter than the window is recorded whole.
 
         Raises:
             ValueError: the run ended before the window that was asked for.
@@ -98,7 +98,7 @@ class TimelineRecorder:
         if self._start is not None and not self._chosen:
             raise ValueError(
                 f"the run had {self._count} iterations: {self._recent.maxlen} from iteration {self._start} on are not "
-                "among them; start earlier"
+                "among them; use an earlier start"
             )
         window = self._chosen or tuple(self._recent)
         indexes = self.backend.indexes
@@ -126,7 +126,7 @@ def recording(
     start: int | None = None,
     progress: Callable[[], float] = lambda: 0.5,
 ) -> Iterator[TimelineRecorder]:
-    """Record what the engine does meanwhile, see :class:`TimelineRecorder`."""
+    """Record what the engine does inside the block, see :class:`TimelineRecorder`."""
     executor = engine.executor
     backend = attach(executor, engine.scheduler.requests)
     engine.executor = recorder = TimelineRecorder(executor, backend, num_iterations, start, progress)

@@ -1,6 +1,6 @@
-"""Carries out plans: moves a lane and cohorts across the boundaries of an iteration, with one loop for every strategy.
+"""Carries out plans: moves a lane and cohorts across the boundaries of an iteration, in one loop for every strategy.
 
-A strategy is nothing but the stepping rules of its cohorts (APEX section 3); a plan without cohorts is GPU-only.
+A strategy is the set of stepping rules of its cohorts (APEX section 3). A plan without cohorts is GPU-only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cohort:
 
 @dataclass
 class _Run:
-    """One iteration's account."""
+    """What one iteration has given so far."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     waited_s: float = 0.0
@@ -38,7 +38,7 @@ class Executor(Protocol):
     """Carries out a scheduler's plans on a backend, one iteration after the other."""
 
     def run(self, plan: IterationPlan) -> StepResult:
-        """Carry out one plan: the lane is through all layers when this returns, cohorts may be under way."""
+        """Carry out one plan. The lane has crossed all layers when this returns; cohorts may be under way."""
 
     @property
     def is_idle(self) -> bool:
@@ -49,16 +49,16 @@ class Executor(Protocol):
         """Cohorts under way between iterations, the oldest first."""
 
     def at_work(self) -> frozenset[str]:
-        """Ids of the requests whose work :meth:`run` last turned to: where it raises or hangs, it is with these."""
+        """Ids of the requests that :meth:`run` last worked on: the suspects when it raises or hangs."""
 
     def abandon(self) -> None:
-        """Drop what is under way between iterations; once this returns, nothing touches any block."""
+        """Drop all cohorts. No CPU attention touches any block once this returns."""
 
 
 class OverlapExecutor:
-    """Moves the lane through all layers, and cohorts beside it as their stepping rules have it.
+    """Moves the lane through all layers, and each cohort by its stepping rule.
 
-    Cohorts live from the plan that first names them until their token is done, however many plans that takes.
+    A cohort lives from the plan that first names it until its token is done, which may take many plans.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -79,12 +79,12 @@ class OverlapExecutor:
     def run(self, plan: IterationPlan) -> StepResult:
         """Carry out one plan.
 
-        Cohorts of earlier plans that this one does not name stay where they are, their attention under way or done.
+        Cohorts of earlier plans that this plan does not name stay at their layer.
         """
         backend, run = self.backend, _Run()
         self._plan, self._at_work = plan, (False, ())
         start_s = backend.now()
-        left = self._take_out(plan, run)
+        left = self._remove_leaving(plan, run)
         self._at_work = (False, [[swap.request.request_id for swap in plan.swaps]])
         backend.swap(plan.swaps)
         self._at_work = (True, ())
@@ -98,11 +98,11 @@ class OverlapExecutor:
                 run.tokens.update(tokens)
                 layers = range(0)
         for layer in layers:
-            boarding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
-            self._cross(layer, lane, boarding, run)
-            for cohort in boarding:
+            riding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
+            self._cross(layer, lane, riding, run)
+            for cohort in riding:
                 self._submit_next(cohort)
-            riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in boarding]
+            riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in riding]
             if lane is not None and layer < last:
                 self._at_work = (True, ())
                 backend.gpu_attention(layer + 1, lane)
@@ -123,7 +123,7 @@ class OverlapExecutor:
     def abandon(self) -> None:
         for cohort in self._cohorts.values():
             if cohort.ticket is not None:
-                with contextlib.suppress(Exception):  # what failed touches nothing any more
+                with contextlib.suppress(Exception):  # a failed task touches no block either
                     cohort.ticket.wait()
         self._cohorts.clear()
 
@@ -136,7 +136,7 @@ class OverlapExecutor:
             cohort = self._cohorts.get(cohort_plan.cohort_id) or self._open(cohort_plan)
             if cohort_plan.rule is SteppingRule.STEP_AND_WAIT:
                 steppers.append(cohort)
-            else:  # an empty lane has nothing better to do than to wait
+            else:  # waiting delays nothing when the lane is empty
                 rule = SteppingRule.RIDE_AND_WAIT if lane is None else cohort_plan.rule
                 riders.append((cohort, rule))
         return riders, steppers
@@ -148,7 +148,7 @@ class OverlapExecutor:
         return cohort
 
     def _admit(self, cohort: Cohort, rule: SteppingRule, run: _Run) -> bool:
-        """Whether a cohort at the lane's layer boards."""
+        """Whether a cohort at the lane's layer rides this boundary."""
         waits = rule is SteppingRule.RIDE_AND_WAIT
         if not waits and cohort.ticket is not None and not cohort.ticket.ready():
             return False
@@ -156,7 +156,7 @@ class OverlapExecutor:
         return True
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
-        """Collect the cohort's ticket; the time this takes is the lane's idle time."""
+        """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""
         if cohort.ticket is not None:
             self._at_work = (False, [cohort.request_ids])
             before_s = self.backend.now()
@@ -175,8 +175,8 @@ class OverlapExecutor:
         if cohort.layer < self.backend.num_layers:
             cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
 
-    def _take_out(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
-        """Take leaving requests out of cohorts whose attention is done; wait for it only if there is nothing else."""
+    def _remove_leaving(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
+        """Remove leaving requests from cohorts whose attention is done; wait for it only in an otherwise empty plan."""
         left: set[str] = set()
         if not plan.leaving:
             return frozenset()

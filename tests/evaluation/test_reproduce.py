@@ -211,8 +211,8 @@ def test_validation_refuses_before_it_runs(capsys, monkeypatch, flags, status, w
 
 
 def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):
-    both = measured_options(options(tmp_path, backend=None, num_requests=2000, systems=("swiftllm", "nothing")))
-    assert both.num_requests is None and both.systems == ("swiftllm",)
+    both = measured_options(options(tmp_path, backend=None, num_requests=2000, systems=("swiftllm", "neo")))
+    assert both.num_requests is None and both.systems == ("swiftllm", "neo")
 
 
 def test_help_is_for_newcomers():
