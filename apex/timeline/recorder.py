@@ -98,7 +98,7 @@ class TimelineRecorder:
         if self._start is not None and not self._chosen:
             raise ValueError(
                 f"the run had {self._count} iterations: {self._recent.maxlen} from iteration {self._start} on are not "
-                "among them; use an earlier start"
+                "among them; start earlier"
             )
         window = self._chosen or tuple(self._recent)
         indexes = self.backend.indexes
