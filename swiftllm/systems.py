@@ -92,7 +92,10 @@ def _load_plugins() -> None:
         if importlib.util.find_spec(module.partition(".")[0]):
             importlib.import_module(module)
     for module in filter(None, os.environ.get("APEX_PLUGINS", "").split(",")):
-        importlib.import_module(module.strip())
+        try:
+            importlib.import_module(module.strip())
+        except ModuleNotFoundError as error:
+            raise ImportError(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
 register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))

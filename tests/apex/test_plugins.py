@@ -1,0 +1,54 @@
+"""A scheduler from outside the tree: the example of docs/architecture.md, run as a reader would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftllm.systems import System, find_system, register_system
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def example(tmp_path) -> Path:
+    text = (REPO / "docs/architecture.md").read_text().split("## Add a scheduler")[1]
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert code.count("\n") < 40
+    (tmp_path / "ride_along.py").write_text(code)
+    return tmp_path
+
+
+def apex(folder: Path, plugins: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "APEX_PLUGINS": plugins, "PYTHONPATH": f"{folder}{os.pathsep}{REPO}"}
+    command = [sys.executable, "-m", "apex", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+
+
+def test_a_scheduler_of_a_users_own_is_simulated_beside_the_papers(example):
+    sizes = ("--num-requests", "60", "--input-len", "300", "--output-len", "30", "--num-gpu-blocks", "400")
+    answer = apex(
+        example, "ride_along", "simulate", "--system", "swiftllm", "ride-along", *sizes, "--output", "out.json"
+    )
+    assert answer.returncode == 0, answer.stderr
+    records = {record["system"]: record for record in json.loads((example / "out.json").read_text())}
+    assert records["ride-along"]["completed"] == 60 and records["ride-along"]["cpu_busy_fraction"] > 0
+    assert records["swiftllm"]["cpu_busy_fraction"] == 0
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):
+    answer = apex(tmp_path, "no_such_plugin", "simulate")
+    assert answer.returncode != 0 and "no_such_plugin" in answer.stderr and "APEX_PLUGINS" in answer.stderr
+
+
+def test_a_name_belongs_to_one_system():
+    with pytest.raises(ValueError, match="'neo'"):
+        register_system(System("neo", "another", find_system("swiftllm").scheduler))
+    with pytest.raises(ValueError, match="unknown system 'orca'; there are vllm, swiftllm, neo"):
+        find_system("orca")
