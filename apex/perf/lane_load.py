@@ -22,18 +22,18 @@ class LaneLoad:
     chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
 
     @staticmethod
-    def of(lane: Sequence[LaneItem]) -> LaneLoad:
+    def from_items(lane: Sequence[LaneItem]) -> LaneLoad:
         prefills = [item for item in lane if item.is_prefill]
         context = sum([item.start for item in lane if not item.is_prefill])
         num_decodes = len(lane) - len(prefills)
-        return LaneLoad._of_parts(num_decodes, context + num_decodes, prefills)
+        return LaneLoad._from_parts(num_decodes, context + num_decodes, prefills)
 
     @staticmethod
-    def of_draft(draft: PlanDraft) -> LaneLoad:
-        return LaneLoad._of_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
+    def from_draft(draft: PlanDraft) -> LaneLoad:
+        return LaneLoad._from_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
 
     @staticmethod
-    def _of_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
+    def _from_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
         return LaneLoad(
             tokens=num_decodes + sum([item.num_tokens for item in prefills]),
             requests=num_decodes + len(prefills),

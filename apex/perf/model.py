@@ -194,13 +194,13 @@ class PerfModel:
 
     def ends_s(self, rows: int) -> float:
         """What an iteration costs beside its layers: the host's work, embedding, logits and sampling."""
-        return self.iteration_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
+        return self.host_work_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
 
-    def first_s(self, tokens: int) -> float:
+    def first_boundary_s(self, tokens: int) -> float:
         """The boundary before all layers."""
         return self.table.first_share * self.linear_s(tokens)
 
-    def last_s(self, rows: int) -> float:
+    def last_boundary_s(self, rows: int) -> float:
         """The boundary after all layers, which only rows that get a token cross (and here the embedding counts)."""
         return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
 
@@ -208,7 +208,7 @@ class PerfModel:
         """What the lane loses by giving a cohort of so many requests to the CPU worker, in one layer."""
         return self._curve("hand_over", self.table.hand_over, requests)
 
-    def iteration_s(self, requests: int) -> float:
+    def host_work_s(self, requests: int) -> float:
         """The host's own work in an iteration of so many requests; with 0, what an iteration costs in any case."""
         return self.table.iteration(requests)
 

@@ -61,10 +61,10 @@ class Profiler:
 
     def measure(self, identity: Mapping[str, str]) -> ProfileTable:
         """Run all operations; takes some seconds. The pools' contents are overwritten."""
-        (seconds,) = self.seconds(Grid())
-        return table_of(seconds, identity)
+        (seconds,) = self.measure_seconds(Grid())
+        return table_from_seconds(seconds, identity)
 
-    def seconds(self, *grids: Grid) -> list[Seconds]:
+    def measure_seconds(self, *grids: Grid) -> list[Seconds]:
         """For each grid the mean seconds of each operation at each size, all measured in the same rounds."""
         with self._bench.in_use():
             operations = [self._operations(grid) for grid in grids]
@@ -87,29 +87,29 @@ class Profiler:
 
     def _operations(self, grid: Grid) -> Operations:
         bench = self._bench
-        rows = up_to(grid.sampled_rows, self.max_tokens)
+        rows = sizes_up_to(grid.sampled_rows, self.max_tokens)
         pool = min(self.num_blocks.values())
         gpu = self._decode_sizes(Tier.GPU, grid)
         cpu = self._decode_sizes(Tier.CPU, grid)
         shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
         return {
-            "linear": {n: bench.linear(n) for n in up_to(grid.linear_tokens, self.max_tokens)},
-            "first": {n: bench.first(n) for n in rows},
-            "last": {n: bench.last(n) for n in rows},
-            "swap": {n: bench.swap(n) for n in (up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
+            "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, self.max_tokens)},
+            "first": {n: bench.first_boundary(n) for n in rows},
+            "last": {n: bench.last_boundary(n) for n in rows},
+            "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
             "prefill_attention": {size: bench.prefill_attention([size]) for size in self._prefill_sizes(grid)},
             "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n) for n, new in self._prefill_lanes(grid)},
             "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
             "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
             "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
-            "iteration": {n: bench.iteration(n) for n in grid.iteration_requests},
+            "iteration": {n: bench.host_work(n) for n in grid.iteration_requests},
         }
 
     def _prefill_sizes(self, grid: Grid) -> list[tuple[int, int]]:
         longest = min(self.max_tokens, self.max_model_len // 2)
         room = self.num_blocks[self._bench.larger_tier] * self.block_size
-        tokens = up_to(grid.prefill_tokens, min(longest, room // 2))
-        cached = up_to(grid.prefill_cached, min(self.max_model_len, room) - tokens[-1])
+        tokens = sizes_up_to(grid.prefill_tokens, min(longest, room // 2))
+        cached = sizes_up_to(grid.prefill_cached, min(self.max_model_len, room) - tokens[-1])
         return [(n, c) for n in tokens for c in cached]
 
     def _prefill_lanes(self, grid: Grid) -> list[tuple[int, int]]:
@@ -124,10 +124,10 @@ class Profiler:
         if len(requests) < 2:
             return []
         longest = {n: min(blocks // n * self.block_size, self.max_model_len) for n in requests}
-        return [(n, context) for n in requests for context in up_to(grid.decode_contexts, longest[n])]
+        return [(n, context) for n in requests for context in sizes_up_to(grid.decode_contexts, longest[n])]
 
 
-def table_of(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
+def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
     """The table of measured seconds."""
     first, last, linear = seconds["first"], seconds["last"], _curve(seconds["linear"])
     # Both end boundaries, less the layer of linear work that they make up between them.
@@ -163,7 +163,7 @@ def _surface(seconds: Mapping[Size, float]) -> Surface:
     return Surface(tuple(firsts), tuple(curves))
 
 
-def up_to(sizes: Sequence[int], most: int) -> list[int]:
+def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     """The sizes up to ``most``, and ``most`` itself if it lies between them; at least two, to draw a line through."""
     kept = sorted({size for size in sizes if size < most} | {max(0, min(most, sizes[-1]))})
     return kept if len(kept) > 1 else [kept[0], kept[0] + 1]

@@ -72,12 +72,12 @@ class Workbench:
         lane, layers = self._lane(self._prefill_items(tokens)), self._layers()
         return self._repeated(lambda: self.backend.boundary(next(layers), [lane]), tokens)
 
-    def first(self, rows: int) -> Sampler:
+    def first_boundary(self, rows: int) -> Sampler:
         """The boundary before all layers."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(-1, [lane]), rows)
 
-    def last(self, rows: int) -> Sampler:
+    def last_boundary(self, rows: int) -> Sampler:
         """The boundary after all layers, with a token sampled in every row."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(self.backend.num_layers - 1, [lane]), rows)
@@ -165,7 +165,7 @@ class Workbench:
 
         return sample
 
-    def iteration(self, requests: int) -> Sampler:
+    def host_work(self, requests: int) -> Sampler:
         """The host's part of an iteration of decodes: schedule, open the lane, loop over the layers, take tokens in."""
         engine = idle_engine(self.backend.num_layers, requests)
         items = []

@@ -31,7 +31,7 @@ class ApexScheduler(OffloadScheduler):
         return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
 
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        under_way, load = self._under_way(), LaneLoad.of_draft(draft)
+        under_way, load = self._under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
             return self._gpu_only_plan(draft, load)
         partial = [request for cohort in under_way for request in cohort.members]
@@ -48,7 +48,7 @@ class ApexScheduler(OffloadScheduler):
                     return self._pipelined_plan(draft, pipeline, under_way, predicted)
             else:
                 may_start = False  # what is under way overlaps to its end, and nothing more joins it
-        cohorts = [cohort.plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
+        cohorts = [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
         if may_start and len(cohorts) < self.config.max_cohorts:
             # One cohort at a time starts, so that the next arrivals need not wait for all the others.
             cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
@@ -87,9 +87,9 @@ class ApexScheduler(OffloadScheduler):
         if not self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
         if load.requests:
-            pipeline.fill(ready)
+            pipeline.add_hidden(ready)
             if ready.overdue is not None:
-                pipeline.include(ready.overdue)
+                pipeline.add_overdue(ready.overdue)
         else:
             pipeline.split_evenly(ready)
         if self.config.disable_partial_progress_priority:

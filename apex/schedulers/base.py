@@ -29,7 +29,7 @@ class CohortState:
     members: list[Request]
     layer: int = -1
 
-    def plan(self, rule: SteppingRule) -> CohortPlan:
+    def to_plan(self, rule: SteppingRule) -> CohortPlan:
         return CohortPlan(self.cohort_id, tuple(self.members), rule)
 
 
@@ -174,7 +174,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
-        return cohort.plan(rule)
+        return cohort.to_plan(rule)
 
     def _under_way(self) -> list[CohortState]:
         """Cohorts part of the way through their token, the most advanced first."""
@@ -189,7 +189,7 @@ class OffloadScheduler(Scheduler, ABC):
         predicted: dict[str, float] | None = None,
     ) -> IterationPlan:
         """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and ``stepping`` cohorts step."""
-        cohorts = [cohort.plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
+        cohorts = [cohort.to_plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
         rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
         cohorts += [
             CohortPlan(next(self._cohort_ids), tuple(batch.requests), rule)

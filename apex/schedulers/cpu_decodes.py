@@ -30,7 +30,7 @@ class CpuDecodes:
     def context_tokens(self) -> int:
         return int(self.tokens.sum())
 
-    def at(self, positions: Sequence[int]) -> list[Request]:
+    def requests_at(self, positions: Sequence[int]) -> list[Request]:
         requests = self.requests
         return [requests[position] for position in positions]
 
@@ -52,15 +52,15 @@ class CpuDecodeQueue:
     def __len__(self) -> int:
         return len(self._positions) - self._next
 
-    def context(self, count: int) -> int:
+    def context_of_next(self, count: int) -> int:
         """Tokens of the next requests together."""
         return self._sums[self._next + count] - self._sums[self._next]
 
-    def take(self, count: int) -> list[Request]:
+    def take_requests(self, count: int) -> list[Request]:
         start, self._next = self._next, self._next + count
-        return self._decodes.at(self._positions[start : self._next].tolist())
+        return self._decodes.requests_at(self._positions[start : self._next].tolist())
 
-    def leave_out(self, fits: Callable[[int], bool]) -> None:
+    def skip_too_long(self, fits: Callable[[int], bool]) -> None:
         """Go on to the next request whose length ``fits``, without all that are as long as one that does not.
 
         Only a request shorter than all before it can be the next that fits: no others are asked about.

@@ -23,7 +23,7 @@ class FastDecodeScheduler(OffloadScheduler):
         return True
 
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        load = LaneLoad.of_draft(draft)
+        load = LaneLoad.from_draft(draft)
         if not ready:
             return self._gpu_only_plan(draft, load)
         pipeline = Pipeline(self.model, load)

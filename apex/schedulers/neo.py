@@ -21,13 +21,13 @@ class NeoScheduler(OffloadScheduler):
         return config.strategy != "gpu-only" and not config.disable_asymmetric_pipelining
 
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        pipeline = Pipeline(self.model, LaneLoad.of_draft(draft))
+        pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
         if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # nothing to hide behind: the two batches hide each other
             return self._pipelined_plan(draft, pipeline)
-        pipeline.fill(ready)
+        pipeline.add_hidden(ready)
         if ready.overdue is not None:
-            pipeline.include(ready.overdue)
+            pipeline.add_overdue(ready.overdue)
             return self._pipelined_plan(draft, pipeline)
         self._reduce_cpu_prefills(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):

@@ -26,7 +26,7 @@ class CpuBatch:
     def size(self) -> int:
         return len(self.requests) + self.num_under_way
 
-    def add(self, requests: Sequence[Request], tokens: int) -> None:
+    def add_requests(self, requests: Sequence[Request], tokens: int) -> None:
         """Take requests of so many tokens together."""
         self.requests += requests
         self.context_tokens += tokens
@@ -78,10 +78,10 @@ class Pipeline:
         lane_rows = self.num_requests - second.size
         ends_s = model.ends_s(lane_rows) + model.ends_s(second.size)
         if lane_rows and second.size:
-            ends_s -= model.iteration_s(0)
+            ends_s -= model.host_work_s(0)
         return model.num_layers * layer_s + ends_s
 
-    def fill(self, ready: CpuDecodes) -> None:
+    def add_hidden(self, ready: CpuDecodes) -> None:
         """Put each request into batch-1 or batch-0, wherever the CPU stays hidden; leave it out otherwise.
 
         A request more makes its batch's CPU time longer and, its linear time being longer too, hides more of the
@@ -93,16 +93,16 @@ class Pipeline:
         while queue:
             runs = [self._take_hidden_run(batch, queue) for batch in reversed(self.batches)]
             if not any(runs):
-                queue.leave_out(self._fits_a_batch())
+                queue.skip_too_long(self._fits_a_batch())
 
     def _take_hidden_run(self, batch: CpuBatch, queue: CpuDecodeQueue) -> int:
         """Put as many of the next requests into a batch as it can take and stay hidden; returns how many."""
-        cpu_attention_s, context = self.model.cpu_attention_s, queue.context
+        cpu_attention_s, context = self.model.cpu_attention_s, queue.context_of_next
         size, tokens = batch.size, batch.context_tokens
         run = longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)), self.window_s(batch), len(queue))
         if run:
             run_tokens = context(run)
-            batch.add(queue.take(run), run_tokens)
+            batch.add_requests(queue.take_requests(run), run_tokens)
         return run
 
     def _fits_a_batch(self) -> Callable[[int], bool]:
@@ -111,10 +111,10 @@ class Pipeline:
         grown = [(batch.size + 1, batch.context_tokens, self.window_s(batch)) for batch in self.batches]
         return lambda n: any(cpu_attention_s(size, tokens + n) <= window_s for size, tokens, window_s in grown)
 
-    def include(self, request: Request) -> None:
+    def add_overdue(self, request: Request) -> None:
         """Take a request along, hidden or not."""
         if not any(request in batch.requests for batch in self.batches):
-            self.batches[1].add([request], request.num_tokens)
+            self.batches[1].add_requests([request], request.num_tokens)
 
     def split_evenly(self, ready: CpuDecodes) -> None:
         """Take all requests, the longest first, into the batch with less to read, hidden or not."""
@@ -130,8 +130,8 @@ class Pipeline:
             else:
                 to_second.append(position)
                 ahead -= tokens
-        first.requests += ready.at(to_first)
-        second.requests += ready.at(to_second)
+        first.requests += ready.requests_at(to_first)
+        second.requests += ready.requests_at(to_second)
         total = first.context_tokens + second.context_tokens + ready.context_tokens
         first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
         second.context_tokens = (total - ahead) // 2

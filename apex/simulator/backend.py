@@ -63,7 +63,7 @@ class SimulatedTicket:
         return self.backend.is_ready(self.task)
 
     def wait(self) -> float:
-        return self.backend.collect(self.task)
+        return self.backend.collect_output(self.task)
 
     def times(self) -> TicketTimes:
         return self.task.times()
@@ -98,11 +98,11 @@ class SimulatedBackend:
         self._interconnect = interconnect
         self._last = model.num_layers - 1
         self._linear_s = _Memo(model.linear_s)
-        self._first_s = _Memo(model.first_s)
-        self._last_s = _Memo(model.last_s)
+        self._first_s = _Memo(model.first_boundary_s)
+        self._last_s = _Memo(model.last_boundary_s)
         self._hand_over_s = _Memo(model.hand_over_s)
-        self._iteration_s = model.iteration_s(0)
-        self._requests_s = _Memo(lambda requests: model.iteration_s(requests) - self._iteration_s)
+        self._iteration_s = model.host_work_s(0)
+        self._requests_s = _Memo(lambda requests: model.host_work_s(requests) - self._iteration_s)
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
@@ -130,7 +130,7 @@ class SimulatedBackend:
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
         self.clock_s += self._requests_s[len(items)]
-        load = LaneLoad.of(items)
+        load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
 
@@ -176,18 +176,18 @@ class SimulatedBackend:
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect
-            self._worker.settle(arrived_s)
-            to_host = self._to_host.book(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
+            self._worker.return_outputs(arrived_s)
+            to_host = self._to_host.book_transfer(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
             self._worker.slow_down(*to_host)
             arrived_s = to_host[1]
             return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
         return SimulatedTicket(self, self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host))
 
     def is_ready(self, task: CpuTask) -> bool:
-        self._worker.settle(self.clock_s)
+        self._worker.return_outputs(self.clock_s)
         return task.ready_s is not None and task.ready_s <= self.clock_s
 
-    def collect(self, task: CpuTask) -> float:
+    def collect_output(self, task: CpuTask) -> float:
         """Wait for a task's output; returns the seconds the worker computed for it."""
         self.clock_s = max(self.clock_s, self._worker.ready_s(task))
         busy_s = task.done_s - task.start_s
@@ -199,11 +199,11 @@ class SimulatedBackend:
         self.clock_s += self._iteration_s
         if not swaps:
             return
-        self._worker.settle(self.clock_s)
+        self._worker.return_outputs(self.clock_s)
         for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
             if blocks:
-                start_s, self.clock_s = link.book(self.clock_s, self._model.swap_s(blocks))
+                start_s, self.clock_s = link.book_transfer(self.clock_s, self._model.swap_s(blocks))
                 self._worker.slow_down(start_s, self.clock_s)
 
     # -- nothing is kept --------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def hardware_profile(
         raise ValueError(f"dtype {dtype!r} is not calibrated for {gpu.name}; take float16")
     if cpu_bandwidth_gb_s is not None and cpu_bandwidth_gb_s <= 0:
         raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive")
-    shape, itemsize = LayerShape.of(model_config), ITEMSIZES[dtype]
+    shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)

@@ -50,7 +50,7 @@ class Link:
         self.busy_s = 0.0
         self._free_s = 0.0
 
-    def book(self, earliest_s: float, seconds: float) -> tuple[float, float]:
+    def book_transfer(self, earliest_s: float, seconds: float) -> tuple[float, float]:
         """When a transfer that may begin at ``earliest_s`` begins and ends."""
         start_s = max(earliest_s, self._free_s)
         self._free_s = start_s + seconds
@@ -93,7 +93,7 @@ class SimulatedWorker:
         self._computing.append(task)
         return task
 
-    def settle(self, time_s: float) -> None:
+    def return_outputs(self, time_s: float) -> None:
         """Send back the outputs of all tasks done by ``time_s``, in the order in which they were done."""
         computing = self._computing
         while computing and computing[0].done_s <= time_s:
@@ -101,13 +101,13 @@ class SimulatedWorker:
             if not task.return_s:
                 task.ready_s = task.done_s
                 continue
-            start_s, task.ready_s = self._to_gpu.book(task.done_s, task.return_s)
+            start_s, task.ready_s = self._to_gpu.book_transfer(task.done_s, task.return_s)
             self.slow_down(start_s, task.ready_s)
 
     def ready_s(self, task: CpuTask) -> float:
         """When a task's output is on the GPU, if nothing more is submitted before."""
         while task.ready_s is None:  # outputs sent back before this one may delay it
-            self.settle(task.done_s)
+            self.return_outputs(task.done_s)
         return task.ready_s
 
     def slow_down(self, start_s: float, end_s: float) -> None:

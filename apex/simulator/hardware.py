@@ -54,7 +54,7 @@ class LayerShape:
     head_dim: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> LayerShape:
+    def from_config(cls, config: ModelConfig) -> LayerShape:
         return cls(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
 
     @property
@@ -91,7 +91,7 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What a GPU and a host have in common: a name and figures, ``machine["pcie_gb_s"]`` being a value."""
 
     name: str
@@ -102,12 +102,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Gpu(Machine):
+class Gpu(Hardware):
     layers: tuple[MeasuredLayer, ...] = ()
 
 
 @dataclass(frozen=True)
-class Host(Machine):
+class Host(Hardware):
     isa: str = "avx2"
 
 
@@ -143,7 +143,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
 
 
-def known(kind: str) -> list[str]:
+def known_hardware(kind: str) -> list[str]:
     """The names of the files in ``configs/hardware`` of a kind: "gpu" or "host"."""
     return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml") if _load_yaml(path).get("kind") == kind)
 
@@ -178,9 +178,10 @@ def _find(name_or_path: str | Path, kind: str) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".yaml" and path.is_file():
         return path
-    if str(name_or_path) in known(kind):
+    names = known_hardware(kind)
+    if str(name_or_path) in names:
         return HARDWARE_DIR / f"{name_or_path}.yaml"
-    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(known(kind))}; or give a .yaml file")
+    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(names)}; or give a .yaml file")
 
 
 def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Figure]]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from apex.timeline.spans import Iteration, Kind, Load, Span, Timeline
+from apex.timeline.spans import Iteration, Kind, Span, SpanWork, Timeline
 
 ZOOM_LAYERS = 8
 
@@ -36,11 +36,11 @@ class Row:
     kinds: tuple[Kind, ...]
     slot: int | None = None
 
-    def holds(self, span: Span) -> bool:
+    def shows(self, span: Span) -> bool:
         return span.kind in self.kinds and (self.slot is None or span.cohorts[0].slot == self.slot)
 
 
-def draw(timeline: Timeline) -> Figure:
+def draw_timeline(timeline: Timeline) -> Figure:
     """The chart. Boxes carry their layer where it fits; colours tell the cohorts apart.
 
     Raises:
@@ -72,7 +72,7 @@ def draw(timeline: Timeline) -> Figure:
     explanation = "the marked part enlarged; numbers are layers, E is the embedding, L the logits"
     detail.set_title(explanation, loc="left", fontsize=8.5, color=FAINT, pad=3)
     write_texts(figure, timeline, height)
-    legend(figure, timeline, height)
+    draw_legend(figure, timeline, height)
     return figure
 
 
@@ -92,7 +92,7 @@ def chart_rows(timeline: Timeline) -> list[Row]:
         Row("PCIe\nto GPU", (Kind.TO_GPU,)),
         Row("swaps", (Kind.SWAP,)),
     ]
-    return [row for row in rows if any(row.holds(span) for span in timeline.spans)]
+    return [row for row in rows if any(row.shows(span) for span in timeline.spans)]
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
@@ -130,12 +130,12 @@ def draw_rows(
     for place, row in enumerate(rows):
         y = len(rows) - 1 - place
         for span in timeline.spans:
-            if not row.holds(span) or span.end_s <= start_s or span.start_s >= end_s:
+            if not row.shows(span) or span.end_s <= start_s or span.start_s >= end_s:
                 continue
             if span.kind is Kind.WAIT and span.duration_s * points_per_s < LEAST_WAIT_POINTS:
                 continue  # asking for a result that is there takes microseconds
             left_s, right_s = max(span.start_s, start_s), min(span.end_s, end_s)
-            box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
+            draw_box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
             text = box_text(span, timeline.num_layers, (right_s - left_s) * points_per_s) if labels else ""
             if text:
                 middle_ms = ((left_s + right_s) / 2 - zero_s) * 1e3
@@ -160,7 +160,7 @@ def draw_rows(
         ax.axhline(y - 0.5, color="#EEEEEE", linewidth=0.8, zorder=0)
 
 
-def box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined: bool) -> None:
+def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined: bool) -> None:
     colour, hatch = box_style(span)
     edge = {"edgecolor": "#FFFFFF" if hatch is None else FAINT, "linewidth": 0.7 if outlined else 0.0}
     place = (left_ms, y - ROW_HEIGHT / 2)
@@ -194,11 +194,11 @@ def box_text(span: Span, num_layers: int, room: float) -> str:
     layer = {-1: "E", num_layers - 1: "L"}.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
     layer = layer or str("" if span.layer is None else span.layer)
     if span.kind is Kind.SWAP:
-        texts = [f"{span.load.requests} requests", str(span.load.requests)]
+        texts = [f"{span.work.requests} requests", str(span.work.requests)]
     elif span.kind in (Kind.LINEAR, Kind.ATTENTION):
         texts = [f"{layer} + {letters}", layer] if letters else [layer]
     else:
-        texts = [f"{letters}: layer {layer}, {span.load.requests} requests", f"{letters}: layer {layer}"]
+        texts = [f"{letters}: layer {layer}, {span.work.requests} requests", f"{letters}: layer {layer}"]
         texts += [f"{letters} {layer}", layer]
     return next((text for text in texts if (len(text) + 1) * POINTS_PER_CHARACTER <= room), "")
 
@@ -243,14 +243,14 @@ def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
     figure.text(0.01, 0.07 / height, NOTE, fontsize=7.5, va="bottom", color=FAINT, linespacing=1.3)
 
 
-def legend(figure: Figure, timeline: Timeline, height: float) -> None:
+def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
     """Colours, and how much the lane and each cohort hold where they are first seen."""
     lane = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
-    what = "lane" if lane is None else f"lane: {load_text(lane.load)}"
+    what = "lane" if lane is None else f"lane: {work_text(lane.work)}"
     handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]
     first = {span.cohorts[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
     for slot, span in sorted(first.items()):
-        text = f"cohort {span.cohorts[0].letter}: {load_text(span.load)}"
+        text = f"cohort {span.cohorts[0].letter}: {work_text(span.work)}"
         handles.append(Patch(color=cohort_colour(slot), label=text))
     if any(span.kind is Kind.OTHER for span in timeline.spans):
         handles.append(Patch(color=HOST_WORK, label="host work"))
@@ -262,7 +262,7 @@ def legend(figure: Figure, timeline: Timeline, height: float) -> None:
     figure.legend(handles=handles, **where, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.6)
 
 
-def load_text(load: Load) -> str:
-    context = f"{load.context_tokens / 1000:.1f}k" if load.context_tokens >= 10_000 else str(load.context_tokens)
-    tokens = f" ({load.tokens} tokens)" if load.tokens != load.requests else ""
-    return f"{load.requests} request{'s' if load.requests != 1 else ''}{tokens}, {context} tokens of context"
+def work_text(work: SpanWork) -> str:
+    context = f"{work.context_tokens / 1000:.1f}k" if work.context_tokens >= 10_000 else str(work.context_tokens)
+    tokens = f" ({work.tokens} tokens)" if work.tokens != work.requests else ""
+    return f"{work.requests} request{'s' if work.requests != 1 else ''}{tokens}, {context} tokens of context"

@@ -27,10 +27,10 @@ def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
     Raises:
         OSError: the files cannot be written.
     """
-    from apex.timeline.figure import draw  # matplotlib takes a while to load: only where something is drawn
+    from apex.timeline.figure import draw_timeline  # matplotlib takes a while to load: only where something is drawn
 
     trace, picture = timeline_paths(target, timeline.system)
     trace.parent.mkdir(parents=True, exist_ok=True)
     trace.write_text(json.dumps(trace_json(timeline)) + "\n")
-    draw(timeline).savefig(picture, dpi=160)
+    draw_timeline(timeline).savefig(picture, dpi=160)
     return trace, picture

@@ -128,7 +128,7 @@ def drawn(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_layer
         if span.kind in kinds:
             start_ms, duration_ms = milliseconds(span.start_s - zero_s), milliseconds(span.duration_s)
             letters = "".join(tag.letter for tag in span.cohorts)
-            words = f"{span_name(span, num_layers)}; {span.load.requests} requests, {span.load.tokens} tokens"
+            words = f"{span_name(span, num_layers)}; {span.work.requests} requests, {span.work.tokens} tokens"
             yield [start_ms, duration_ms, span.kind.name.lower(), letters, words]
 
 

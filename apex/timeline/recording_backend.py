@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from apex.executor import Cohort, OverlapExecutor
-from apex.timeline.spans import CohortTag, Iteration, Kind, Load, Poll, Span
+from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.engine.backend import Backend, Batch, Ticket
@@ -24,7 +24,7 @@ class RecordedBatch:
     """A lane (no ``tag``) or a cohort of the backend behind, and the indexes of the spans that last moved it."""
 
     inner: Batch
-    load: Load
+    work: SpanWork
     requests: tuple[Request, ...] = ()
     tag: CohortTag | None = None
     boundary: int | None = None
@@ -44,7 +44,7 @@ class RecordedTicket:
     index: int
     iteration: int
     layer: int
-    batch_load: Load
+    batch_work: SpanWork
     tag: CohortTag
     after: tuple[int, ...]
 
@@ -58,13 +58,13 @@ class RecordedTicket:
     def wait(self) -> float:
         start_s = self.backend.now()
         seconds = self.inner.wait()
-        self.backend.note(Kind.WAIT, start_s, self.layer, self.batch_load, (self.tag,))
+        self.backend.record_span(Kind.WAIT, start_s, self.layer, self.batch_work, (self.tag,))
         self.backend.outstanding.pop(self.index, None)
         return seconds
 
     def spans(self, indexes: Iterator[int]) -> Iterator[Span]:
         times = self.inner.times()
-        where = {"layer": self.layer, "load": self.batch_load, "cohorts": (self.tag,)}
+        where = {"layer": self.layer, "work": self.batch_work, "cohorts": (self.tag,)}
         if times.to_host is not None:
             yield Span(next(indexes), Kind.TO_HOST, *times.to_host, self.iteration, **where, after=self.after)
         yield Span(
@@ -110,8 +110,8 @@ class RecordingBackend:
     def now(self) -> float:
         return self.inner.now()
 
-    def note(
-        self, kind: Kind, start_s: float, layer: int | None, load: Load, cohorts: tuple[CohortTag, ...] = (),
+    def record_span(
+        self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cohorts: tuple[CohortTag, ...] = (),
         after: tuple[int, ...] = (),
     ) -> int | None:  # fmt: skip
         """A span from ``start_s`` to now; returns its index. What takes no time at all leaves none."""
@@ -119,39 +119,39 @@ class RecordingBackend:
         if end_s <= start_s:
             return None
         index = next(self.indexes)
-        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, load, cohorts, after))
+        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, work, cohorts, after))
         return index
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         start_s = self.now()
         self.inner.swap(swaps)
         tokens = sum(swap.request.num_computed_tokens for swap in swaps)
-        self.note(Kind.SWAP if swaps else Kind.OTHER, start_s, None, Load(0, len(swaps), tokens))
+        self.record_span(Kind.SWAP if swaps else Kind.OTHER, start_s, None, SpanWork(0, len(swaps), tokens))
 
     def open_lane(self, items: Sequence[LaneItem]) -> RecordedBatch:
         start_s = self.now()
         batch = self.inner.open_lane(items)
-        load = Load(batch.num_rows, len(items), sum(item.context_len for item in items))
-        self.note(Kind.OTHER, start_s, None, load)
-        return RecordedBatch(batch, load)
+        work = SpanWork(batch.num_rows, len(items), sum(item.context_len for item in items))
+        self.record_span(Kind.OTHER, start_s, None, work)
+        return RecordedBatch(batch, work)
 
     def open_cohort(self, requests: Sequence[Request]) -> RecordedBatch:
         start_s = self.now()
         cohort = self._tagged(self.inner.open_cohort(requests), requests)
-        self.note(Kind.OTHER, start_s, None, cohort.load, (cohort.tag,))
+        self.record_span(Kind.OTHER, start_s, None, cohort.work, (cohort.tag,))
         return cohort
 
     def drop_rows(self, cohort: RecordedBatch, request_ids: frozenset[str]) -> RecordedBatch:
         batch = self.inner.drop_rows(cohort.inner, request_ids)
         staying = tuple(request for request in cohort.requests if request.request_id not in request_ids)
-        return self._keep(replace(cohort, inner=batch, load=_cohort_load(staying), requests=staying))
+        return self._hold_slot(replace(cohort, inner=batch, work=_cohort_work(staying), requests=staying))
 
     def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedBatch:
         slot = next(slot for slot in itertools.count() if slot not in self._slots)
         tag = CohortTag(next(self._cohort_numbers), slot)
-        return self._keep(RecordedBatch(batch, _cohort_load(requests), tuple(requests), tag))
+        return self._hold_slot(RecordedBatch(batch, _cohort_work(requests), tuple(requests), tag))
 
-    def _keep(self, cohort: RecordedBatch) -> RecordedBatch:
+    def _hold_slot(self, cohort: RecordedBatch) -> RecordedBatch:
         self._slots[cohort.tag.slot] = cohort  # until the executor lets go of it
         return cohort
 
@@ -161,8 +161,8 @@ class RecordingBackend:
         cohorts = [batch for batch in batches if batch.tag is not None]
         kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
         tickets = tuple(cohort.ticket for cohort in cohorts if cohort.ticket is not None)
-        load = sum((batch.load for batch in batches), Load())
-        index = self.note(kind, start_s, layer, load, tuple(cohort.tag for cohort in cohorts), tickets)
+        work = sum((batch.work for batch in batches), SpanWork())
+        index = self.record_span(kind, start_s, layer, work, tuple(cohort.tag for cohort in cohorts), tickets)
         for cohort in cohorts:
             cohort.boundary, cohort.ticket = index, None
         return tokens
@@ -170,7 +170,7 @@ class RecordingBackend:
     def gpu_attention(self, layer: int, lane: RecordedBatch) -> None:
         start_s = self.now()
         self.inner.gpu_attention(layer, lane.inner)
-        self.note(Kind.ATTENTION, start_s, layer, lane.load)
+        self.record_span(Kind.ATTENTION, start_s, layer, lane.work)
 
     def whole_iteration(self, lane: RecordedBatch) -> None:
         """What is to be seen layer by layer is done layer by layer."""
@@ -178,21 +178,21 @@ class RecordingBackend:
     def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
         start_s = self.now()
         inner = self.inner.submit_cpu_attention(layer, cohort.inner)
-        self.note(Kind.OTHER, start_s, layer, cohort.load, (cohort.tag,))
+        self.record_span(Kind.OTHER, start_s, layer, cohort.work, (cohort.tag,))
         cohort.ticket = next(self.indexes)
         after = () if cohort.boundary is None else (cohort.boundary,)
-        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.load, cohort.tag, after)
+        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.work, cohort.tag, after)
         self.notes.tickets.append(ticket)
         self.outstanding[ticket.index] = ticket
         return ticket
 
-    def adopt(self, cohort: Cohort, requests: Sequence[Request]) -> None:
+    def adopt_cohort(self, cohort: Cohort, requests: Sequence[Request]) -> None:
         """Record a cohort from here on that was opened before anybody did, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:
             batch.ticket, iteration = next(self.indexes), self.notes.iteration
             ticket = RecordedTicket(
-                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.load, batch.tag, after=()
+                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.work, batch.tag, after=()
             )
             self.outstanding[ticket.index] = cohort.ticket = ticket
 
@@ -203,8 +203,8 @@ class RecordingBackend:
         self.inner.close()
 
 
-def _cohort_load(requests: Sequence[Request]) -> Load:
-    return Load(len(requests), len(requests), sum(request.num_tokens for request in requests))
+def _cohort_work(requests: Sequence[Request]) -> SpanWork:
+    return SpanWork(len(requests), len(requests), sum(request.num_tokens for request in requests))
 
 
 # -- coming and going -------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Requ
     """Record what the executor does from its next iteration on. ``requests`` are the scheduler's, by their ids."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
-        backend.adopt(cohort, [requests[i] for i in cohort.request_ids if i in requests])
+        backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
     return backend
 
 

@@ -30,15 +30,15 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Load:
+class SpanWork:
     """How much a lane or cohort holds; ``context_tokens`` are those attended to, summed over the requests."""
 
     tokens: int = 0
     requests: int = 0
     context_tokens: int = 0
 
-    def __add__(self, other: Load) -> Load:
-        return Load(
+    def __add__(self, other: SpanWork) -> SpanWork:
+        return SpanWork(
             self.tokens + other.tokens, self.requests + other.requests, self.context_tokens + other.context_tokens
         )
 
@@ -69,7 +69,7 @@ class Span:
     end_s: float
     iteration: int
     layer: int | None = None
-    load: Load = Load()
+    work: SpanWork = SpanWork()
     cohorts: tuple[CohortTag, ...] = ()
     after: tuple[int, ...] = ()
 
@@ -133,7 +133,7 @@ def span_name(span: Span, num_layers: int) -> str:
     if span.kind is Kind.ATTENTION:
         return f"attention {span.layer}"
     if span.kind is Kind.SWAP:
-        return f"swap of {span.load.requests}"
+        return f"swap of {span.work.requests}"
     if span.kind is Kind.OTHER:
         return "hand-over" if span.layer is not None else "preparation"
     what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
-from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known, load_gpu, load_host, load_model_config
+from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known_hardware, load_gpu, load_host, load_model_config
 from swiftllm.model.config import ModelConfig
 
 GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver take the rest
@@ -18,7 +18,7 @@ HOST_MEMORY_SHARE = 0.5  # as the engine does on a machine that is here
 
 
 @dataclass(frozen=True)
-class Machine:
+class PredictedMachine:
     """Predicted hardware and the model on it."""
 
     gpu: Gpu
@@ -29,7 +29,7 @@ class Machine:
     table: ProfileTable
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         gb_s = self.table.identity["cpu_attention_gb_s"]
         return f"{self.model_name} ({self.dtype}) on {self.gpu.name} and {self.host.name}, CPU attention at {gb_s} GB/s"
 
@@ -59,18 +59,18 @@ class Machine:
         return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
 
 
-def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> Machine:
+def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> PredictedMachine:
     """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
 
     Raises:
         ValueError: a name is not among those there are, which the message lists; or an option makes no sense.
     """
-    gpu = _find("gpu", gpu_name, load_gpu, known("gpu"))
-    host = _find("host", host_name, load_host, known("host"))
+    gpu = _find("gpu", gpu_name, load_gpu, known_hardware("gpu"))
+    host = _find("host", host_name, load_host, known_hardware("host"))
     models = sorted(path.name for path in MODELS_DIR.iterdir())
     model = _find("model", model_name, load_model_config, models)
     table = hardware_profile(gpu, host, model, dtype=dtype, **options)
-    return Machine(gpu, host, model, Path(model_name).name, dtype, table)
+    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
