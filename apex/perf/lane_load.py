@@ -1,4 +1,4 @@
-"""What a lane asks of the GPU, counted: the sizes that predictions and simulated times are made of."""
+"""The load of a lane: the sizes from which its times are predicted and simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftllm.scheduling.plan_draft import PlanDraft
 
 @dataclass(frozen=True)
 class LaneLoad:
-    """What a lane asks of the GPU: counts of tokens and requests."""
+    """The work of a lane, in tokens and requests. ``decode_context`` is summed over the decodes, in tokens."""
 
     tokens: int
     requests: int
@@ -43,17 +43,17 @@ class LaneLoad:
         )
 
     def without(self, chunk: LaneItem) -> LaneLoad:
-        """The load if a prefill did not run."""
+        """The load without one of its prefills."""
         chunks = list(self.chunks)
         chunks.remove((chunk.num_tokens, chunk.start))
         return replace(self, tokens=self.tokens - chunk.num_tokens, requests=self.requests - 1, chunks=tuple(chunks))
 
     def gpu_attention_s(self, model: PerfModel) -> float:
-        """One layer's attention in the lane, prefills and decodes."""
+        """Seconds of one layer's attention in the lane, prefills and decodes."""
         decode_s = model.gpu_attention_s(self.decodes, self.decode_context)
         return decode_s + model.prefill_attention_s(self.chunks)
 
 
 def context_tokens(requests: Sequence[Request]) -> int:
-    """What a decode of all of them attends to."""
+    """Tokens that a decode of all these requests attends to."""
     return sum([request.num_tokens for request in requests])

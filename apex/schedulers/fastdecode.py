@@ -19,7 +19,7 @@ class FastDecodeScheduler(OffloadScheduler):
     def _may_offload(self) -> bool:
         config = self.config
         if config.strategy not in ("auto", "asymmetric-pipelining") or config.disable_asymmetric_pipelining:
-            raise ValueError("fastdecode is asymmetric pipelining and nothing else; use --system neo or apex")
+            raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
         return True
 
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
