@@ -1,4 +1,4 @@
-"""Draws a timeline as a Gantt chart: the whole window small above, some layers of it large enough to read below."""
+"""Draws a timeline as a Gantt chart: an overview of the whole window above, some of its layers enlarged below."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTS_PER_CHARACTER = 0.62 * LABEL_POINTS
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the chart and the kinds of spans in it; a row of steps belongs to one cohort slot."""
+    """A row of the chart and its kinds of spans; a row of steps belongs to one cohort slot."""
 
     title: str
     kinds: tuple[Kind, ...]
@@ -41,7 +41,7 @@ class Row:
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """The chart. Boxes carry their layer where it fits; colours tell the cohorts apart.
+    """Draw the chart. Boxes show their layer where it fits; each cohort slot has a colour.
 
     Raises:
         ValueError: the timeline is empty.
@@ -49,7 +49,7 @@ def draw_timeline(timeline: Timeline) -> Figure:
     if not timeline.iterations or not timeline.spans:
         raise ValueError("nothing to draw: no iteration was recorded")
     rows, zoom = chart_rows(timeline), zoom_window(timeline)
-    # From the top down, in inches: texts, small chart, gap, large chart, legend and note.
+    # From the top down, in inches: texts, overview, gap, detail, legend and note.
     heights = (0.98, 0.19 * len(rows), 0.58, 0.44 * len(rows), 1.08)
     height = sum(heights)
     figure = Figure(figsize=(WIDTH_INCHES, height))
@@ -76,11 +76,11 @@ def draw_timeline(timeline: Timeline) -> Figure:
     return figure
 
 
-# -- what goes where --------------------------------------------------------------------------------------------------
+# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def chart_rows(timeline: Timeline) -> list[Row]:
-    """The rows that have something to show, top to bottom."""
+    """The rows that have a span, top to bottom."""
     slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
     letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
     rows = [
@@ -96,9 +96,10 @@ def chart_rows(timeline: Timeline) -> list[Row]:
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
-    """Some layers in a row, in an iteration: those where cohorts cross and compute most, and of these the middle ones.
+    """The window to enlarge, in seconds: consecutive layers of one iteration, with the most work of cohorts.
 
-    From the start of one boundary of the lane (of any batch where the lane is empty) to the start of another.
+    Of several such windows it is the middle one. It reaches from the start of one boundary of the lane to the start of
+    another; with an empty lane boundaries of cohorts count.
     """
     crossings = [span for span in timeline.spans if span.kind in (Kind.LINEAR, Kind.STEP)]
     lane = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
@@ -124,7 +125,7 @@ def zoom_window(timeline: Timeline) -> tuple[float, float]:
 def draw_rows(
     ax: Axes, timeline: Timeline, rows: Sequence[Row], window: tuple[float, float], zero_s: float, *, labels: bool
 ) -> None:
-    """The spans that reach into the window, cut off at its edges."""
+    """Draw the spans of the window, cut off at its edges."""
     start_s, end_s = window
     points_per_s = width_points(ax) / (end_s - start_s)
     for place, row in enumerate(rows):
@@ -133,7 +134,7 @@ def draw_rows(
             if not row.shows(span) or span.end_s <= start_s or span.start_s >= end_s:
                 continue
             if span.kind is Kind.WAIT and span.duration_s * points_per_s < LEAST_WAIT_POINTS:
-                continue  # asking for a result that is there takes microseconds
+                continue  # collecting a result that is ready takes microseconds
             left_s, right_s = max(span.start_s, start_s), min(span.end_s, end_s)
             draw_box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
             text = box_text(span, timeline.num_layers, (right_s - left_s) * points_per_s) if labels else ""
@@ -165,7 +166,7 @@ def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outl
     edge = {"edgecolor": "#FFFFFF" if hatch is None else FAINT, "linewidth": 0.7 if outlined else 0.0}
     place = (left_ms, y - ROW_HEIGHT / 2)
     ax.add_patch(Rectangle(place, width_ms, ROW_HEIGHT, facecolor=colour, hatch=hatch, **edge))
-    if span.kind is Kind.LINEAR:  # riders: a stripe each at the foot of the lane's box
+    if span.kind is Kind.LINEAR:  # a stripe for each rider at the foot of the lane's box
         stripe = ROW_HEIGHT * 0.36 / max(1, len(span.cohorts))
         for number, tag in enumerate(span.cohorts):
             foot = (left_ms, y - ROW_HEIGHT / 2 + number * stripe)
@@ -173,7 +174,7 @@ def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outl
 
 
 def box_style(span: Span) -> tuple[str, str | None]:
-    """Fill and hatching."""
+    """Fill colour and hatching."""
     lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
     if span.kind is Kind.WAIT:
         return "#FFFFFF", "////"
@@ -187,7 +188,7 @@ def cohort_colour(slot: int) -> str:
 
 
 def box_text(span: Span, num_layers: int, room: float) -> str:
-    """The longest of a box's texts that fits into ``room`` points, if any."""
+    """The longest text of a box that fits ``room`` points; empty if none does."""
     if span.kind in (Kind.WAIT, Kind.OTHER):
         return ""
     letters = "+".join(tag.letter for tag in span.cohorts)
@@ -204,7 +205,7 @@ def box_text(span: Span, num_layers: int, room: float) -> str:
 
 
 def mark_iterations(ax: Axes, iterations: Sequence[Iteration], zero_s: float) -> None:
-    """Where each begins, and above it what it is as far as there is room to say so."""
+    """Mark the start of each iteration and describe it above, as far as it fits."""
     (left, right), top = ax.get_xlim(), ax.get_ylim()[1]
     points_per_ms = width_points(ax) / (right - left)
     for iteration in iterations:
@@ -225,7 +226,7 @@ def width_points(ax: Axes) -> float:
     return ax.figure.get_size_inches()[0] * 72 * ax.get_position().width
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------------------------
 
 NOTE = (
     "Lane: requests that go straight through all layers. Cohort: requests whose KV cache is in host memory, where the "
@@ -244,7 +245,7 @@ def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
 
 
 def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
-    """Colours, and how much the lane and each cohort hold where they are first seen."""
+    """The colours, and the first recorded size of the lane and of each cohort."""
     lane = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
     what = "lane" if lane is None else f"lane: {work_text(lane.work)}"
     handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]

@@ -1,7 +1,6 @@
-"""Records single iterations of an engine that goes on serving, for the status page to draw.
+"""Records single iterations of a serving engine for the status page.
 
-Whoever asks for the last recording thereby orders the next one. Between two of them nothing is wrapped and nothing
-costs time.
+A request for the last recording starts the next one. Between recordings nothing is wrapped and nothing costs time.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its attention on the CPU is done too, which may outlast it: only then the times are known."""
+        """Whether its CPU attention is done too, which may outlast the iteration; before that, times may change."""
         tickets = (*self.notes.carried, *self.notes.tickets)
         return self.result is not None and all(ticket.inner.ready() for ticket in tickets)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the notes are of one iteration that did something; one that failed in between would leave more."""
+        """Whether the notes cover exactly one iteration with work; a failed iteration in between adds spans."""
         lane = self.notes.spans
         return bool(lane) and lane[-1].end_s - lane[0].start_s <= self.result.duration_s
 
@@ -58,7 +57,7 @@ class Recording:
 
 
 class LiveTimeline:
-    """An observer of the engine's service: all but :meth:`latest` happens on the engine's thread."""
+    """An observer of the engine's service. All methods but :meth:`latest` run on the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -68,7 +67,7 @@ class LiveTimeline:
         self._latest: dict[str, Any] | None = None
 
     def latest(self) -> dict[str, Any] | None:
-        """The last iteration recorded, see :func:`drawing`; orders the next. Any thread."""
+        """The last recorded iteration, see :func:`drawing`, or None; requests the next one. Any thread."""
         self._wanted = True
         return self._latest
 
@@ -97,10 +96,10 @@ class LiveTimeline:
 
 
 def drawing(recording: Recording) -> dict[str, Any]:
-    """An iteration as JSON: its account, and rows of spans in the order in which a page shows them.
+    """An iteration as JSON: its totals, and rows of spans in the order in which a page shows them.
 
-    A span is [start, duration, kind, cohort letters, words], in milliseconds from the start of the iteration, which it
-    may begin before and outlast.
+    A span is [start, duration, kind, cohort letters, text], in milliseconds from the start of the iteration. It may
+    begin before the iteration and end after it.
     """
     plan, result, spans = recording.plan, recording.result, recording.spans()
     zero_s = min(span.start_s for span in spans if span.kind.is_lane)

@@ -14,10 +14,10 @@ Event = dict[str, Any]
 
 
 def trace_json(timeline: Timeline) -> dict[str, Any]:
-    """The trace of a timeline, JSON-able.
+    """The trace of a timeline as JSON values.
 
-    Complete events in microseconds from the first iteration's start, a thread for each row, arrows from boundary to
-    ticket and from ticket to the boundary that took its result.
+    It has complete events in microseconds from the first iteration's start, and a thread for each row. Arrows go from a
+    boundary to its ticket, and from a ticket to the boundary that used its result.
     """
     trace = _Trace(timeline)
     events = [
@@ -32,7 +32,7 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
 
 
 class _Trace:
-    """Makes events. A row is a process and a thread of it, by their names."""
+    """Makes events. A row is a pair of names: a process and one of its threads."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline

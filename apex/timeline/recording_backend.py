@@ -1,7 +1,7 @@
-"""A backend with notes of what an executor asked of it: what happened when, and what had to end before.
+"""A backend that records what an executor asks of it: each operation's times, and what had to end before it.
 
-It stands in for the real one only while somebody records, whenever that is: cohorts under way are taken in at the
-beginning and given back at the end.
+It replaces the real backend only while a recording runs. Cohorts under way are wrapped at its start and unwrapped at
+its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swiftllm.engine.executor import LaneExecutor
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """A lane (no ``tag``) or a cohort of the backend behind, and the indexes of the spans that last moved it."""
+    """A lane (no ``tag``) or a cohort of the wrapped backend, and the indexes of the spans that last moved it."""
 
     inner: Batch
     work: SpanWork
@@ -37,7 +37,7 @@ class RecordedBatch:
 
 @dataclass(eq=False)
 class RecordedTicket:
-    """A ticket that notes failed polls and waiting. Its spans are made at the end: until then it may be delayed."""
+    """A ticket that records failed polls and waiting. Its spans are made at the end, when its times are final."""
 
     backend: RecordingBackend
     inner: Ticket
@@ -76,7 +76,7 @@ class RecordedTicket:
 
 @dataclass
 class Notes:
-    """What was noted in one iteration; ``carried`` are the tickets under way when it began."""
+    """The record of one iteration; ``carried`` are the tickets under way when it began."""
 
     iteration: int
     carried: tuple[RecordedTicket, ...] = ()
@@ -89,7 +89,7 @@ class Notes:
 
 
 class RecordingBackend:
-    """Any backend, with notes of what it is asked and how long that takes."""
+    """Wraps any backend and records its operations and their times."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -114,7 +114,7 @@ class RecordingBackend:
         self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cohorts: tuple[CohortTag, ...] = (),
         after: tuple[int, ...] = (),
     ) -> int | None:  # fmt: skip
-        """A span from ``start_s`` to now; returns its index. What takes no time at all leaves none."""
+        """Record a span from ``start_s`` to now; returns its index, or None for one of no duration."""
         end_s = self.inner.now()
         if end_s <= start_s:
             return None
@@ -152,7 +152,7 @@ class RecordingBackend:
         return self._hold_slot(RecordedBatch(batch, _cohort_work(requests), tuple(requests), tag))
 
     def _hold_slot(self, cohort: RecordedBatch) -> RecordedBatch:
-        self._slots[cohort.tag.slot] = cohort  # until the executor lets go of it
+        self._slots[cohort.tag.slot] = cohort  # a weak reference: free again once the executor drops the cohort
         return cohort
 
     def boundary(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
@@ -173,7 +173,7 @@ class RecordingBackend:
         self.record_span(Kind.ATTENTION, start_s, layer, lane.work)
 
     def whole_iteration(self, lane: RecordedBatch) -> None:
-        """What is to be seen layer by layer is done layer by layer."""
+        """Declined, so that the executor goes layer by layer and each operation is recorded."""
 
     def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
         start_s = self.now()
@@ -187,7 +187,7 @@ class RecordingBackend:
         return ticket
 
     def adopt_cohort(self, cohort: Cohort, requests: Sequence[Request]) -> None:
-        """Record a cohort from here on that was opened before anybody did, and its ticket."""
+        """Wrap a cohort that was opened before recording began, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:
             batch.ticket, iteration = next(self.indexes), self.notes.iteration
@@ -207,11 +207,11 @@ def _cohort_work(requests: Sequence[Request]) -> SpanWork:
     return SpanWork(len(requests), len(requests), sum(request.num_tokens for request in requests))
 
 
-# -- coming and going -------------------------------------------------------------------------------------------------
+# -- begin and end ----------------------------------------------------------------------------------------------------
 
 
 def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
-    """Record what the executor does from its next iteration on. ``requests`` are the scheduler's, by their ids."""
+    """Record the executor from its next iteration on. ``requests`` are the scheduler's, by id."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
         backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
@@ -219,7 +219,7 @@ def attach(executor: LaneExecutor | OverlapExecutor, requests: Mapping[str, Requ
 
 
 def detach(executor: LaneExecutor | OverlapExecutor, backend: RecordingBackend) -> None:
-    """Give the executor back what it had; harmless if it has been given yet another backend since."""
+    """Give the executor its own backend back; does nothing if its backend was replaced since."""
     if executor.backend is not backend:
         return
     executor.backend = backend.inner
