@@ -31,7 +31,7 @@ class StrategyConfig:
     max_wait_iterations: int = 1000
     # Not in the papers: this protects against starvation. It serves one request at a time. Otherwise it would decide
     # nearly every iteration where the CPU needs longer than this to attend to its whole tier.
-    """Iterations a CPU request may be left out; then it is served whatever the model predicts, one in as many."""
+    """Iterations after which a CPU request left out is served, whatever the model predicts; one in as many at most."""
 
     def __post_init__(self) -> None:
         if self.min_cpu_request_ratio < 0:

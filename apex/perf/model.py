@@ -171,7 +171,7 @@ class PerfModel:
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
     def linear_s(self, tokens: int) -> float:
-        """One boundary (T_l) with so many tokens; 0 for an empty batch."""
+        """One boundary (T_l) of a batch of ``tokens``; 0 for an empty batch."""
         seconds = self._linear_s.get(tokens)
         if seconds is None:
             seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
@@ -209,11 +209,11 @@ class PerfModel:
         return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
 
     def hand_over_s(self, requests: int) -> float:
-        """What submitting a cohort of so many requests to the CPU worker costs the lane, in one layer."""
+        """What submitting a cohort of ``requests`` to the CPU worker costs the lane, in one layer."""
         return self._curve("hand_over", self.table.hand_over, requests)
 
     def host_work_s(self, requests: int) -> float:
-        """The host's work in an iteration of so many requests; with 0 the fixed part of every iteration."""
+        """The host's work in an iteration of ``requests``; with 0 the fixed part of every iteration."""
         return self.table.iteration(requests)
 
     def swap_s(self, blocks: int) -> float:

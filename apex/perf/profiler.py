@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
-from apex.perf.workbench import Sampler, Workbench
+from apex.perf.workbench import TimedOperation, Workbench
 from swiftllm.core.request import Tier
 
 ROUNDS = 7
 
 Size = int | tuple[int, int]
-Operations = dict[str, dict[Size, Sampler]]
+Operations = dict[str, dict[Size, TimedOperation]]
 Seconds = dict[str, dict[Size, float]]
 
 

@@ -1,7 +1,7 @@
 """Synthetic work for the profiler: each operation of a backend at a given size, ready to be timed repeatedly.
 
-A method prepares an operation and returns its sampler: a function that runs it once and returns its seconds. The layer
-changes from run to run, so that weights and KV caches come from memory, as in a serving engine.
+A method prepares an operation and returns a function that runs it once and returns its seconds. The layer changes from
+run to run, so that weights and KV caches come from memory, as in a serving engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.backend import Backend, Batch
 
-Sampler = Callable[[], float]
+TimedOperation = Callable[[], float]
 
 MOST_BLOCKS = 8192
 """Blocks of a tier in use, unless a request needs more: enough for a large batch of long contexts."""
@@ -33,7 +33,7 @@ HAND_OVERS = 3
 
 
 class Workbench:
-    """Makes samplers. They run within :meth:`in_use`, without requests, and overwrite the pools' contents."""
+    """Makes timed operations. They run within :meth:`in_use`, without requests, and overwrite the pools' contents."""
 
     def __init__(
         self,
@@ -70,34 +70,34 @@ class Workbench:
 
     # -- the lane ---------------------------------------------------------------------------------------------------
 
-    def linear(self, tokens: int) -> Sampler:
+    def linear(self, tokens: int) -> TimedOperation:
         """A boundary between two layers."""
         lane, layers = self._lane(self._prefill_items(tokens)), self._layers()
         return self._repeated(lambda: self.backend.boundary(next(layers), [lane]), tokens)
 
-    def first_boundary(self, rows: int) -> Sampler:
+    def first_boundary(self, rows: int) -> TimedOperation:
         """The boundary before all layers."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(-1, [lane]), rows)
 
-    def last_boundary(self, rows: int) -> Sampler:
+    def last_boundary(self, rows: int) -> TimedOperation:
         """The boundary after all layers, with a token sampled in every row."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(self.backend.num_layers - 1, [lane]), rows)
 
-    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> Sampler:
+    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> TimedOperation:
         """One layer's attention of prefill chunks: (new tokens, tokens cached before) each."""
         tier = self.larger_tier
         items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
         return self._attention(self._lane(items), sum(new for new, _ in chunks))
 
-    def gpu_attention(self, requests: int, context: int) -> Sampler:
+    def gpu_attention(self, requests: int, context: int) -> TimedOperation:
         """One layer's decode attention in the lane."""
         items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
         lane = self._lane(items)
         return self._attention(lane, requests, lane)
 
-    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> Sampler:
+    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> TimedOperation:
         """Time attention after a boundary, which replaces the caches' contents as in a run.
 
         The boundary's batch is ``sweeper``. Prefills use a lane of one row. Decodes use their own lane, which leaves it
@@ -117,7 +117,7 @@ class Workbench:
 
     # -- the CPU worker ---------------------------------------------------------------------------------------------
 
-    def cpu_attention(self, requests: int, context: int) -> Sampler:
+    def cpu_attention(self, requests: int, context: int) -> TimedOperation:
         """One layer's decode attention while the lane computes, plus the delay until an idle lane sees its end."""
         backend, cohort = self.backend, self._cohort(requests, context)
         lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
@@ -134,7 +134,7 @@ class Workbench:
 
         return sample
 
-    def hand_over(self, requests: int, context: int) -> Sampler:
+    def hand_over(self, requests: int, context: int) -> TimedOperation:
         """What a ticket costs the lane: a boundary just after submitting one, less a boundary alone."""
         backend, cohort = self.backend, self._cohort(requests, context)
         lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
@@ -156,7 +156,7 @@ class Workbench:
 
     # -- beside the layers ------------------------------------------------------------------------------------------
 
-    def swap(self, blocks: int) -> Sampler:
+    def swap(self, blocks: int) -> TimedOperation:
         """Blocks from the GPU tier to the CPU tier."""
         request = self._request(1, Tier.GPU)
         gpu, cpu = (self._random.sample(self._pool(tier, blocks), blocks) for tier in (Tier.GPU, Tier.CPU))
@@ -171,7 +171,7 @@ class Workbench:
 
         return sample
 
-    def host_work(self, requests: int) -> Sampler:
+    def host_work(self, requests: int) -> TimedOperation:
         """The host's work in an iteration of decodes: scheduling, opening the lane, layer loop, taking tokens in."""
         engine = idle_engine(self.backend.num_layers, requests)
         items = []
@@ -185,7 +185,7 @@ class Workbench:
 
         return sample
 
-    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> Sampler:
+    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> TimedOperation:
         """A whole iteration of decodes, each with ``context`` tokens.
 
         Requests of the GPU tier are in the lane, those of the CPU tier in the two batches of asymmetric pipelining.
@@ -207,7 +207,7 @@ class Workbench:
         return max(self.num_blocks, key=lambda tier: self.num_blocks[tier])
 
     def _request(self, tokens: int, tier: Tier) -> Request:
-        """A request of so many tokens, with blocks at random places of its tier."""
+        """A request of ``tokens`` tokens, with blocks at random places of its tier."""
         prompt = tuple(self._tokens[:tokens])
         request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
         count = -(-tokens // self.block_size)
@@ -220,7 +220,7 @@ class Workbench:
         return range(min(self.num_blocks[tier], max(count, MOST_BLOCKS)))
 
     def _prefill_items(self, tokens: int) -> list[LaneItem]:
-        """Prefill chunks of so many tokens in total, each short enough for the larger tier."""
+        """Prefill chunks of ``tokens`` tokens in total, each short enough for the larger tier."""
         tier = self.larger_tier
         longest = min(self.max_model_len, self.num_blocks[tier] * self.block_size)
         sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
@@ -246,7 +246,7 @@ class Workbench:
         """Cycles over the layers; by default those whose boundary has a next layer."""
         return itertools.cycle(range(max(1, self.backend.num_layers - 1 if stop is None else stop)))
 
-    def _repeated(self, run: Callable[[], object], rows: int) -> Sampler:
+    def _repeated(self, run: Callable[[], object], rows: int) -> TimedOperation:
         """Short operations run three times, of which the last two count.
 
         The first run brings the code back into the caches, and the lane to where captured graphs expect it.

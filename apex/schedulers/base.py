@@ -235,7 +235,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._leaving[request.request_id] = request
 
     def _come_to_rest(self, request: Request) -> None:
-        """Take in a request that left its cohort, none of its work being under way; release a finished one."""
+        """End the cohort membership of a request without work under way; release it if it is finished."""
         if request.is_finished:
             self.kv.release(request)
             del self.requests[request.request_id]

@@ -106,7 +106,7 @@ class Pipeline:
         return run
 
     def _fits_a_batch(self) -> Callable[[int], bool]:
-        """A test: whether a request of so many tokens stays hidden in either batch."""
+        """A test of lengths: whether a request of n tokens stays hidden in either batch."""
         cpu_attention_s = self.model.cpu_attention_s
         grown = [(batch.size + 1, batch.context_tokens, self.window_s(batch)) for batch in self.batches]
         return lambda n: any(cpu_attention_s(size, tokens + n) <= window_s for size, tokens, window_s in grown)

@@ -125,7 +125,7 @@ def sheet_linear_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) ->
 
 
 def gemm_s(gpu: Gpu, weights: int, itemsize: int, tokens: float) -> float:
-    """A GEMM of tokens with so many weights: reading weights bounds small batches, multiplying bounds large ones.
+    """A GEMM with ``weights`` matrix elements: reading them bounds small batches, multiplying bounds large ones.
 
     The two times are combined as the root of the sum of squares, because measured cards round the roofline's corner.
     Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%

@@ -67,7 +67,7 @@ class LiveTimeline:
         self._latest: dict[str, Any] | None = None
 
     def latest(self) -> dict[str, Any] | None:
-        """The last recorded iteration, see :func:`drawing`, or None; requests the next one. Any thread."""
+        """The last recorded iteration, see :func:`iteration_json`, or None; requests the next one. Any thread."""
         self._wanted = True
         return self._latest
 
@@ -84,7 +84,7 @@ class LiveTimeline:
         if recording.is_complete:
             self._recording = None
             if recording.is_whole:
-                self._latest, self._wanted = drawing(recording), False
+                self._latest, self._wanted = iteration_json(recording), False
 
     def on_finish(self, request: object, reason: str) -> None:
         pass
@@ -95,7 +95,7 @@ class LiveTimeline:
         self._recording = Recording(backend, self._num_iterations)
 
 
-def drawing(recording: Recording) -> dict[str, Any]:
+def iteration_json(recording: Recording) -> dict[str, Any]:
     """An iteration as JSON: its totals, and rows of spans in the order in which a page shows them.
 
     A span is [start, duration, kind, cohort letters, text], in milliseconds from the start of the iteration. It may
@@ -115,20 +115,20 @@ def drawing(recording: Recording) -> dict[str, Any]:
         "prefill_tokens": sum(item.num_tokens for item in plan.prefills),
         "cpu_requests": sum(len(cohort.requests) for cohort in plan.cohorts),
         "rows": [
-            {"title": title, "spans": list(drawn(spans, kinds, zero_s, num_layers))}
+            {"title": title, "spans": list(span_rows(spans, kinds, zero_s, num_layers))}
             for title, kinds in ROWS
             if any(span.kind in kinds for span in spans)
         ],
     }
 
 
-def drawn(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_layers: int) -> Iterator[list[Any]]:
+def span_rows(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_layers: int) -> Iterator[list[Any]]:
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.kind in kinds:
             start_ms, duration_ms = milliseconds(span.start_s - zero_s), milliseconds(span.duration_s)
             letters = "".join(tag.letter for tag in span.cohorts)
-            words = f"{span_name(span, num_layers)}; {span.work.requests} requests, {span.work.tokens} tokens"
-            yield [start_ms, duration_ms, span.kind.name.lower(), letters, words]
+            text = f"{span_name(span, num_layers)}; {span.work.requests} requests, {span.work.tokens} tokens"
+            yield [start_ms, duration_ms, span.kind.name.lower(), letters, text]
 
 
 def milliseconds(seconds: float) -> float:

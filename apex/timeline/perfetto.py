@@ -22,9 +22,9 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
     trace = _Trace(timeline)
     events = [
         *trace.labels(),
-        *map(trace.of_iteration, timeline.iterations),
-        *map(trace.of_span, timeline.spans),
-        *map(trace.of_poll, timeline.polls),
+        *map(trace.iteration_event, timeline.iterations),
+        *map(trace.span_event, timeline.spans),
+        *map(trace.poll_event, timeline.polls),
         *trace.arrows(),
     ]
     facts = {"system": timeline.system, "setting": timeline.setting, "simulated": timeline.simulated}
@@ -58,7 +58,7 @@ class _Trace:
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
-    def of_iteration(self, iteration: Iteration) -> Event:
+    def iteration_event(self, iteration: Iteration) -> Event:
         return {
             "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.strategy}",
             "ts": self.us(iteration.start_s), "dur": self.us(iteration.end_s) - self.us(iteration.start_s),
@@ -70,7 +70,7 @@ class _Trace:
             },
         }  # fmt: skip
 
-    def of_span(self, span: Span) -> Event:
+    def span_event(self, span: Span) -> Event:
         return {
             "ph": "X", "cat": span.kind.value, "name": span_name(span, self.timeline.num_layers),
             "ts": self.us(span.start_s), "dur": max(0.0, self.us(span.end_s) - self.us(span.start_s)),
@@ -88,7 +88,7 @@ class _Trace:
             },
         }  # fmt: skip
 
-    def of_poll(self, poll: Poll) -> Event:
+    def poll_event(self, poll: Poll) -> Event:
         return {
             "ph": "i", "s": "t", "cat": "poll", "name": f"{poll.cohort.letter} not ready at {poll.layer}",
             "ts": self.us(poll.time_s), **self.place(ITERATIONS_ROW),
