@@ -1,4 +1,4 @@
-"""How a system uses the CPU: the strategies of the papers, each of which can be forced or switched off."""
+"""Which of the papers' strategies a system may use for CPU requests; each can be forced or disabled."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronou
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """Which strategies a scheduler may use for CPU requests, and the limits within which it chooses.
+    """The strategies a scheduler may use for CPU requests, and the limits of its choice.
 
     Raises:
         ValueError: a field lies outside its range, or a strategy is both forced and disabled.
     """
 
     strategy: StrategyName = "auto"
-    """Force one strategy for CPU requests, whatever the model predicts; auto leaves it to the system's own rule."""
+    """Strategy for CPU requests, forced whatever the model predicts; auto applies the system's own rule."""
     disable_asymmetric_pipelining: bool = False
     """Never split the batch in two (NEO section 3.1)."""
     disable_asynchronous_overlap: bool = False
     """Never let CPU requests ride the lane layer by layer (APEX section 3.3)."""
     disable_partial_progress_priority: bool = False
-    """Do not put cohorts that are part of the way through their token first (APEX section 3.4)."""
+    """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
     min_cpu_request_ratio: float = 8.0
-    """Unless forced, start asynchronous overlap only with so many CPU requests per GPU request (APEX section 4.2)."""
+    """CPU requests per GPU request from which asynchronous overlap starts, unless forced (APEX section 4.2)."""
     max_cohorts: int = 2
-    """Cohorts under way at once in asynchronous overlap."""
+    """Most cohorts under way at once in asynchronous overlap."""
     max_wait_iterations: int = 1000
-    # In no paper: a net under rules that could starve a request. It serves one at a time, or it would become the policy
-    # wherever the CPU takes longer than this to attend to its whole tier.
-    """A CPU request left out for so many iterations is served whatever the model predicts; one in as many at most."""
+    # Not in the papers: this protects against starvation. It serves one request at a time. Otherwise it would decide
+    # nearly every iteration where the CPU needs longer than this to attend to its whole tier.
+    """Iterations after which a CPU request left out is served, whatever the model predicts; one in as many at most."""
 
     def __post_init__(self) -> None:
         if self.min_cpu_request_ratio < 0:

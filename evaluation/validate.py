@@ -26,9 +26,9 @@ from apex.cli.output import stdout_console
 from evaluation.experiments import measured_sweeps as measured
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.profile_check import (
-    Machine,
     MachineProfiles,
     OperationError,
+    ProfiledMachine,
     mean_machine,
     operation_errors,
 )
@@ -97,14 +97,14 @@ class Pairs:
         return PointResult(values, real.records, details)
 
 
-def build_profiled(system: str, config: EngineConfig, machine: Machine) -> Engine:
+def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) -> Engine:
     """The system, scheduling by the very table that was just measured."""
     from apex.systems import build_system  # loads torch
 
     return build_system(system, config, profile=machine.table)
 
 
-def simulated_twin(point: Point, machine: Machine) -> Point:
+def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
     """The same point for the simulator."""
     task: TorchTask = point.task
     model = Path(task.engine.model).name

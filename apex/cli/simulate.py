@@ -21,7 +21,7 @@ from swiftllm.core.request import Request, SamplingParams
 from swiftllm.engine.engine import Engine, EngineStats
 
 if TYPE_CHECKING:
-    from apex.simulator.machines import Machine
+    from apex.simulator.predicted_machine import PredictedMachine
 
 Dtype = Literal["float16", "bfloat16"]
 
@@ -82,7 +82,7 @@ class Simulate(ConfigFile):
     def run(self) -> int:
         self._check()
         with _input_errors():
-            from apex.simulator.machines import predict_machine
+            from apex.simulator.predicted_machine import predict_machine
 
             machine = predict_machine(
                 self.gpu,
@@ -110,7 +110,7 @@ class Simulate(ConfigFile):
                 self._measure(engine, machine) | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks}
             )
         console = stdout_console()
-        console.print(f"\n[bold]SIMULATED[/]: {machine.words}", soft_wrap=True)
+        console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(figures_table(records))
         if outside := sorted({name for record in records for name in record["extrapolated"]}):
             console.print(f"outside the measured sizes, extrapolated: {', '.join(outside)}")
@@ -132,7 +132,9 @@ class Simulate(ConfigFile):
         self.timeline.check(self.system)
         check_output_file("--output", self.output)
 
-    def _engine(self, system: str, machine: Machine, blocks: tuple[int, int], strategy: StrategyConfig) -> Engine:
+    def _engine(
+        self, system: str, machine: PredictedMachine, blocks: tuple[int, int], strategy: StrategyConfig
+    ) -> Engine:
         return build_simulated(
             system,
             machine.table,
@@ -150,10 +152,10 @@ class Simulate(ConfigFile):
         sampling = SamplingParams(max_tokens=self.output_len, ignore_eos=True)
         return engine.add_request(request_id, (0,) * self.input_len, sampling, arrival_s)
 
-    def _measure(self, engine: Engine, machine: Machine) -> dict[str, Any]:
+    def _measure(self, engine: Engine, machine: PredictedMachine) -> dict[str, Any]:
         total, stats = self.num_requests * self.output_len, engine.stats()
         with (
-            self.timeline.traced(engine, machine.words, lambda: stats.output_tokens / total, simulated=True),
+            self.timeline.traced(engine, machine.description, lambda: stats.output_tokens / total, simulated=True),
             progress_bar(f"simulating {engine.describe()['system']}") as report,
         ):
             requests = self._serve(

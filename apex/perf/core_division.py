@@ -35,7 +35,7 @@ ENOUGH_S = 5.0
 
 
 @dataclass(frozen=True)
-class DecodeLoad:
+class DecodeMix:
     """Requests that decode in each tier, and the tokens that each attends to."""
 
     on_gpu: int
@@ -68,7 +68,7 @@ class DecodeRates:
         return {load: rate for load, rate in (("GPU tier", self.gpu_tier), ("both tiers", self.both_tiers)) if rate}
 
 
-def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: SchedulerLimits) -> DecodeLoad:
+def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: SchedulerLimits) -> DecodeMix:
     """As many requests as may run at once, long enough to fill the tiers where the model allows it."""
     gpu, cpu = num_blocks[Tier.GPU], num_blocks[Tier.CPU]
     longest = -(-limits.max_model_len // block_size)
@@ -77,7 +77,7 @@ def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: Scheduler
     on_cpu = min(cpu // blocks_each, limits.max_num_seqs - on_gpu)
     part = min(1.0, MOST_REQUESTS / (on_gpu + on_cpu))
     context = min(blocks_each * block_size, limits.max_model_len)
-    return DecodeLoad(math.ceil(part * on_gpu), math.ceil(part * on_cpu), context)
+    return DecodeMix(math.ceil(part * on_gpu), math.ceil(part * on_cpu), context)
 
 
 def division_rates(
@@ -103,7 +103,7 @@ def measure_divisions(
     use: Callable[[CoreDivision], None],
     bench: Workbench,
     divisions: Sequence[CoreDivision],
-    load: DecodeLoad,
+    load: DecodeMix,
     progress: Callable[[float, str], None],
 ) -> list[DecodeRates]:
     """The rates of each division; ``use`` puts one into effect.

@@ -1,4 +1,4 @@
-"""An engine with nothing behind it: what its iterations take is the host's own time."""
+"""An engine on a backend that does nothing: its iterations take the host's time alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
 
 
 class _NoWork:
-    """A backend on which everything is done at once: what is left of an iteration is the engine's own time."""
+    """A backend whose operations return at once."""
 
     worker_restarts = 0
 
@@ -42,7 +42,7 @@ class _NoWork:
 
 
 def idle_engine(num_layers: int, requests: int) -> Engine:
-    """An engine of decodes that go on for ever, in which nothing is computed."""
+    """An engine of that many endless decodes, without any computation."""
     backend = _NoWork(num_layers)
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)

@@ -1,4 +1,4 @@
-"""What a lane asks of the GPU, counted: the sizes that predictions and simulated times are made of."""
+"""The load of a lane: the sizes from which its times are predicted and simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftllm.scheduling.plan_draft import PlanDraft
 
 @dataclass(frozen=True)
 class LaneLoad:
-    """What a lane asks of the GPU: counts of tokens and requests."""
+    """The work of a lane, in tokens and requests. ``decode_context`` is summed over the decodes, in tokens."""
 
     tokens: int
     requests: int
@@ -22,18 +22,18 @@ class LaneLoad:
     chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
 
     @staticmethod
-    def of(lane: Sequence[LaneItem]) -> LaneLoad:
+    def from_items(lane: Sequence[LaneItem]) -> LaneLoad:
         prefills = [item for item in lane if item.is_prefill]
         context = sum([item.start for item in lane if not item.is_prefill])
         num_decodes = len(lane) - len(prefills)
-        return LaneLoad._of_parts(num_decodes, context + num_decodes, prefills)
+        return LaneLoad._from_parts(num_decodes, context + num_decodes, prefills)
 
     @staticmethod
-    def of_draft(draft: PlanDraft) -> LaneLoad:
-        return LaneLoad._of_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
+    def from_draft(draft: PlanDraft) -> LaneLoad:
+        return LaneLoad._from_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
 
     @staticmethod
-    def _of_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
+    def _from_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
         return LaneLoad(
             tokens=num_decodes + sum([item.num_tokens for item in prefills]),
             requests=num_decodes + len(prefills),
@@ -43,17 +43,17 @@ class LaneLoad:
         )
 
     def without(self, chunk: LaneItem) -> LaneLoad:
-        """The load if a prefill did not run."""
+        """The load without one of its prefills."""
         chunks = list(self.chunks)
         chunks.remove((chunk.num_tokens, chunk.start))
         return replace(self, tokens=self.tokens - chunk.num_tokens, requests=self.requests - 1, chunks=tuple(chunks))
 
     def gpu_attention_s(self, model: PerfModel) -> float:
-        """One layer's attention in the lane, prefills and decodes."""
+        """Seconds of one layer's attention in the lane, prefills and decodes."""
         decode_s = model.gpu_attention_s(self.decodes, self.decode_context)
         return decode_s + model.prefill_attention_s(self.chunks)
 
 
 def context_tokens(requests: Sequence[Request]) -> int:
-    """What a decode of all of them attends to."""
+    """Tokens that a decode of all these requests attends to."""
     return sum([request.num_tokens for request in requests])

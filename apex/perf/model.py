@@ -1,6 +1,6 @@
-"""Predicts how long an operation takes from a profile table: monotone interpolation, linear extrapolation, flagged.
+"""Predicts seconds of operations from a profile table: monotone interpolation, and linear extrapolation, flagged.
 
-A table belongs to one machine, model and kernel: it carries its identity and is refused on any other.
+A table belongs to one machine, model and kernel. It carries their identity and is refused on any other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ TABLE_VERSION = 4
 
 
 class ProfileMismatch(ValueError):
-    """A profile table of another machine, model or kernel."""
+    """The profile table is unreadable, or belongs to another machine, model or kernel."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over one size, piecewise linear. Sizes ascend, and seconds too: a larger job is no faster."""
+    """Seconds over one size, piecewise linear. Sizes and seconds ascend: a larger job is never faster."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -39,13 +39,13 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         sizes = self.sizes
-        i = bisect_right(sizes, size, 1, len(sizes) - 1) - 1  # the first or last two sizes beyond the ends
+        i = bisect_right(sizes, size, 1, len(sizes) - 1) - 1  # beyond the ends: the line through the two sizes there
         result = self.seconds[i] + self._slopes[i] * (size - sizes[i])
         return result if result > 0.0 else 0.0
 
 
 def _ascending(values: Sequence[float]) -> list[float]:
-    """The closest ascending sequence in least squares: neighbours in the wrong order share their mean."""
+    """The least-squares ascending sequence (isotonic regression): neighbours in the wrong order get their mean."""
     runs: list[tuple[float, int]] = []  # (mean, how many)
     for value in values:
         run = (value, 1)
@@ -59,7 +59,7 @@ def _ascending(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Surface:
-    """Seconds over two sizes: a curve over the second size at each of the first sizes, interpolated between them."""
+    """Seconds over two sizes: one curve over the second size for each first size, interpolated between them."""
 
     firsts: tuple[float, ...]
     curves: tuple[Curve, ...]
@@ -74,11 +74,11 @@ class Surface:
 
 
 FREE = Curve((1, 2), (0.0, 0.0))
-"""Of what costs nothing, or could not be measured."""
+"""For operations that cost nothing or could not be measured."""
 
 
 def attention_rate(surface: Surface) -> float | None:
-    """Context tokens per second in one layer, at the best of the sizes measured; None if the tier was too small."""
+    """Context tokens per second in one layer, at the fastest measured size; None if the tier was too small."""
     rates = [
         requests * context / seconds
         for requests, curve in zip(surface.firsts, surface.curves, strict=True)
@@ -94,15 +94,19 @@ def covers(sizes: Sequence[float], size: float) -> bool:
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """Measured seconds. Per layer: ``linear`` over tokens, ``prefill_attention`` over (new tokens, tokens cached
-    before), ``gpu_attention`` and ``cpu_attention`` (with the way to the worker and back) over (requests, context
-    tokens of each), ``hand_over`` over requests: what giving a ticket to the worker costs the lane. Per iteration:
-    ``ends`` over sampled rows (embedding, logits, sampling), ``iteration`` over requests (the host's own work:
-    scheduling, opening batches, taking tokens in). ``swap`` over blocks.
+    """Measured seconds of operations.
 
-    ``first_share`` is the part of a layer's linear work that comes before its attention (norm, QKV, rotary): the
-    first boundary is that part for all tokens, the last one is the rest for the sampled rows alone.
-    ``prefill_shared_s`` is the part of a prefill's attention that a lane pays once, however many chunks it has.
+    Per layer:
+        ``linear`` over tokens; ``prefill_attention`` over (new tokens, tokens cached before); ``gpu_attention`` and
+        ``cpu_attention`` over (requests, context tokens of each), the latter with the way to the worker and back;
+        ``hand_over`` over requests: what submitting a ticket costs the lane.
+    Per iteration:
+        ``ends`` over sampled rows: embedding, logits, sampling; ``iteration`` over requests: the host's work, which is
+        scheduling, opening batches and taking tokens in.
+    Other:
+        ``swap`` over blocks; ``first_share``: the part of a layer's linear work before its attention (norm, QKV,
+        rotary). The first boundary is that part for all tokens, the last one the rest for the sampled rows.
+        ``prefill_shared_s``: the part of a prefill's attention that a lane pays once, however many chunks it has.
     """
 
     identity: Mapping[str, str]
@@ -125,7 +129,7 @@ class ProfileTable:
         """Read a table.
 
         Raises:
-            ProfileMismatch: it cannot be read, or was measured on something else; the message names what differs.
+            ProfileMismatch: it cannot be read, or its identity differs; the message names the differences.
         """
         try:
             raw = json.loads(path.read_text())
@@ -152,7 +156,7 @@ def _from_json(value: dict | float) -> Curve | Surface | float:
 
 
 class PerfModel:
-    """Predictions for the schedulers. All sizes are counts of tokens, requests or blocks; all results seconds."""
+    """Predictions for the schedulers. Sizes count tokens, requests or blocks; results are seconds."""
 
     KNEE_RATIO = 1.25
 
@@ -163,11 +167,11 @@ class PerfModel:
         floor_s = table.linear(1) * self.KNEE_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.linear_knee_tokens = int(max(flat, default=1))
-        """Tokens until which a boundary costs about the same: reading the weights is what takes the time."""
-        self._linear_s: dict[int, float] = {}  # what has been asked before: sizes are no more than a lane has tokens
+        """Up to this many tokens a boundary costs about the same: reading the weights dominates."""
+        self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
     def linear_s(self, tokens: int) -> float:
-        """One boundary (T_l) with so many tokens; nothing for an empty batch."""
+        """One boundary (T_l) of a batch of ``tokens``; 0 for an empty batch."""
         seconds = self._linear_s.get(tokens)
         if seconds is None:
             seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
@@ -193,23 +197,23 @@ class PerfModel:
         return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
 
     def ends_s(self, rows: int) -> float:
-        """What an iteration costs beside its layers: the host's work, embedding, logits and sampling."""
-        return self.iteration_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
+        """The part of an iteration beside its layers: the host's work, embedding, logits and sampling."""
+        return self.host_work_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
 
-    def first_s(self, tokens: int) -> float:
-        """The boundary before all layers."""
+    def first_boundary_s(self, tokens: int) -> float:
+        """Boundary -1, before all layers."""
         return self.table.first_share * self.linear_s(tokens)
 
-    def last_s(self, rows: int) -> float:
-        """The boundary after all layers, which only rows that get a token cross (and here the embedding counts)."""
+    def last_boundary_s(self, rows: int) -> float:
+        """The boundary after all layers. Only rows that get a token cross it; the embedding's time counts here."""
         return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
 
     def hand_over_s(self, requests: int) -> float:
-        """What the lane loses by giving a cohort of so many requests to the CPU worker, in one layer."""
+        """What submitting a cohort of ``requests`` to the CPU worker costs the lane, in one layer."""
         return self._curve("hand_over", self.table.hand_over, requests)
 
-    def iteration_s(self, requests: int) -> float:
-        """The host's own work in an iteration of so many requests; with 0, what an iteration costs in any case."""
+    def host_work_s(self, requests: int) -> float:
+        """The host's work in an iteration of ``requests``; with 0 the fixed part of every iteration."""
         return self.table.iteration(requests)
 
     def swap_s(self, blocks: int) -> float:

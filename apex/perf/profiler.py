@@ -1,9 +1,8 @@
-"""Measures the operations of a backend into a profile table, on the machine and in the state they will run in.
+"""Measures the operations of a backend into a profile table, on the machine and in the state in which they will run.
 
-All sizes of all operations are run in rounds, one after the other: whatever else happens on the machine for a while
-falls on all of them alike, and what was measured a round ago has left the caches. The mean of the rounds counts,
-without the fastest and the slowest: times of iterations are sums, and a median would leave out that every operation is
-slow now and then.
+All sizes of all operations run in rounds, one after the other. Other activity on the machine then affects all of them
+alike, and data of the previous round has left the caches. The result is the mean of the rounds without the fastest and
+the slowest: iteration times are sums, and a median would ignore that every operation is sometimes slow.
 """
 
 from __future__ import annotations
@@ -13,36 +12,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
-from apex.perf.workbench import Sampler, Workbench
+from apex.perf.workbench import TimedOperation, Workbench
 from swiftllm.core.request import Tier
 
 ROUNDS = 7
 
 Size = int | tuple[int, int]
-Operations = dict[str, dict[Size, Sampler]]
+Operations = dict[str, dict[Size, TimedOperation]]
 Seconds = dict[str, dict[Size, float]]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that are measured, as far as limits and pools reach."""
+    """The sizes to measure, as far as limits and pools allow."""
 
     linear_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
     sampled_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     swapped_blocks: tuple[int, ...] = (1, 8, 32)
     prefill_tokens: tuple[int, ...] = (1, 15, 31, 63, 127, 191, 255, 383, 511)
-    """Odd, as half of all prompts are: on a CPU attention of 32 tokens takes a quarter less than that of 31."""
+    """Odd, as half of all prompts are: on a CPU, attention of 32 tokens takes a quarter less time than of 31."""
     prefill_cached: tuple[int, ...] = (0, 1, 256, 1024)
-    """0 and 1 are neighbours because a chunk that is the whole context needs no mask and no gathering."""
+    """0 has the neighbour 1 because a chunk that is the whole context needs no mask and no gathering."""
     decode_requests: tuple[int, ...] = (1, 4, 16, 64)
     decode_contexts: tuple[int, ...] = (32, 128, 512, 2048)
     prefill_lanes: tuple[int, ...] = (8,)
-    """Numbers of chunks that fill a lane together: tells what they share."""
+    """Chunks in a full lane; measures what chunks share."""
     iteration_requests: tuple[int, ...] = (1, 16, 64, 256)
 
 
 class Profiler:
-    """Profile while no request is there: the backend's block tables and the pools' contents are overwritten."""
+    """Profiles a backend without requests: its block tables and the pools' contents are overwritten."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class Profiler:
         max_tokens: int,
         progress: Callable[[float, str], None] = lambda done, what: None,
     ) -> None:
-        """``max_tokens`` cross the lane in an iteration at most."""
+        """``max_tokens``: the most tokens of a lane in an iteration."""
         self.num_blocks = bench.num_blocks
         self.block_size = bench.block_size
         self.max_tokens = max_tokens
@@ -60,12 +59,12 @@ class Profiler:
         self._bench = bench
 
     def measure(self, identity: Mapping[str, str]) -> ProfileTable:
-        """Run all operations; takes some seconds. The pools' contents are overwritten."""
-        (seconds,) = self.seconds(Grid())
-        return table_of(seconds, identity)
+        """Run all operations, which takes some seconds, and return their table."""
+        (seconds,) = self.measure_seconds(Grid())
+        return table_from_seconds(seconds, identity)
 
-    def seconds(self, *grids: Grid) -> list[Seconds]:
-        """For each grid the mean seconds of each operation at each size, all measured in the same rounds."""
+    def measure_seconds(self, *grids: Grid) -> list[Seconds]:
+        """Mean seconds of each operation at each size, one mapping per grid, all measured in the same rounds."""
         with self._bench.in_use():
             operations = [self._operations(grid) for grid in grids]
             samplers = [
@@ -75,7 +74,7 @@ class Profiler:
                 for size, sample in by_size.items()
             ]
             taken: list[list[float]] = [[] for _ in samplers]
-            for done in range(ROUNDS + 1):  # the first one warms up
+            for done in range(ROUNDS + 1):  # the first round warms up
                 self._progress(done / (ROUNDS + 1), f"round {done + 1} of {ROUNDS + 1}")
                 for seconds, (_, _, _, sample) in zip(taken, samplers, strict=True):
                     seconds.append(sample())
@@ -87,50 +86,50 @@ class Profiler:
 
     def _operations(self, grid: Grid) -> Operations:
         bench = self._bench
-        rows = up_to(grid.sampled_rows, self.max_tokens)
+        rows = sizes_up_to(grid.sampled_rows, self.max_tokens)
         pool = min(self.num_blocks.values())
         gpu = self._decode_sizes(Tier.GPU, grid)
         cpu = self._decode_sizes(Tier.CPU, grid)
         shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
         return {
-            "linear": {n: bench.linear(n) for n in up_to(grid.linear_tokens, self.max_tokens)},
-            "first": {n: bench.first(n) for n in rows},
-            "last": {n: bench.last(n) for n in rows},
-            "swap": {n: bench.swap(n) for n in (up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
+            "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, self.max_tokens)},
+            "first": {n: bench.first_boundary(n) for n in rows},
+            "last": {n: bench.last_boundary(n) for n in rows},
+            "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
             "prefill_attention": {size: bench.prefill_attention([size]) for size in self._prefill_sizes(grid)},
             "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n) for n, new in self._prefill_lanes(grid)},
             "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
             "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
             "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
-            "iteration": {n: bench.iteration(n) for n in grid.iteration_requests},
+            "iteration": {n: bench.host_work(n) for n in grid.iteration_requests},
         }
 
     def _prefill_sizes(self, grid: Grid) -> list[tuple[int, int]]:
         longest = min(self.max_tokens, self.max_model_len // 2)
         room = self.num_blocks[self._bench.larger_tier] * self.block_size
-        tokens = up_to(grid.prefill_tokens, min(longest, room // 2))
-        cached = up_to(grid.prefill_cached, min(self.max_model_len, room) - tokens[-1])
+        tokens = sizes_up_to(grid.prefill_tokens, min(longest, room // 2))
+        cached = sizes_up_to(grid.prefill_cached, min(self.max_model_len, room) - tokens[-1])
         return [(n, c) for n in tokens for c in cached]
 
     def _prefill_lanes(self, grid: Grid) -> list[tuple[int, int]]:
-        """(chunks, tokens of each); together as many as the longest lane that is measured."""
+        """(chunks, tokens of each); in total as many as the longest measured lane."""
         longest = max(tokens for tokens, _ in self._prefill_sizes(Grid()))
         return [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
 
     def _decode_sizes(self, tier: Tier, grid: Grid) -> list[tuple[int, int]]:
-        """Batch sizes and contexts that fit the tier all at once; none if it holds next to nothing."""
+        """(requests, context tokens of each) that fit the tier together; none if the tier is too small."""
         blocks = self.num_blocks[tier]
         requests = [n for n in grid.decode_requests if 2 * n <= blocks]
         if len(requests) < 2:
             return []
         longest = {n: min(blocks // n * self.block_size, self.max_model_len) for n in requests}
-        return [(n, context) for n in requests for context in up_to(grid.decode_contexts, longest[n])]
+        return [(n, context) for n in requests for context in sizes_up_to(grid.decode_contexts, longest[n])]
 
 
-def table_of(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
-    """The table of measured seconds."""
+def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
+    """The profile table of measured seconds, by operation and size."""
     first, last, linear = seconds["first"], seconds["last"], _curve(seconds["linear"])
-    # Both end boundaries, less the layer of linear work that they make up between them.
+    # Both end boundaries, less the one layer of linear work that they add up to.
     ends = {rows: max(0.0, first[rows] + last[rows] - linear(rows)) for rows in first}
     prefill = _surface(seconds["prefill_attention"])
     shared = [(n * prefill(new, 0) - lane_s) / (n - 1) for (n, new), lane_s in seconds["prefill_lane"].items()]
@@ -150,7 +149,7 @@ def table_of(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
 
 
 def _curve(seconds: Mapping[Size, float]) -> Curve:
-    """What could not be measured, because a tier holds next to nothing, costs nothing."""
+    """A curve; :data:`FREE` for what could not be measured because a tier is too small."""
     sizes = sorted(seconds)
     return Curve(tuple(sizes), tuple(seconds[size] for size in sizes)) if sizes else FREE
 
@@ -163,7 +162,7 @@ def _surface(seconds: Mapping[Size, float]) -> Surface:
     return Surface(tuple(firsts), tuple(curves))
 
 
-def up_to(sizes: Sequence[int], most: int) -> list[int]:
-    """The sizes up to ``most``, and ``most`` itself if it lies between them; at least two, to draw a line through."""
+def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
+    """The sizes below ``most``, and ``most`` itself within their range; at least two, which a line needs."""
     kept = sorted({size for size in sizes if size < most} | {max(0, min(most, sizes[-1]))})
     return kept if len(kept) > 1 else [kept[0], kept[0] + 1]

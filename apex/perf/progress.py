@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, a line now and then elsewhere."""
+"""A progress bar on a terminal; elsewhere one line at the start and one at the end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float, str], None]]:
-    """Yields ``report(fraction_done, what)``. Everything goes to stderr."""
+    """Yields ``report(fraction_done, what)``. All output goes to stderr."""
     if not sys.stderr.isatty():
         print(f"{title} ...", file=sys.stderr, flush=True)
         yield lambda done, what: None
         print(f"{title}: done", file=sys.stderr, flush=True)
         return
-    # Here, since a bare machine that writes to a file does without.
+    # Imported here because a machine whose output goes to a file needs no rich.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

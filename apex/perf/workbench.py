@@ -1,7 +1,7 @@
-"""Made-up work for the profiler: each operation of a backend at a given size, ready to be timed once and again.
+"""Synthetic work for the profiler: each operation of a backend at a given size, ready to be timed repeatedly.
 
-A method here prepares an operation and returns its sampler: a function that runs it once and returns the seconds it
-took. Layers take turns, so that weights and KV caches come from memory as they do when an engine runs.
+A method prepares an operation and returns a function that runs it once and returns its seconds. The layer changes from
+run to run, so that weights and KV caches come from memory, as in a serving engine.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.backend import Backend, Batch
 from swiftllm.engine.executor import OverlapExecutor
 
-Sampler = Callable[[], float]
+TimedOperation = Callable[[], float]
 
 MOST_BLOCKS = 8192
-"""Blocks of a tier that are worked on, unless a request is longer: what a large batch of long contexts takes."""
+"""Blocks of a tier in use, unless a request needs more: enough for a large batch of long contexts."""
 
 SMALL_TOKENS = 64
-"""Up to here an operation is short enough to be run several times a sample."""
+"""Operations up to this size run several times a sample."""
 SHORT_S = 2e-3
-"""And so is a boundary that takes no longer than this, of however many tokens."""
+"""So do boundaries of any size that take no longer than this."""
 HAND_OVERS = 3
-"""A hand-over is a difference of two boundaries and so needs more of them."""
+"""Pairs of boundaries a sample: a hand-over is a small difference of two times."""
 
 
 class Workbench:
-    """Samplers run within :meth:`in_use`, while no request is there; the pools' contents are overwritten."""
+    """Makes timed operations. They run within :meth:`in_use`, without requests, and overwrite the pools' contents."""
 
     def __init__(
         self,
@@ -44,8 +44,11 @@ class Workbench:
         vocab_size: int,
         synchronize: Callable[[], None],
     ) -> None:
-        """``synchronize`` waits until the device has done what it was told to. The first ``MOST_BLOCKS`` blocks of each
-        tier have been written: host memory that nobody has written reads as one page of zeros, out of the caches."""
+        """``synchronize`` waits for the device's outstanding work.
+
+        The caller has written the first ``MOST_BLOCKS`` blocks of each tier: host memory that was never written reads
+        as one page of zeros, which stays in the caches.
+        """
         self.backend = backend
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -57,7 +60,7 @@ class Workbench:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The backend's block tables are the made-up ones meanwhile, and forgotten afterwards."""
+        """Give the backend the synthetic block tables meanwhile, and drop them afterwards."""
         saved, self.backend.block_tables = self.backend.block_tables, self.tables
         try:
             yield
@@ -67,36 +70,39 @@ class Workbench:
 
     # -- the lane ---------------------------------------------------------------------------------------------------
 
-    def linear(self, tokens: int) -> Sampler:
+    def linear(self, tokens: int) -> TimedOperation:
         """A boundary between two layers."""
         lane, layers = self._lane(self._prefill_items(tokens)), self._layers()
         return self._repeated(lambda: self.backend.boundary(next(layers), [lane]), tokens)
 
-    def first(self, rows: int) -> Sampler:
+    def first_boundary(self, rows: int) -> TimedOperation:
         """The boundary before all layers."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(-1, [lane]), rows)
 
-    def last(self, rows: int) -> Sampler:
+    def last_boundary(self, rows: int) -> TimedOperation:
         """The boundary after all layers, with a token sampled in every row."""
         lane = self._lane(self._single_rows(rows))
         return self._repeated(lambda: self.backend.boundary(self.backend.num_layers - 1, [lane]), rows)
 
-    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> Sampler:
+    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> TimedOperation:
         """One layer's attention of prefill chunks: (new tokens, tokens cached before) each."""
         tier = self.larger_tier
         items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
         return self._attention(self._lane(items), sum(new for new, _ in chunks))
 
-    def gpu_attention(self, requests: int, context: int) -> Sampler:
+    def gpu_attention(self, requests: int, context: int) -> TimedOperation:
         """One layer's decode attention in the lane."""
         items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
         lane = self._lane(items)
         return self._attention(lane, requests, lane)
 
-    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> Sampler:
-        """Boundaries come between: they sweep the caches as in a run. Prefills have those of a lane of one row; decodes
-        their own, after which captured graphs find the lane where they want it."""
+    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> TimedOperation:
+        """Time attention after a boundary, which replaces the caches' contents as in a run.
+
+        The boundary's batch is ``sweeper``. Prefills use a lane of one row. Decodes use their own lane, which leaves it
+        where captured graphs expect it.
+        """
         sweeper, boundaries = sweeper or self._lane(self._single_rows(1)), self._layers()
         layers = self._layers(self.backend.num_layers)
 
@@ -111,8 +117,8 @@ class Workbench:
 
     # -- the CPU worker ---------------------------------------------------------------------------------------------
 
-    def cpu_attention(self, requests: int, context: int) -> Sampler:
-        """One layer's decode attention while the lane computes, and how much later an idle lane hears of its end."""
+    def cpu_attention(self, requests: int, context: int) -> TimedOperation:
+        """One layer's decode attention while the lane computes, plus the delay until an idle lane sees its end."""
         backend, cohort = self.backend, self._cohort(requests, context)
         lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
 
@@ -128,8 +134,8 @@ class Workbench:
 
         return sample
 
-    def hand_over(self, requests: int, context: int) -> Sampler:
-        """What a ticket costs the lane: a boundary with a ticket just submitted, less one without."""
+    def hand_over(self, requests: int, context: int) -> TimedOperation:
+        """What a ticket costs the lane: a boundary just after submitting one, less a boundary alone."""
         backend, cohort = self.backend, self._cohort(requests, context)
         lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
 
@@ -150,7 +156,7 @@ class Workbench:
 
     # -- beside the layers ------------------------------------------------------------------------------------------
 
-    def swap(self, blocks: int) -> Sampler:
+    def swap(self, blocks: int) -> TimedOperation:
         """Blocks from the GPU tier to the CPU tier."""
         request = self._request(1, Tier.GPU)
         gpu, cpu = (self._random.sample(self._pool(tier, blocks), blocks) for tier in (Tier.GPU, Tier.CPU))
@@ -159,19 +165,19 @@ class Workbench:
 
         def sample() -> float:
             seconds = self._time_s(lambda: self.backend.swap([out]))
-            # What the worker has yet to write is waited for here, and not by the prefill that is measured next.
+            # Swapping back waits for the worker's writes. Otherwise the prefill measured next would wait for them.
             self.backend.swap([back])
             return seconds
 
         return sample
 
-    def iteration(self, requests: int) -> Sampler:
-        """The host's part of an iteration of decodes: schedule, open the lane, loop over the layers, take tokens in."""
+    def host_work(self, requests: int) -> TimedOperation:
+        """The host's work in an iteration of decodes: scheduling, opening the lane, layer loop, taking tokens in."""
         engine = idle_engine(self.backend.num_layers, requests)
         items = []
         for _ in range(requests):
             request = self._request(2, Tier.GPU)
-            self.tables[request.request_id] = [0]  # opening a lane looks at the table only
+            self.tables[request.request_id] = [0]  # opening a lane reads the table only
             items.append(LaneItem(request, 1, 1, Tier.GPU, False))
 
         def sample() -> float:
@@ -179,9 +185,11 @@ class Workbench:
 
         return sample
 
-    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> Sampler:
-        """A whole iteration: requests of the GPU tier in the lane, those of the CPU tier in the two batches of
-        asymmetric pipelining, all with so many tokens of context."""
+    def decodes(self, on_gpu: int, on_cpu: int, context: int) -> TimedOperation:
+        """A whole iteration of decodes, each with ``context`` tokens.
+
+        Requests of the GPU tier are in the lane, those of the CPU tier in the two batches of asymmetric pipelining.
+        """
         tiers = [Tier.GPU] * on_gpu + [Tier.CPU] * on_cpu
         requests = [self._request(context, tier) for tier in tiers]
         for request in requests:
@@ -199,7 +207,7 @@ class Workbench:
         return max(self.num_blocks, key=lambda tier: self.num_blocks[tier])
 
     def _request(self, tokens: int, tier: Tier) -> Request:
-        """A request of so many tokens whose blocks lie scattered over its tier."""
+        """A request of ``tokens`` tokens, with blocks at random places of its tier."""
         prompt = tuple(self._tokens[:tokens])
         request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
         count = -(-tokens // self.block_size)
@@ -208,11 +216,11 @@ class Workbench:
         return request
 
     def _pool(self, tier: Tier, count: int) -> range:
-        """The blocks that ``count`` of them are chosen from."""
+        """The blocks from which ``count`` are drawn."""
         return range(min(self.num_blocks[tier], max(count, MOST_BLOCKS)))
 
     def _prefill_items(self, tokens: int) -> list[LaneItem]:
-        """Prefill chunks of so many tokens together, each within one of the pools."""
+        """Prefill chunks of ``tokens`` tokens in total, each short enough for the larger tier."""
         tier = self.larger_tier
         longest = min(self.max_model_len, self.num_blocks[tier] * self.block_size)
         sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
@@ -235,12 +243,14 @@ class Workbench:
     # -- timing -----------------------------------------------------------------------------------------------------
 
     def _layers(self, stop: int | None = None) -> Iterator[int]:
-        """Layers in turn for ever; by default those whose boundary has a next layer."""
+        """Cycles over the layers; by default those whose boundary has a next layer."""
         return itertools.cycle(range(max(1, self.backend.num_layers - 1 if stop is None else stop)))
 
-    def _repeated(self, run: Callable[[], object], rows: int) -> Sampler:
-        """Short operations run thrice: the first time only brings the code back into the caches, and the lane to where
-        captured graphs want it."""
+    def _repeated(self, run: Callable[[], object], rows: int) -> TimedOperation:
+        """Short operations run three times, of which the last two count.
+
+        The first run brings the code back into the caches, and the lane to where captured graphs expect it.
+        """
 
         def sample() -> float:
             first_s = self._time_s(run)

@@ -1,4 +1,4 @@
-"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality picks how the CPU is used."""
+"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality decides how the CPU is used."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ApexScheduler(OffloadScheduler):
         config = self.config
         return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
 
-    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        under_way, load = self._under_way(), LaneLoad.of_draft(draft)
+    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        under_way, load = self._under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
-            return self._gpu_only_plan(draft, load)
+            return self.gpu_only_plan(draft, load)
         partial = [request for cohort in under_way for request in cohort.members]
         num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
         inequality = self._inequality(load, num_cpu, cpu_context)
@@ -45,21 +45,21 @@ class ApexScheduler(OffloadScheduler):
             if self._hides(load, partial):
                 pipeline = self._pipeline(load, ready, partial)
                 if any(batch.size for batch in pipeline.batches):
-                    return self._pipelined_plan(draft, pipeline, under_way, predicted)
+                    return self.pipelined_plan(draft, pipeline, under_way, predicted)
             else:
-                may_start = False  # what is under way overlaps to its end, and nothing more joins it
-        cohorts = [cohort.plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
+                may_start = False  # cohorts under way overlap to their end, and no other starts
+        cohorts = [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
         if may_start and len(cohorts) < self.config.max_cohorts:
-            # One cohort at a time starts, so that the next arrivals need not wait for all the others.
+            # One cohort starts per iteration, so that later arrivals need not wait for the end of all others.
             cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
         if not cohorts:
-            return self._gpu_only_plan(draft, load, predicted)
+            return self.gpu_only_plan(draft, load, predicted)
         return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, cohorts), predicted)
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     def _inequality(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> Inequality:
-        """Inequality (5) at this iteration's sizes; with prefills the CPU's window is the longer one of Algorithm 1."""
+        """Inequality (5) at this iteration's sizes; with prefills it has the longer CPU window of Algorithm 1."""
         model = self.model
         linear_s = model.linear_s(load.decodes)
         attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
@@ -69,12 +69,12 @@ class ApexScheduler(OffloadScheduler):
         window_s = None
         if load.chunks:
             window_s = mixed_cpu_window_s(model.linear_s(load.tokens), linear_s, load.gpu_attention_s(model))
-            if not load.decodes:  # Algorithm 1 divides by the decodes' time; with none the lane's own time stands in
+            if not load.decodes:  # Algorithm 1 divides by the decodes' time; without any, the lane's replaces it
                 linear_s = model.linear_s(load.tokens)
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
 
     def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
-        """Whether the CPU's window takes all that is under way; an empty lane has nothing that could wait for it."""
+        """Whether all requests under way fit the CPU's window; always with an empty lane, since nothing waits."""
         if not partial or not load.requests:
             return True
         pipeline = Pipeline(self.model, load)
@@ -82,14 +82,14 @@ class ApexScheduler(OffloadScheduler):
         return pipeline.hides_cpu()
 
     def _pipeline(self, load: LaneLoad, ready: CpuDecodes, partial: Sequence[Request]) -> Pipeline:
-        """Two batches of what the CPU can compute in its window; requests under way have the first claim on it."""
+        """Two batches that the CPU can compute in its window; requests under way come first."""
         pipeline = Pipeline(self.model, load)
         if not self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
         if load.requests:
-            pipeline.fill(ready)
+            pipeline.add_hidden(ready)
             if ready.overdue is not None:
-                pipeline.include(ready.overdue)
+                pipeline.add_overdue(ready.overdue)
         else:
             pipeline.split_evenly(ready)
         if self.config.disable_partial_progress_priority:
@@ -99,14 +99,14 @@ class ApexScheduler(OffloadScheduler):
     # -- asynchronous overlap ---------------------------------------------------------------------------------------
 
     def _enough(self, ready: CpuDecodes, num_cpu: int, load: LaneLoad) -> bool:
-        """The threshold of section 4.2: overlap pays for its hand-overs only with many CPU requests."""
+        """The threshold of section 4.2: hand-overs cost time, so overlap pays only with many CPU requests."""
         if not ready:
             return False
         forced = self.config.strategy == "asynchronous-overlap"
         return forced or ready.overdue is not None or num_cpu >= self.config.min_cpu_request_ratio * load.requests
 
     def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
-        """GPU-only time, and what the riders add to the boundary each of them crosses."""
+        """GPU-only time, plus what each rider adds to the boundary it crosses."""
         model = self.model
         alone_s = model.linear_s(load.tokens)
         riders_s = sum(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)

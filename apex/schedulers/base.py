@@ -1,4 +1,4 @@
-"""What every scheduler that decodes on the CPU shares: two tiers of decodes, cohorts under way, ageing, aborts."""
+"""What all schedulers that decode on the CPU share: two tiers of decodes, cohorts under way, ageing, aborts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
 
 @dataclass(eq=False)
 class CohortState:
-    """A cohort under way between iterations; ``layer`` is the boundary it crosses next. Batches that an iteration waits
-    for are never under way."""
+    """A cohort under way between iterations; ``layer`` is the boundary it crosses next.
+
+    Batches that an iteration waits for end with it, so they have no such state.
+    """
 
     cohort_id: int
     members: list[Request]
     layer: int = -1
 
-    def plan(self, rule: SteppingRule) -> CohortPlan:
+    def to_plan(self, rule: SteppingRule) -> CohortPlan:
         return CohortPlan(self.cohort_id, tuple(self.members), rule)
 
 
 class OffloadScheduler(Scheduler, ABC):
-    """Queue mechanics of hybrid schedulers. A subclass decides in :meth:`_decide` what runs on the CPU, and how."""
+    """Queues of hybrid schedulers. A subclass decides in :meth:`decide` what runs on the CPU, and how."""
 
     decode_tiers = (Tier.GPU, Tier.CPU)
 
@@ -51,14 +53,14 @@ class OffloadScheduler(Scheduler, ABC):
         self.config = config
         self._cohort_ids = itertools.count()
         self._iteration = 0
-        self._next_look = 0  # the iteration that next looks whether a CPU request has been left out too long
+        self._next_look = 0  # the iteration of the next search for a CPU request that was left out too long
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
 
     def _empty_queues(self) -> None:
         super()._empty_queues()
         self._cohorts: dict[int, CohortState] = {}
-        self._leaving: dict[str, Request] = {}  # aborted or called back while a ticket may still use their blocks
+        self._leaving: dict[str, Request] = {}  # aborted or called back; a ticket may still use their blocks
 
     def _may_offload(self) -> bool:
         return self.config.strategy != "gpu-only"
@@ -75,11 +77,11 @@ class OffloadScheduler(Scheduler, ABC):
         ready = self._ready_cpu_decodes(draft)
         self._schedule_running_prefills(draft)
         self._admit(draft)
-        return self._decide(draft, ready)
+        return self.decide(draft, ready)
 
     @abstractmethod
-    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        """Turn the draft and the CPU decodes that may start a token into a plan; ``ready.overdue`` does not wait."""
+    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        """Turn the draft and the CPU decodes that may start a token into a plan; it must serve ``ready.overdue``."""
 
     def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         for request_id in result.left:
@@ -94,7 +96,7 @@ class OffloadScheduler(Scheduler, ABC):
         for item in plan.prefills:
             item.request.last_served = self._iteration
         for batch in plan.cohorts:
-            if batch.rule is not SteppingRule.RIDE_IF_READY:  # waited for, so its token is done
+            if batch.rule is not SteppingRule.RIDE_IF_READY:  # the iteration waited for it, so its token is done
                 for request in batch.requests:
                     request.last_served = self._iteration
         return super().update(plan, result)
@@ -114,19 +116,19 @@ class OffloadScheduler(Scheduler, ABC):
     # -- CPU decodes ------------------------------------------------------------------------------------------------
 
     def _ready_cpu_decodes(self, draft: PlanDraft) -> CpuDecodes:
-        """CPU requests at a token boundary with room for their next token, oldest first."""
+        """CPU requests between two tokens with room for the next one, oldest first."""
         queue = self.decoding[Tier.CPU]
         resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
         growing = out_of_blocks(resting)
         if not self.kv.grow_by_one(growing, Tier.CPU):
             for request in growing:
-                if request.tier is Tier.CPU:  # not evicted meanwhile
+                if request.tier is Tier.CPU:  # growth of an older request may have evicted it
                     self._grow_on_cpu(request, draft)
             resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
         return CpuDecodes(resting, self._overdue(resting))
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
-        """Give a CPU request its next block, evicting younger ones for it; without any of those it has to wait."""
+        """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
         while not self.kv.grow(request, request.num_tokens):
             younger = self._younger_cpu_requests(request)
             if not younger:
@@ -134,7 +136,7 @@ class OffloadScheduler(Scheduler, ABC):
             self._recompute(younger[-1], draft)
 
     def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
-        """Give a GPU request room in the CPU tier, at the cost of younger ones there if that suffices."""
+        """Give a GPU request room in the CPU tier, evicting younger requests there if that suffices."""
         missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
         victims = []
         for victim in reversed(self._younger_cpu_requests(request)):
@@ -152,10 +154,10 @@ class OffloadScheduler(Scheduler, ABC):
         return [r for r in self.running[Tier.CPU].younger_than(request) if self._at_rest(r)]
 
     def _overdue(self, resting: Sequence[Request]) -> Request | None:
-        """The CPU request that has been left out longest, if that is too long: no rule may starve it.
+        """The CPU request that was left out longest, if for more than ``max_wait_iterations``: no rule may starve it.
 
-        There is one in ``max_wait_iterations`` iterations at most. A CPU that takes longer than that for a token of
-        every request would otherwise be waited for nearly always: the net would be the policy.
+        There is at most one in ``max_wait_iterations`` iterations. Otherwise a CPU that takes longer than that for a
+        token of every request would be waited for in nearly every iteration.
         """
         if self._iteration < self._next_look or not resting:
             return None
@@ -174,14 +176,14 @@ class OffloadScheduler(Scheduler, ABC):
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
-        return cohort.plan(rule)
+        return cohort.to_plan(rule)
 
     def _under_way(self) -> list[CohortState]:
-        """Cohorts part of the way through their token, the most advanced first."""
+        """Cohorts that are part of the way through their token, the most advanced first."""
         alive = [c for c in self._cohorts.values() if any(r.request_id not in self._leaving for r in c.members)]
         return sorted(alive, key=lambda cohort: -cohort.layer)
 
-    def _pipelined_plan(
+    def pipelined_plan(
         self,
         draft: PlanDraft,
         pipeline: Pipeline,
@@ -189,7 +191,7 @@ class OffloadScheduler(Scheduler, ABC):
         predicted: dict[str, float] | None = None,
     ) -> IterationPlan:
         """Asymmetric pipelining: batch-0's CPU decodes ride the lane, batch-1 and ``stepping`` cohorts step."""
-        cohorts = [cohort.plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
+        cohorts = [cohort.to_plan(SteppingRule.STEP_AND_WAIT) for cohort in stepping]
         rules = (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
         cohorts += [
             CohortPlan(next(self._cohort_ids), tuple(batch.requests), rule)
@@ -198,7 +200,7 @@ class OffloadScheduler(Scheduler, ABC):
         ]
         return self._plan(Strategy.ASYMMETRIC_PIPELINING, draft, cohorts, pipeline.iteration_s(), predicted)
 
-    def _gpu_only_plan(
+    def gpu_only_plan(
         self, draft: PlanDraft, load: LaneLoad, predicted: dict[str, float] | None = None
     ) -> IterationPlan:
         return self._plan(Strategy.GPU_ONLY, draft, [], self._gpu_only_s(load), predicted)
@@ -225,15 +227,15 @@ class OffloadScheduler(Scheduler, ABC):
             return super().abort(request_id)
         request.finish(FinishReason.ABORT, self.now())
         self._leave_running(request)
-        self._leaving[request_id] = request  # its id and blocks stay taken until no CPU attention can touch them
+        self._leaving[request_id] = request  # keeps its id and blocks until no CPU attention can touch them
         return request
 
     def _call_back(self, request: Request) -> None:
-        # The GPU starts its token anew: to wait for the cohort's takes an iteration for every layer that is left.
+        # The GPU starts its token anew: waiting for the cohort would take one iteration per remaining layer.
         self._leaving[request.request_id] = request
 
     def _come_to_rest(self, request: Request) -> None:
-        """Nothing of a request that left its cohort is under way any more."""
+        """End the cohort membership of a request without work under way; release it if it is finished."""
         if request.is_finished:
             self.kv.release(request)
             del self.requests[request.request_id]

@@ -1,4 +1,4 @@
-"""CPU decodes on their way into the batches of a pipeline: which of them come next, and how many at once."""
+"""The queue of CPU decodes that fill the batches of a pipeline: which come next, and how many at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 
 from swiftllm.core.request import Request
 
-MAX_GUESSES = 6  # of a search; 3 to 5 find the end where predictions are straight
+MAX_GUESSES = 6  # interpolations of a search; 3 to 5 suffice where predictions are straight
 
 
 class CpuDecodes:
-    """CPU decodes, oldest first, and their lengths: reading those of a thousand requests takes longer than most of what
-    is done with them, so it is done once. ``tokens`` is int64 ``[len(requests)]``; ``overdue`` is the one of them that
-    is to be served whatever the model predicts.
+    """CPU decodes, oldest first, and their lengths.
+
+    ``tokens`` is int64 ``[len(requests)]``. It is read once: reading the lengths of a thousand requests takes longer
+    than most of their uses. ``overdue`` is the request that must be served whatever the model predicts.
     """
 
     def __init__(self, requests: list[Request], overdue: Request | None = None) -> None:
@@ -30,20 +31,20 @@ class CpuDecodes:
     def context_tokens(self) -> int:
         return int(self.tokens.sum())
 
-    def at(self, positions: Sequence[int]) -> list[Request]:
+    def requests_at(self, positions: Sequence[int]) -> list[Request]:
         requests = self.requests
         return [requests[position] for position in positions]
 
 
 class CpuDecodeQueue:
-    """CPU decodes on their way into the batches, oldest first."""
+    """CPU decodes that wait for a place in a batch, oldest first."""
 
     def __init__(self, decodes: CpuDecodes) -> None:
         self._decodes = decodes
         self._start_with(np.arange(len(decodes)))
 
     def _start_with(self, positions: np.ndarray) -> None:
-        """Let these decodes wait, and no others."""
+        """Restart the queue with the decodes at these positions."""
         self._positions = positions
         self._tokens = self._decodes.tokens[positions]
         self._sums = [0, *self._tokens.cumsum().tolist()]
@@ -52,18 +53,18 @@ class CpuDecodeQueue:
     def __len__(self) -> int:
         return len(self._positions) - self._next
 
-    def context(self, count: int) -> int:
-        """Tokens of the next requests together."""
+    def context_of_next(self, count: int) -> int:
+        """Context of the next ``count`` requests, summed, in tokens."""
         return self._sums[self._next + count] - self._sums[self._next]
 
-    def take(self, count: int) -> list[Request]:
+    def take_requests(self, count: int) -> list[Request]:
         start, self._next = self._next, self._next + count
-        return self._decodes.at(self._positions[start : self._next].tolist())
+        return self._decodes.requests_at(self._positions[start : self._next].tolist())
 
-    def leave_out(self, fits: Callable[[int], bool]) -> None:
-        """Go on to the next request whose length ``fits``, without all that are as long as one that does not.
+    def skip_too_long(self, fits: Callable[[int], bool]) -> None:
+        """Go on to the next request whose length ``fits``; drop every request no shorter than one that does not fit.
 
-        Only a request shorter than all before it can be the next that fits: no others are asked about.
+        Only a request shorter than all before it can be the next that fits, so only those are tested.
         """
         tokens = self._tokens[self._next :]
         shortest_so_far = np.minimum.accumulate(tokens)
@@ -78,10 +79,10 @@ class CpuDecodeQueue:
 
 
 def longest_run(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
-    """The largest count up to ``most`` that takes no longer than the limit; more never takes less.
+    """The largest count up to ``most`` for which ``seconds(count) <= limit_s``; ``seconds`` must not decrease.
 
-    Predictions cost, so few are asked for: what they give is almost a straight line, and the next guess is where one
-    through the ends of what is left crosses the limit. Bisection ends what is less straight.
+    Predictions are expensive, and nearly linear in the count. So the search interpolates between the ends of the
+    remaining range, and bisects after ``MAX_GUESSES`` attempts.
     """
     if most < 1 or (low_s := seconds(1)) > limit_s:
         return 0

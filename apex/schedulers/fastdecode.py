@@ -19,13 +19,13 @@ class FastDecodeScheduler(OffloadScheduler):
     def _may_offload(self) -> bool:
         config = self.config
         if config.strategy not in ("auto", "asymmetric-pipelining") or config.disable_asymmetric_pipelining:
-            raise ValueError("fastdecode is asymmetric pipelining and nothing else; use --system neo or apex")
+            raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
         return True
 
-    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        load = LaneLoad.of_draft(draft)
+    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        load = LaneLoad.from_draft(draft)
         if not ready:
-            return self._gpu_only_plan(draft, load)
+            return self.gpu_only_plan(draft, load)
         pipeline = Pipeline(self.model, load)
         pipeline.split_evenly(ready)
-        return self._pipelined_plan(draft, pipeline)
+        return self.pipelined_plan(draft, pipeline)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inequality:
-    """Both sides, so that they can be logged; ``holds`` is whether the left is larger."""
+    """Both sides, so that they can be logged; it ``holds`` if the left one is larger."""
 
     left: float
     right: float
@@ -42,14 +42,14 @@ def pipelining_pays(
         cpu_rate: N_C, attention rate of the CPU.
         linear_s: T_glinear of the decode-only batch.
         gpu_attention_s: T_gatt of the decode-only batch.
-        cpu_window_s: how long the CPU may compute; by default ``2 T_glinear + T_gatt`` (decode-only). With prefills,
-            Algorithm 1 puts :func:`mixed_cpu_window_s` here and leaves the rest as it is.
+        cpu_window_s: how long the CPU may compute; by default ``2 T_glinear + T_gatt`` (decode-only). With prefills
+            Algorithm 1 takes :func:`mixed_cpu_window_s` and changes nothing else.
     """
     pipelined_s = 2 * linear_s + gpu_attention_s
     window_s = pipelined_s if cpu_window_s is None else cpu_window_s
     gpu_tokens = gpu_rate * gpu_attention_s
     gpu_only_s = linear_s + gpu_attention_s
-    # With nothing in the lane both terms vanish, and what is left of pipelining is the CPU by itself.
+    # With an empty lane both times are 0, and pipelining is the CPU by itself.
     left = (gpu_tokens + cpu_rate * window_s) / pipelined_s if pipelined_s else cpu_rate
     right = gpu_tokens / gpu_only_s if gpu_only_s else 0.0
     return Inequality(left, right)
@@ -61,12 +61,12 @@ def mixed_cpu_window_s(linear_with_prefill_s: float, linear_s: float, attention_
 
 
 def max_rate_ratio(linear_s: float, gpu_attention_s: float) -> float:
-    """Inequality (6) of APEX section 3.2, the same as (5) solved for N_G / N_C: pipelining pays below this ratio."""
+    """Inequality (6) of APEX section 3.2, which is (5) solved for N_G / N_C: pipelining pays below this ratio."""
     return 2 * linear_s / gpu_attention_s + 3 + gpu_attention_s / linear_s
 
 
 def offload_bound_tokens_per_s(
     gpu_only_tokens_per_s: float, cpu_bytes_per_s: float, kv_bytes_per_token: float, context_tokens: float
 ) -> float:
-    """What no schedule can exceed: GPU-only decoding plus all the tokens whose KV cache the CPU can read."""
+    """Upper bound of any schedule: GPU-only decoding plus the tokens whose KV cache the CPU can read."""
     return gpu_only_tokens_per_s + cpu_bytes_per_s / (kv_bytes_per_token * context_tokens)

@@ -12,36 +12,36 @@ from swiftllm.scheduling.plan_draft import PlanDraft
 
 
 class NeoScheduler(OffloadScheduler):
-    """Makes a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second."""
+    """Compares a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second."""
 
     def _may_offload(self) -> bool:
         config = self.config
         if config.strategy == "asynchronous-overlap":
-            raise ValueError("neo knows no asynchronous overlap; use --system apex for it")
+            raise ValueError("neo has no asynchronous overlap; use --system apex for it")
         return config.strategy != "gpu-only" and not config.disable_asymmetric_pipelining
 
-    def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        pipeline = Pipeline(self.model, LaneLoad.of_draft(draft))
+    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
         if not pipeline.load.requests:
-            pipeline.split_evenly(ready)  # nothing to hide behind: the two batches hide each other
-            return self._pipelined_plan(draft, pipeline)
-        pipeline.fill(ready)
+            pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
+            return self.pipelined_plan(draft, pipeline)
+        pipeline.add_hidden(ready)
         if ready.overdue is not None:
-            pipeline.include(ready.overdue)
-            return self._pipelined_plan(draft, pipeline)
+            pipeline.add_overdue(ready.overdue)
+            return self.pipelined_plan(draft, pipeline)
         self._reduce_cpu_prefills(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):
             gpu_only_rate = pipeline.load.requests / self._gpu_only_s(pipeline.load)
             forced = self.config.strategy == "asymmetric-pipelining"
             if forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
-                return self._pipelined_plan(draft, pipeline)
-        return self._gpu_only_plan(draft, pipeline.load)
+                return self.pipelined_plan(draft, pipeline)
+        return self.gpu_only_plan(draft, pipeline.load)
 
     def _reduce_cpu_prefills(self, draft: PlanDraft, pipeline: Pipeline) -> None:
-        """Step 5: put off prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
+        """Step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
 
-        Within the flat part of the linear time a prefill costs the lane nothing, so those stay; and so does the last
-        one, or the CPU would never get any work.
+        Prefills within the flat part of the linear time stay, since they cost the lane nothing. The last one stays too:
+        otherwise the CPU would never get any work.
         """
         for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
             load = pipeline.load

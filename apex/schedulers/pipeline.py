@@ -1,4 +1,4 @@
-"""The two batches of asymmetric pipelining and how CPU decodes are put into them (NEO section 3.2, step 4)."""
+"""The two batches of asymmetric pipelining, and how CPU decodes are assigned to them (NEO section 3.2, step 4)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from swiftllm.core.request import Request
 
 @dataclass
 class CpuBatch:
-    """CPU decodes of one batch, and their context summed."""
+    """CPU decodes of one batch, and the sum of their context in tokens."""
 
     requests: list[Request] = field(default_factory=list)
     context_tokens: int = 0
-    num_under_way: int = 0  # requests of cohorts under way: they step beside the batch
+    num_under_way: int = 0  # requests of cohorts under way, which step beside the batch
 
     @property
     def size(self) -> int:
         return len(self.requests) + self.num_under_way
 
-    def add(self, requests: Sequence[Request], tokens: int) -> None:
-        """Take requests of so many tokens together."""
+    def add_requests(self, requests: Sequence[Request], tokens: int) -> None:
+        """Add requests whose context is ``tokens`` in total."""
         self.requests += requests
         self.context_tokens += tokens
 
 
 class Pipeline:
-    """A lane and two CPU batches, with the times the model predicts for one layer of them."""
+    """A lane and two CPU batches, with the times that the model predicts for one layer."""
 
     def __init__(self, model: PerfModel, load: LaneLoad) -> None:
         self.model = model
@@ -45,7 +45,7 @@ class Pipeline:
         self._lane_attention_s = load.gpu_attention_s(self.model)
 
     def add_under_way(self, requests: Sequence[Request]) -> None:
-        """Requests that are part of the way through their token; they step with batch-1."""
+        """Add requests that are part of the way through their token; they step with batch-1."""
         self.batches[1].num_under_way += len(requests)
         self.batches[1].context_tokens += context_tokens(requests)
 
@@ -54,19 +54,19 @@ class Pipeline:
         return self.load.requests + self.batches[0].size + self.batches[1].size
 
     def window_s(self, batch: CpuBatch) -> float:
-        """For how long a batch's CPU attention stays hidden in a layer: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
+        """How long a batch's CPU attention in a layer stays hidden: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
         first, second = self.batches
         if batch is second:
             return self.model.linear_s(self.load.tokens + first.size)
         return self.model.linear_s(second.size) + self._lane_attention_s
 
     def hides_cpu(self) -> bool:
-        """Whether the lane never waits."""
+        """Whether the lane never waits for CPU attention."""
         cpu_attention_s = self.model.cpu_attention_s
         return all(cpu_attention_s(batch.size, batch.context_tokens) <= self.window_s(batch) for batch in self.batches)
 
     def iteration_s(self) -> float:
-        """All layers and both ends: the lane and batch-1 each have their own, but for the host's work in any case."""
+        """All layers and the end boundaries of lane and batch-1; the host's fixed work counts once."""
         model, (first, second) = self.model, self.batches
         layer_s = pipelined_layer_s(
             linear_0_s=model.linear_s(self.load.tokens + first.size),
@@ -78,46 +78,46 @@ class Pipeline:
         lane_rows = self.num_requests - second.size
         ends_s = model.ends_s(lane_rows) + model.ends_s(second.size)
         if lane_rows and second.size:
-            ends_s -= model.iteration_s(0)
+            ends_s -= model.host_work_s(0)
         return model.num_layers * layer_s + ends_s
 
-    def fill(self, ready: CpuDecodes) -> None:
-        """Put each request into batch-1 or batch-0, wherever the CPU stays hidden; leave it out otherwise.
+    def add_hidden(self, ready: CpuDecodes) -> None:
+        """Add each request to batch-1 or batch-0 if the CPU stays hidden there; leave it out otherwise.
 
-        A request more makes its batch's CPU time longer and, its linear time being longer too, hides more of the
-        other batch's: so only its own batch's inequality can break. The batches take turns, each taking the longest
-        run that keeps its inequality, until neither can take the next request. Batches only fill up: what is as long
-        as a request left out is left out too.
+        One more request makes its batch's CPU time longer. It also makes the batch's linear time longer, which hides
+        more of the other batch. So only its own batch's inequality can break. The batches alternate: each takes the
+        longest run that keeps its inequality, until neither can take the next request. Batches never shrink, so any
+        request as long as one left out is left out too.
         """
         queue = CpuDecodeQueue(ready)
         while queue:
             runs = [self._take_hidden_run(batch, queue) for batch in reversed(self.batches)]
             if not any(runs):
-                queue.leave_out(self._fits_a_batch())
+                queue.skip_too_long(self._fits_a_batch())
 
     def _take_hidden_run(self, batch: CpuBatch, queue: CpuDecodeQueue) -> int:
-        """Put as many of the next requests into a batch as it can take and stay hidden; returns how many."""
-        cpu_attention_s, context = self.model.cpu_attention_s, queue.context
+        """Add as many of the next requests to a batch as stay hidden there; returns how many."""
+        cpu_attention_s, context = self.model.cpu_attention_s, queue.context_of_next
         size, tokens = batch.size, batch.context_tokens
         run = longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)), self.window_s(batch), len(queue))
         if run:
             run_tokens = context(run)
-            batch.add(queue.take(run), run_tokens)
+            batch.add_requests(queue.take_requests(run), run_tokens)
         return run
 
     def _fits_a_batch(self) -> Callable[[int], bool]:
-        """Whether one of the batches can take a request of so many tokens and stay hidden."""
+        """A test of lengths: whether a request of n tokens stays hidden in either batch."""
         cpu_attention_s = self.model.cpu_attention_s
         grown = [(batch.size + 1, batch.context_tokens, self.window_s(batch)) for batch in self.batches]
         return lambda n: any(cpu_attention_s(size, tokens + n) <= window_s for size, tokens, window_s in grown)
 
-    def include(self, request: Request) -> None:
-        """Take a request along, hidden or not."""
+    def add_overdue(self, request: Request) -> None:
+        """Add a request to batch-1 unless a batch has it, hidden or not."""
         if not any(request in batch.requests for batch in self.batches):
-            self.batches[1].add([request], request.num_tokens)
+            self.batches[1].add_requests([request], request.num_tokens)
 
     def split_evenly(self, ready: CpuDecodes) -> None:
-        """Take all requests, the longest first, into the batch with less to read, hidden or not."""
+        """Add every request, the longest first, to the batch with less context, hidden or not."""
         first, second = self.batches
         ahead = first.context_tokens - second.context_tokens
         longest_first = np.argsort(-ready.tokens, kind="stable")
@@ -130,8 +130,8 @@ class Pipeline:
             else:
                 to_second.append(position)
                 ahead -= tokens
-        first.requests += ready.at(to_first)
-        second.requests += ready.at(to_second)
+        first.requests += ready.requests_at(to_first)
+        second.requests += ready.requests_at(to_second)
         total = first.context_tokens + second.context_tokens + ready.context_tokens
         first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
         second.context_tokens = (total - ahead) // 2

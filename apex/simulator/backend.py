@@ -1,17 +1,19 @@
-"""The backend that predicts: the interface of real hardware over a virtual clock, with no tensors behind it.
+"""The simulated backend: the interface of real hardware over a virtual clock, without tensors.
 
-Scheduler, KV accounting and executor are the real ones; only the seconds are made up, from a profile table. Resources:
+Scheduler, KV accounting and executor are the real ones. Only the seconds are predicted, from a profile table.
 
-- GPU: boundaries and lane attention, one after the other, each as long as :class:`~apex.perf.model.PerfModel` says and
-  no shorter than the host takes to launch it. The host is paced by the GPU, so the two share the clock. Boundary -1
-  is what comes before a layer's attention, for all rows; boundary ``num_layers - 1`` the rest of a layer, logits and
-  sampling, for the rows alone that get a token.
-- Host: its own work of an iteration and of each request, and the handing over of tickets, hold up the lane.
-- CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v are there.
-- PCIe, one link each way: swaps, which the lane waits for, and q, k, v to the host and the outputs back where an
-  :class:`Interconnect` tells their sizes; without one the profile's CPU attention includes the hand-over.
-- DRAM bandwidth: whatever crosses PCIe is read from or written to DRAM at the link's rate, and the CPU worker has what
-  is left: while a link is moving it goes at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
+Resources:
+
+- GPU: boundaries and lane attention, one after the other. Each takes the time of :class:`~apex.perf.model.PerfModel`,
+  and at least the time the host takes to launch it. The host is paced by the GPU, so the two share the clock.
+  Boundary -1 is the part of a layer before its attention, for all rows. Boundary ``num_layers - 1`` is the rest of a
+  layer, logits and sampling, for the rows that get a token.
+- Host: its work per iteration and per request, and submitting tickets, delay the lane.
+- CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
+- PCIe, one link each way. The lane waits for swaps. With an :class:`Interconnect`, which gives their sizes, q, k, v go
+  to the host and outputs back; without one the profile's CPU attention includes these transfers.
+- DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
+  transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import TicketTimes
 
 PLACEHOLDER_TOKEN = 0
-"""Every sampled token: nothing is computed, so requests end by ``max_tokens`` alone."""
+"""Every sampled token. Nothing is computed, so only ``max_tokens`` ends a request."""
 
 
 @dataclass(frozen=True)
 class BusyTimes:
-    """Seconds each resource has worked; CPU time counts when a ticket is collected."""
+    """Seconds each resource has worked. CPU time counts once its ticket is collected."""
 
     gpu_s: float
     cpu_s: float
@@ -42,7 +44,7 @@ class BusyTimes:
 
 @dataclass(eq=False, slots=True)
 class SimulatedBatch:
-    """A lane or a cohort: its size, one layer's attention in seconds, and who gets a token at the last boundary."""
+    """A lane or a cohort: its rows, seconds of one layer's attention, and ids of the requests that get a token."""
 
     num_rows: int
     attention_s: float
@@ -63,14 +65,14 @@ class SimulatedTicket:
         return self.backend.is_ready(self.task)
 
     def wait(self) -> float:
-        return self.backend.collect(self.task)
+        return self.backend.collect_output(self.task)
 
     def times(self) -> TicketTimes:
         return self.task.times()
 
 
 class _Memo(dict[int, float]):
-    """A prediction for each size, made once."""
+    """Predictions by size, each made once."""
 
     def __init__(self, predict: Callable[[int], float]) -> None:
         self._predict = predict
@@ -81,16 +83,16 @@ class _Memo(dict[int, float]):
 
 
 class SimulatedBackend:
-    """See :class:`swiftllm.engine.backend.Backend` for the interface and the module's text for the model.
+    """See :class:`swiftllm.engine.backend.Backend` for the interface and the module's docstring for the model.
 
     Attributes:
-        clock_s: the virtual time; starts at 0.
+        clock_s: the virtual time, from 0.
     """
 
     worker_restarts = 0
 
     def __init__(self, model: PerfModel, *, launch_s: float = 0.0, interconnect: Interconnect | None = None) -> None:
-        """``launch_s``: what the host takes to launch a boundary or a layer's attention, for profiles without it."""
+        """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out."""
         self.num_layers = model.num_layers
         self.clock_s = 0.0
         self._model = model
@@ -98,11 +100,11 @@ class SimulatedBackend:
         self._interconnect = interconnect
         self._last = model.num_layers - 1
         self._linear_s = _Memo(model.linear_s)
-        self._first_s = _Memo(model.first_s)
-        self._last_s = _Memo(model.last_s)
+        self._first_s = _Memo(model.first_boundary_s)
+        self._last_s = _Memo(model.last_boundary_s)
         self._hand_over_s = _Memo(model.hand_over_s)
-        self._iteration_s = model.iteration_s(0)
-        self._requests_s = _Memo(lambda requests: model.iteration_s(requests) - self._iteration_s)
+        self._iteration_s = model.host_work_s(0)
+        self._requests_s = _Memo(lambda requests: model.host_work_s(requests) - self._iteration_s)
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
@@ -111,26 +113,26 @@ class SimulatedBackend:
 
     @property
     def busy(self) -> BusyTimes:
-        """What each resource has worked so far."""
+        """The seconds each resource has worked so far."""
         return BusyTimes(self._gpu_busy_s, self._cpu_busy_s, self._to_host.busy_s, self._to_gpu.busy_s)
 
     @property
     def extrapolated(self) -> frozenset[str]:
-        """Operations that ran at sizes outside the profile table."""
+        """Names of operations that ran at sizes outside the profile table."""
         return frozenset(self._model.extrapolated)
 
     def now(self) -> float:
         return self.clock_s
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass while there is nothing to do."""
+        """Advance the clock of an idle engine."""
         self.clock_s += seconds
 
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
         self.clock_s += self._requests_s[len(items)]
-        load = LaneLoad.of(items)
+        load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
 
@@ -163,7 +165,7 @@ class SimulatedBackend:
         self._run(lane.attention_s)
 
     def whole_iteration(self, lane: SimulatedBatch) -> None:
-        """Operations are timed one by one, so a simulated device gets them one by one."""
+        """Declined: operations are timed one by one."""
 
     def _run(self, seconds: float) -> None:
         self._gpu_busy_s += seconds
@@ -176,18 +178,18 @@ class SimulatedBackend:
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect
-            self._worker.settle(arrived_s)
-            to_host = self._to_host.book(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
+            self._worker.return_outputs(arrived_s)
+            to_host = self._to_host.book_transfer(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
             self._worker.slow_down(*to_host)
             arrived_s = to_host[1]
             return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
         return SimulatedTicket(self, self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host))
 
     def is_ready(self, task: CpuTask) -> bool:
-        self._worker.settle(self.clock_s)
+        self._worker.return_outputs(self.clock_s)
         return task.ready_s is not None and task.ready_s <= self.clock_s
 
-    def collect(self, task: CpuTask) -> float:
+    def collect_output(self, task: CpuTask) -> float:
         """Wait for a task's output; returns the seconds the worker computed for it."""
         self.clock_s = max(self.clock_s, self._worker.ready_s(task))
         busy_s = task.done_s - task.start_s
@@ -195,18 +197,18 @@ class SimulatedBackend:
         return busy_s
 
     def swap(self, swaps: Sequence[Swap]) -> None:
-        """Every iteration begins here, be there anything to move or not."""
+        """Every iteration begins here, with or without swaps."""
         self.clock_s += self._iteration_s
         if not swaps:
             return
-        self._worker.settle(self.clock_s)
+        self._worker.return_outputs(self.clock_s)
         for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
             if blocks:
-                start_s, self.clock_s = link.book(self.clock_s, self._model.swap_s(blocks))
+                start_s, self.clock_s = link.book_transfer(self.clock_s, self._model.swap_s(blocks))
                 self._worker.slow_down(start_s, self.clock_s)
 
-    # -- nothing is kept --------------------------------------------------------------------------------------------
+    # -- without state or results -----------------------------------------------------------------------------------
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return {}

@@ -1,6 +1,6 @@
-"""A profile table of a machine that is not here: measured layer times where there are any, data sheets otherwise.
+"""Predicts the profile table of another machine: from measured layer times where there are any, else data sheets.
 
-One function per formula. Times are seconds, sizes bytes or elements; every constant is a figure of a hardware file
+One function per formula. Times are seconds, sizes bytes or elements. Every constant is a figure of a hardware file,
 with its origin. ``python -m evaluation.calibrate`` reports how far the formulas are from measured tables.
 """
 
@@ -15,10 +15,10 @@ from apex.simulator.hardware import Gpu, Host, LayerShape, MeasuredLayer
 from swiftllm.model.config import ModelConfig
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
-# Powers of two and their middles: between neighbours a square is off by 4% at most when drawn as a line.
+# Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# Decode attention and swaps are linear in either size, so the corners of the grid say it all.
+# Decode attention and swaps are linear in either size, so the corners of the grid suffice.
 REQUESTS = (1, 4096)
 CONTEXTS = (1, 1 << 17)
 BLOCKS = (1, 1 << 16)
@@ -35,24 +35,23 @@ def hardware_profile(
     block_size: int = 16,
     max_tokens: int = 2048,
 ) -> ProfileTable:
-    """The profile table of a GPU in a host, as the profiler would write it there.
+    """The predicted profile table of a GPU in a host, in the profiler's form.
 
     Args:
         dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
         cpu_kernel: native, ispc or llamafile.
-        cpu_bandwidth_gb_s: what CPU attention achieves, in place of the host's read bandwidth times the kernel's
-            fraction of it.
+        cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
 
     Raises:
-        ValueError: the dtype or the kernel is not among those that are calibrated, or the bandwidth is not positive.
+        ValueError: the dtype or the kernel is not calibrated, or the bandwidth is not positive.
     """
     if dtype not in ITEMSIZES or (dtype == "bfloat16" and gpu["compute_capability"] < 8.0):
         raise ValueError(f"dtype {dtype!r} is not calibrated for {gpu.name}; take float16")
     if cpu_bandwidth_gb_s is not None and cpu_bandwidth_gb_s <= 0:
         raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive")
-    shape, itemsize = LayerShape.of(model_config), ITEMSIZES[dtype]
+    shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)
@@ -90,7 +89,7 @@ def hardware_profile(
             lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context),
         ),
         first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
-        # Handing a ticket over is taken to cost the lane nothing: its time is in the ticket's own, see cpu_attention_s.
+        # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
     )
 
@@ -99,16 +98,16 @@ def hardware_profile(
 
 
 def linear_curve(gpu: Gpu, shape: LayerShape, itemsize: int, max_tokens: int) -> Curve:
-    """T_l over tokens: the measured table closest in size, scaled to the shape; the data sheet if there is none."""
+    """T_l over tokens: the measured layer closest in size, scaled to the shape; else from the data sheet."""
     if not gpu.layers:
         return _curve(_up_to(TOKENS, max_tokens), lambda n: sheet_linear_s(gpu, shape, itemsize, n))
     layer = closest_layer(gpu, shape)
-    # Reading weights and multiplying both grow with the number of weights: one factor serves all batch sizes.
+    # Reading weights and multiplying both grow with the number of weights, so one factor fits all batch sizes.
     gemm_factor = shape.gemm_weights / layer.shape.gemm_weights
     elementwise_factor = shape.elementwise_elements / layer.shape.elementwise_elements
     sizes = sorted({*layer.gemm.sizes, *layer.elementwise.sizes})
     seconds = [gemm_factor * layer.gemm(size) + elementwise_factor * layer.elementwise(size) for size in sizes]
-    # Beyond the table time grows in proportion to tokens: that large a batch computes at a constant rate.
+    # Beyond the table time is proportional to tokens: batches that large compute at a constant rate.
     beyond = max(2 * sizes[-1], max_tokens)
     return Curve((*sizes, beyond), (*seconds, seconds[-1] * beyond / sizes[-1]))
 
@@ -126,10 +125,11 @@ def sheet_linear_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) ->
 
 
 def gemm_s(gpu: Gpu, weights: int, itemsize: int, tokens: float) -> float:
-    """Multiply tokens by so many weights: reading them bounds small batches, multiplying large ones.
+    """A GEMM with ``weights`` matrix elements: reading them bounds small batches, multiplying bounds large ones.
 
-    Combined as the root of the sum of squares, because measured cards round the roofline's corner: up to 512 tokens
-    the median error falls from 14-32% with the larger of the two to 6-26% (docs/calibration.md).
+    The two times are combined as the root of the sum of squares, because measured cards round the roofline's corner.
+    Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%
+    (docs/calibration.md).
     """
     read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])
@@ -137,14 +137,14 @@ def gemm_s(gpu: Gpu, weights: int, itemsize: int, tokens: float) -> float:
 
 
 def elementwise_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> float:
-    """Norms, rotation, activation and additions of one layer: some short kernels, then memory traffic."""
+    """Norms, rotation, activation and additions of one layer: a fixed time of short kernels, plus memory traffic."""
     traffic_bytes = shape.elementwise_elements * itemsize * tokens
     gb_s = gpu["memory_bandwidth_gb_s"] * gpu["weight_read_fraction"]
     return gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
 
 
 def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float) -> float:
-    """Per iteration: embedding rows, logits of the sampled rows."""
+    """Per iteration: embedding and logits of the sampled rows."""
     embedding_bytes = 2 * rows * config.hidden_size * itemsize  # read and written
     embedding_s = embedding_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     logits_s = gemm_s(gpu, config.vocab_size * config.hidden_size, itemsize, rows)
@@ -155,9 +155,9 @@ def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float) -> float:
 
 
 def gpu_attention_s(gpu: Gpu, shape: LayerShape, itemsize: int, requests: float, context_tokens: float) -> float:
-    """T_g of one layer: a kernel's latency, a start per request and KV head, and reading the KV cache.
+    """T_g of one layer: the kernel's latency, a fixed time per request and KV head, and reading the KV cache.
 
-    The two starts are what lowers the achieved bandwidth below about 30k tokens of context in total.
+    The two fixed times lower the achieved bandwidth below about 30k tokens of context in total.
     """
     kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
     read_s = kv_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["decode_attention_fraction"])
@@ -166,7 +166,7 @@ def gpu_attention_s(gpu: Gpu, shape: LayerShape, itemsize: int, requests: float,
 
 
 def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_tokens: float) -> float:
-    """One chunk in one layer. The masked half counts as computed: measured times follow new x (cached + new)."""
+    """One chunk in one layer. The masked half counts too: measured times follow new x (cached + new)."""
     flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (cached_tokens + new_tokens)
     fraction = gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
     return gpu["prefill_attention_fixed_us"] * 1e-6 + flops / (gpu["tensor_tflops"] * 1e12 * fraction)
@@ -181,7 +181,7 @@ def cpu_attention_s(
     requests: float,
     context_tokens: float,
 ) -> float:
-    """T_c of one layer: hand-over to the worker and back, Q, K, V and output over PCIe, reading the KV cache."""
+    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache."""
     kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
     crossing_bytes = requests * (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
     crossing_s = transfer_s(crossing_bytes, pcie_gb_s, host["hand_over_us"] * 1e-6)
@@ -189,14 +189,14 @@ def cpu_attention_s(
 
 
 def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
-    """What a kernel achieves on a host with all its cores.
+    """Bandwidth of CPU attention with a kernel on all cores of a host.
 
-    A kernel's fraction was measured on a core that reads ``core_read_gb_s`` when it only reads. What it takes longer
-    than that for each byte is arithmetic, which all cores do at once; reading they share, so a core of a crowded
-    socket gets less than it could read alone. Taken as not overlapping, as in the measurement.
+    A kernel's fraction was measured on one core, relative to ``core_read_gb_s``: the rate of reading alone. The extra
+    time per byte is arithmetic, which all cores do in parallel. They share the read bandwidth, so a core of a socket
+    in full use reads less than one alone. Arithmetic and reading do not overlap, as in the measurement.
 
     Raises:
-        ValueError: there is no figure for the kernel; the message lists the kernels there are.
+        ValueError: there is no figure for the kernel; the message lists the known kernels.
     """
     heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
     figure = f"{cpu_kernel}_{host.isa}_{heads}"
@@ -211,7 +211,7 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
 
 
 def host_read_gb_s(host: Host) -> float:
-    """What the cores we have read: their share of the channels' peak, as far as streaming reaches it."""
+    """Read bandwidth of the host's cores: their share of the channels' peak, times the streaming fraction."""
     return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
 
 
@@ -219,7 +219,7 @@ def host_read_gb_s(host: Host) -> float:
 
 
 def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
-    """One direction, as pinned copies reach it; the older of the two ends sets the generation."""
+    """Bandwidth of pinned copies in one direction; the older end of the link determines the PCIe generation."""
     return min(gpu["pcie_gb_s"], host["pcie_gb_s"]) * gpu["pcie_fraction"]
 
 
@@ -240,7 +240,7 @@ def _linear_origin(gpu: Gpu, shape: LayerShape) -> str:
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """The sizes until one of them covers ``most``; ``most`` itself if none does."""
+    """The sizes up to the first that is at least ``most``; if there is none, all of them and ``most``."""
     end = bisect_left(sizes, most) + 1
     return tuple(sizes[:end]) if end <= len(sizes) else (*sizes, most)
 

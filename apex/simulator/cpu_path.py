@@ -1,7 +1,7 @@
-"""The simulated way of CPU attention: across PCIe, through the worker, and back, with the DRAM's bandwidth shared.
+"""The simulated path of CPU attention: PCIe to the host, the worker, PCIe back, and the DRAM bandwidth they share.
 
-Everything is booked ahead in virtual seconds: whoever asks later is served later, and a transfer that comes while a
-task computes delays it and all behind it.
+Transfers and tasks are booked ahead in virtual seconds, in the order of their requests. A transfer that starts while a
+task computes delays that task and all after it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from swiftllm.engine.backend import TicketTimes
 
 @dataclass(frozen=True)
 class Interconnect:
-    """PCIe and the DRAM behind it, for profiles whose CPU attention leaves the hand-over out."""
+    """PCIe and host DRAM, for profiles whose CPU attention leaves the transfers out."""
 
     bytes_per_s: float
-    """Each way."""
+    """PCIe bandwidth in each direction."""
     qkv_bytes_per_row: int
-    """To the host for each request and layer: its new q, k and v."""
+    """New q, k and v of one request in one layer, sent to the host."""
     out_bytes_per_row: int
-    """Back to the GPU: its attention output."""
+    """Attention output of one request in one layer, sent back to the GPU."""
     latency_s: float = 0.0
-    """What a transfer takes however small."""
+    """Fixed time of a transfer."""
     dram_bytes_per_s: float = float("inf")
-    """Host memory, shared between PCIe and CPU attention; infinite: no contention."""
+    """DRAM bandwidth, shared by PCIe and CPU attention; infinite: no contention."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.bytes_per_s < self.dram_bytes_per_s:
@@ -36,7 +36,7 @@ class Interconnect:
 
     @property
     def dram_share(self) -> float:
-        """The part of the DRAM's bandwidth that one moving link takes."""
+        """The fraction of DRAM bandwidth that one busy link takes."""
         return self.bytes_per_s / self.dram_bytes_per_s
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -44,14 +44,14 @@ class Interconnect:
 
 
 class Link:
-    """One way across PCIe: one transfer after the other."""
+    """One direction of PCIe: one transfer after the other."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self._free_s = 0.0
 
-    def book(self, earliest_s: float, seconds: float) -> tuple[float, float]:
-        """When a transfer that may begin at ``earliest_s`` begins and ends."""
+    def book_transfer(self, earliest_s: float, seconds: float) -> tuple[float, float]:
+        """Book a transfer that may begin at ``earliest_s``; returns when it begins and ends."""
         start_s = max(earliest_s, self._free_s)
         self._free_s = start_s + seconds
         self.busy_s += seconds
@@ -59,7 +59,7 @@ class Link:
 
 
 class CpuTask:
-    """One layer's CPU attention of a cohort; transfers that come while it computes delay ``done_s``."""
+    """One layer's CPU attention of a cohort; transfers while it computes delay ``done_s``."""
 
     __slots__ = ("done_s", "ready_s", "return_s", "start_s", "to_host")
 
@@ -67,7 +67,7 @@ class CpuTask:
         self.start_s = start_s
         self.done_s = done_s
         self.return_s = return_s
-        self.ready_s: float | None = None  # once the output's way back is booked
+        self.ready_s: float | None = None  # set once the output's transfer is booked
         self.to_host = to_host
 
     def times(self) -> TicketTimes:
@@ -77,7 +77,7 @@ class CpuTask:
 
 
 class SimulatedWorker:
-    """Computes tasks in the order in which they were submitted, slower by ``dram_share`` while a link moves."""
+    """Computes tasks in the order of submission, slower by ``dram_share`` while a link is busy."""
 
     def __init__(self, to_gpu: Link, dram_share: float) -> None:
         self._to_gpu = to_gpu
@@ -86,32 +86,32 @@ class SimulatedWorker:
         self._computing: deque[CpuTask] = deque()  # not done yet
 
     def submit(self, arrived_s: float, seconds: float, return_s: float, to_host: tuple[float, float] | None) -> CpuTask:
-        """Take a task whose inputs are there at ``arrived_s``; its output takes ``return_s`` to the GPU."""
+        """Queue a task whose inputs arrive at ``arrived_s``; its output takes ``return_s`` to reach the GPU."""
         start_s = max(arrived_s, self._free_s)
         self._free_s = start_s + seconds
         task = CpuTask(start_s, self._free_s, return_s, to_host)
         self._computing.append(task)
         return task
 
-    def settle(self, time_s: float) -> None:
-        """Send back the outputs of all tasks done by ``time_s``, in the order in which they were done."""
+    def return_outputs(self, time_s: float) -> None:
+        """Send back the outputs of all tasks done by ``time_s``, in the order of completion."""
         computing = self._computing
         while computing and computing[0].done_s <= time_s:
             task = computing.popleft()
             if not task.return_s:
                 task.ready_s = task.done_s
                 continue
-            start_s, task.ready_s = self._to_gpu.book(task.done_s, task.return_s)
+            start_s, task.ready_s = self._to_gpu.book_transfer(task.done_s, task.return_s)
             self.slow_down(start_s, task.ready_s)
 
     def ready_s(self, task: CpuTask) -> float:
-        """When a task's output is on the GPU, if nothing more is submitted before."""
+        """When a task's output is on the GPU, if nothing else is submitted before."""
         while task.ready_s is None:  # outputs sent back before this one may delay it
-            self.settle(task.done_s)
+            self.return_outputs(task.done_s)
         return task.ready_s
 
     def slow_down(self, start_s: float, end_s: float) -> None:
-        """A link moves from ``start_s`` to ``end_s``: what computes meanwhile, and what comes after it, ends later."""
+        """Delay the tasks that compute while a link is busy from ``start_s`` to ``end_s``, and those after them."""
         share = self._dram_share
         if not share or not self._computing:
             return
@@ -121,7 +121,7 @@ class SimulatedWorker:
             task.start_s += pushed_s
             task.done_s += pushed_s
             begin_s = max(task.start_s, start_s)
-            left_s = task.done_s - begin_s  # what is left of the task when the link begins to move
+            left_s = task.done_s - begin_s  # the rest of the task when the link becomes busy
             if begin_s < end_s and left_s > 0.0:
                 task.done_s += share * min(end_s - begin_s, left_s / (1.0 - share))
             free_s = task.done_s

@@ -1,8 +1,8 @@
-"""GPUs and hosts from their files in ``configs/hardware``: figures with origin, and measured layer times.
+"""Reads GPUs and hosts from their files in ``configs/hardware``: figures with origin, and measured layer times.
 
-A figure says where it comes from and whether it is measured, published or assumed. ``assumptions.yaml`` holds what
-is the same for every machine until a file says better, so that a new card needs its data sheet alone.
-``apex/simulator/calibrated_profile.py`` turns a GPU, a host and a model into a profile table.
+Every figure has an origin and a status: measured, published or assumed. ``assumptions.yaml`` holds the figures that a
+file may leave out, so that a new card needs its data sheet alone. ``apex/simulator/calibrated_profile.py`` turns a GPU,
+a host and a model into a profile table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its unit, where it comes from, and its status: one of ``STATUSES``."""
+    """A number with its unit, its origin, and its status: one of ``STATUSES``."""
 
     value: float
     unit: str
@@ -54,7 +54,7 @@ class LayerShape:
     head_dim: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> LayerShape:
+    def from_config(cls, config: ModelConfig) -> LayerShape:
         return cls(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
 
     @property
@@ -69,19 +69,19 @@ class LayerShape:
 
     @property
     def elementwise_elements(self) -> int:
-        """Elements read and written per token by two norms, rotation of Q and K, SiLU times gate, two additions."""
+        """Elements per token read and written by two norms, rotation of Q and K, SiLU times gate, two additions."""
         rotated = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return 4 * self.hidden_size + rotated + 3 * self.intermediate_size + 6 * self.hidden_size
 
     @property
     def kv_elements(self) -> int:
-        """K and V of one token in one layer."""
+        """Elements of K and V of one token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """Measured seconds of one layer over tokens: its four GEMMs, and all its elementwise operations together."""
+    """Measured seconds of one layer over tokens: its four GEMMs, and the sum of its elementwise operations."""
 
     model: str
     shape: LayerShape
@@ -91,8 +91,8 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a GPU and a host have in common: a name and figures, ``machine["pcie_gb_s"]`` being a value."""
+class Hardware:
+    """The common part of a GPU and a host: a name and figures. ``hardware["pcie_gb_s"]`` is a figure's value."""
 
     name: str
     figures: Mapping[str, Figure]
@@ -102,12 +102,12 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Gpu(Machine):
+class Gpu(Hardware):
     layers: tuple[MeasuredLayer, ...] = ()
 
 
 @dataclass(frozen=True)
-class Host(Machine):
+class Host(Hardware):
     isa: str = "avx2"
 
 
@@ -116,7 +116,7 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     """Read a GPU: a name in ``configs/hardware``, or a path to a file of the same form.
 
     Raises:
-        ValueError: there is no such GPU (the message lists those there are), or its file is incomplete or malformed.
+        ValueError: there is no such GPU (the message lists the known ones), or its file is incomplete or malformed.
     """
     path = _find(name_or_path, "gpu")
     raw, figures = _read(path, "gpu", GPU_FIGURES)
@@ -132,7 +132,7 @@ def load_host(name_or_path: str | Path) -> Host:
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """Read the shape of a model: one of ``configs/models`` (no weights there), a Hugging Face folder, or a hub name."""
+    """Read a model's shape, by a name in ``configs/models`` (without weights), a Hugging Face folder or a hub name."""
     folder = MODELS_DIR / name_or_path
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
@@ -143,16 +143,16 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
 
 
-def known(kind: str) -> list[str]:
-    """The names of the files in ``configs/hardware`` of a kind: "gpu" or "host"."""
+def known_hardware(kind: str) -> list[str]:
+    """Sorted names of the files in ``configs/hardware`` of a kind: "gpu" or "host"."""
     return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml") if _load_yaml(path).get("kind") == kind)
 
 
 def read_figures(path: Path) -> dict[str, Figure]:
-    """The figures of a hardware file by themselves.
+    """Read the figures of a hardware file, without assumptions.
 
     Raises:
-        ValueError: one lacks a field; the message names file and figure.
+        ValueError: a figure lacks a field; the message names file and figure.
     """
     figures = {}
     for name, fields in _load_yaml(path)["figures"].items():
@@ -164,7 +164,7 @@ def read_figures(path: Path) -> dict[str, Figure]:
 
 
 def read_measured_layer(path: Path) -> MeasuredLayer:
-    """Read a file of measured layer times; its curves are in milliseconds over tokens."""
+    """Read a file of measured layer times, in milliseconds over tokens."""
     raw = _load_yaml(path)
 
     def curve(name: str) -> Curve:
@@ -178,9 +178,10 @@ def _find(name_or_path: str | Path, kind: str) -> Path:
     path = Path(name_or_path)
     if path.suffix == ".yaml" and path.is_file():
         return path
-    if str(name_or_path) in known(kind):
+    names = known_hardware(kind)
+    if str(name_or_path) in names:
         return HARDWARE_DIR / f"{name_or_path}.yaml"
-    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(known(kind))}; or give a .yaml file")
+    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(names)}; or give a .yaml file")
 
 
 def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Figure]]:
@@ -190,7 +191,7 @@ def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, A
     if missing := set(required) - set(own):
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     if unknown := set(own) - set(required) - set(assumed):
-        raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; possible are also {', '.join(assumed)}")
+        raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
     return raw, assumed | own
 
 

@@ -1,4 +1,4 @@
-"""Draws a timeline as a Gantt chart: the whole window small above, some layers of it large enough to read below."""
+"""Draws a timeline as a Gantt chart: an overview of the whole window above, some of its layers enlarged below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from apex.timeline.spans import Iteration, Kind, Load, Span, Timeline
+from apex.timeline.spans import Iteration, Kind, Span, SpanWork, Timeline
 
 ZOOM_LAYERS = 8
 
@@ -30,18 +30,18 @@ POINTS_PER_CHARACTER = 0.62 * LABEL_POINTS
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the chart and the kinds of spans in it; a row of steps belongs to one cohort slot."""
+    """A row of the chart and its kinds of spans; a row of steps belongs to one cohort slot."""
 
     title: str
     kinds: tuple[Kind, ...]
     slot: int | None = None
 
-    def holds(self, span: Span) -> bool:
+    def shows(self, span: Span) -> bool:
         return span.kind in self.kinds and (self.slot is None or span.cohorts[0].slot == self.slot)
 
 
-def draw(timeline: Timeline) -> Figure:
-    """The chart. Boxes carry their layer where it fits; colours tell the cohorts apart.
+def draw_timeline(timeline: Timeline) -> Figure:
+    """Draw the chart. Boxes show their layer where it fits; each cohort slot has a colour.
 
     Raises:
         ValueError: the timeline is empty.
@@ -49,7 +49,7 @@ def draw(timeline: Timeline) -> Figure:
     if not timeline.iterations or not timeline.spans:
         raise ValueError("nothing to draw: no iteration was recorded")
     rows, zoom = chart_rows(timeline), zoom_window(timeline)
-    # From the top down, in inches: texts, small chart, gap, large chart, legend and note.
+    # From the top down, in inches: texts, overview, gap, detail, legend and note.
     heights = (0.98, 0.19 * len(rows), 0.58, 0.44 * len(rows), 1.08)
     height = sum(heights)
     figure = Figure(figsize=(WIDTH_INCHES, height))
@@ -72,15 +72,15 @@ def draw(timeline: Timeline) -> Figure:
     explanation = "the marked part enlarged; numbers are layers, E is the embedding, L the logits"
     detail.set_title(explanation, loc="left", fontsize=8.5, color=FAINT, pad=3)
     write_texts(figure, timeline, height)
-    legend(figure, timeline, height)
+    draw_legend(figure, timeline, height)
     return figure
 
 
-# -- what goes where --------------------------------------------------------------------------------------------------
+# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def chart_rows(timeline: Timeline) -> list[Row]:
-    """The rows that have something to show, top to bottom."""
+    """The rows that have a span, top to bottom."""
     slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
     letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
     rows = [
@@ -92,13 +92,14 @@ def chart_rows(timeline: Timeline) -> list[Row]:
         Row("PCIe\nto GPU", (Kind.TO_GPU,)),
         Row("swaps", (Kind.SWAP,)),
     ]
-    return [row for row in rows if any(row.holds(span) for span in timeline.spans)]
+    return [row for row in rows if any(row.shows(span) for span in timeline.spans)]
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
-    """Some layers in a row, in an iteration: those where cohorts cross and compute most, and of these the middle ones.
+    """The window to enlarge, in seconds: consecutive layers of one iteration, with the most work of cohorts.
 
-    From the start of one boundary of the lane (of any batch where the lane is empty) to the start of another.
+    Of several such windows it is the middle one. It reaches from the start of one boundary of the lane to the start of
+    another; with an empty lane boundaries of cohorts count.
     """
     crossings = [span for span in timeline.spans if span.kind in (Kind.LINEAR, Kind.STEP)]
     lane = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
@@ -124,18 +125,18 @@ def zoom_window(timeline: Timeline) -> tuple[float, float]:
 def draw_rows(
     ax: Axes, timeline: Timeline, rows: Sequence[Row], window: tuple[float, float], zero_s: float, *, labels: bool
 ) -> None:
-    """The spans that reach into the window, cut off at its edges."""
+    """Draw the spans of the window, cut off at its edges."""
     start_s, end_s = window
     points_per_s = width_points(ax) / (end_s - start_s)
     for place, row in enumerate(rows):
         y = len(rows) - 1 - place
         for span in timeline.spans:
-            if not row.holds(span) or span.end_s <= start_s or span.start_s >= end_s:
+            if not row.shows(span) or span.end_s <= start_s or span.start_s >= end_s:
                 continue
             if span.kind is Kind.WAIT and span.duration_s * points_per_s < LEAST_WAIT_POINTS:
-                continue  # asking for a result that is there takes microseconds
+                continue  # collecting a result that is ready takes microseconds
             left_s, right_s = max(span.start_s, start_s), min(span.end_s, end_s)
-            box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
+            draw_box(ax, span, (left_s - zero_s) * 1e3, (right_s - left_s) * 1e3, y, labels)
             text = box_text(span, timeline.num_layers, (right_s - left_s) * points_per_s) if labels else ""
             if text:
                 middle_ms = ((left_s + right_s) / 2 - zero_s) * 1e3
@@ -160,12 +161,12 @@ def draw_rows(
         ax.axhline(y - 0.5, color="#EEEEEE", linewidth=0.8, zorder=0)
 
 
-def box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined: bool) -> None:
+def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined: bool) -> None:
     colour, hatch = box_style(span)
     edge = {"edgecolor": "#FFFFFF" if hatch is None else FAINT, "linewidth": 0.7 if outlined else 0.0}
     place = (left_ms, y - ROW_HEIGHT / 2)
     ax.add_patch(Rectangle(place, width_ms, ROW_HEIGHT, facecolor=colour, hatch=hatch, **edge))
-    if span.kind is Kind.LINEAR:  # riders: a stripe each at the foot of the lane's box
+    if span.kind is Kind.LINEAR:  # a stripe for each rider at the foot of the lane's box
         stripe = ROW_HEIGHT * 0.36 / max(1, len(span.cohorts))
         for number, tag in enumerate(span.cohorts):
             foot = (left_ms, y - ROW_HEIGHT / 2 + number * stripe)
@@ -173,7 +174,7 @@ def box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outlined:
 
 
 def box_style(span: Span) -> tuple[str, str | None]:
-    """Fill and hatching."""
+    """Fill colour and hatching."""
     lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
     if span.kind is Kind.WAIT:
         return "#FFFFFF", "////"
@@ -187,24 +188,24 @@ def cohort_colour(slot: int) -> str:
 
 
 def box_text(span: Span, num_layers: int, room: float) -> str:
-    """The longest of a box's texts that fits into ``room`` points, if any."""
+    """The longest text of a box that fits ``room`` points; empty if none does."""
     if span.kind in (Kind.WAIT, Kind.OTHER):
         return ""
     letters = "+".join(tag.letter for tag in span.cohorts)
     layer = {-1: "E", num_layers - 1: "L"}.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
     layer = layer or str("" if span.layer is None else span.layer)
     if span.kind is Kind.SWAP:
-        texts = [f"{span.load.requests} requests", str(span.load.requests)]
+        texts = [f"{span.work.requests} requests", str(span.work.requests)]
     elif span.kind in (Kind.LINEAR, Kind.ATTENTION):
         texts = [f"{layer} + {letters}", layer] if letters else [layer]
     else:
-        texts = [f"{letters}: layer {layer}, {span.load.requests} requests", f"{letters}: layer {layer}"]
+        texts = [f"{letters}: layer {layer}, {span.work.requests} requests", f"{letters}: layer {layer}"]
         texts += [f"{letters} {layer}", layer]
     return next((text for text in texts if (len(text) + 1) * POINTS_PER_CHARACTER <= room), "")
 
 
 def mark_iterations(ax: Axes, iterations: Sequence[Iteration], zero_s: float) -> None:
-    """Where each begins, and above it what it is as far as there is room to say so."""
+    """Mark the start of each iteration and describe it above, as far as it fits."""
     (left, right), top = ax.get_xlim(), ax.get_ylim()[1]
     points_per_ms = width_points(ax) / (right - left)
     for iteration in iterations:
@@ -225,7 +226,7 @@ def width_points(ax: Axes) -> float:
     return ax.figure.get_size_inches()[0] * 72 * ax.get_position().width
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------------------------
 
 NOTE = (
     "Lane: requests that go straight through all layers. Cohort: requests whose KV cache is in host memory, where the "
@@ -243,14 +244,14 @@ def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
     figure.text(0.01, 0.07 / height, NOTE, fontsize=7.5, va="bottom", color=FAINT, linespacing=1.3)
 
 
-def legend(figure: Figure, timeline: Timeline, height: float) -> None:
-    """Colours, and how much the lane and each cohort hold where they are first seen."""
+def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
+    """The colours, and the first recorded size of the lane and of each cohort."""
     lane = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
-    what = "lane" if lane is None else f"lane: {load_text(lane.load)}"
+    what = "lane" if lane is None else f"lane: {work_text(lane.work)}"
     handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]
     first = {span.cohorts[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
     for slot, span in sorted(first.items()):
-        text = f"cohort {span.cohorts[0].letter}: {load_text(span.load)}"
+        text = f"cohort {span.cohorts[0].letter}: {work_text(span.work)}"
         handles.append(Patch(color=cohort_colour(slot), label=text))
     if any(span.kind is Kind.OTHER for span in timeline.spans):
         handles.append(Patch(color=HOST_WORK, label="host work"))
@@ -262,7 +263,7 @@ def legend(figure: Figure, timeline: Timeline, height: float) -> None:
     figure.legend(handles=handles, **where, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.6)
 
 
-def load_text(load: Load) -> str:
-    context = f"{load.context_tokens / 1000:.1f}k" if load.context_tokens >= 10_000 else str(load.context_tokens)
-    tokens = f" ({load.tokens} tokens)" if load.tokens != load.requests else ""
-    return f"{load.requests} request{'s' if load.requests != 1 else ''}{tokens}, {context} tokens of context"
+def work_text(work: SpanWork) -> str:
+    context = f"{work.context_tokens / 1000:.1f}k" if work.context_tokens >= 10_000 else str(work.context_tokens)
+    tokens = f" ({work.tokens} tokens)" if work.tokens != work.requests else ""
+    return f"{work.requests} request{'s' if work.requests != 1 else ''}{tokens}, {context} tokens of context"

@@ -1,4 +1,4 @@
-"""A timeline as files: a trace for viewers and a picture, beside each other."""
+"""Writes a timeline as two files in one folder: a trace for viewers and a picture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from apex.timeline.spans import Timeline
 
 
 def names_file(target: Path) -> bool:
-    """Whether ``target`` names one of the two files, rather than a folder for both."""
+    """Whether ``target`` names one of the two files; otherwise it is a folder for both."""
     return target.suffix in (".json", ".png")
 
 
 def timeline_paths(target: Path, system: str) -> tuple[Path, Path]:
-    """Where the trace and the picture go: beside each other, see :func:`names_file`."""
+    """The paths of trace and picture, in one folder, see :func:`names_file`."""
     if names_file(target):
         return target.with_suffix(".json"), target.with_suffix(".png")
     return target / f"{system}-timeline.json", target / f"{system}-timeline.png"
@@ -27,10 +27,10 @@ def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
     Raises:
         OSError: the files cannot be written.
     """
-    from apex.timeline.figure import draw  # matplotlib takes a while to load: only where something is drawn
+    from apex.timeline.figure import draw_timeline  # here, because matplotlib loads slowly
 
     trace, picture = timeline_paths(target, timeline.system)
     trace.parent.mkdir(parents=True, exist_ok=True)
     trace.write_text(json.dumps(trace_json(timeline)) + "\n")
-    draw(timeline).savefig(picture, dpi=160)
+    draw_timeline(timeline).savefig(picture, dpi=160)
     return trace, picture

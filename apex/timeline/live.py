@@ -1,7 +1,6 @@
-"""Records single iterations of an engine that goes on serving, for the status page to draw.
+"""Records single iterations of a serving engine for the status page.
 
-Whoever asks for the last recording thereby orders the next one. Between two of them nothing is wrapped and nothing
-costs time.
+A request for the last recording starts the next one. Between recordings nothing is wrapped and nothing costs time.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its attention on the CPU is done too, which may outlast it: only then the times are known."""
+        """Whether its CPU attention is done too, which may outlast the iteration; before that, times may change."""
         tickets = (*self.notes.carried, *self.notes.tickets)
         return self.result is not None and all(ticket.inner.ready() for ticket in tickets)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the notes are of one iteration that did something; one that failed in between would leave more."""
+        """Whether the notes cover exactly one iteration with work; a failed iteration in between adds spans."""
         lane = self.notes.spans
         return bool(lane) and lane[-1].end_s - lane[0].start_s <= self.result.duration_s
 
@@ -58,7 +57,7 @@ class Recording:
 
 
 class LiveTimeline:
-    """An observer of the engine's service: all but :meth:`latest` happens on the engine's thread."""
+    """An observer of the engine's service. All methods but :meth:`latest` run on the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -68,7 +67,7 @@ class LiveTimeline:
         self._latest: dict[str, Any] | None = None
 
     def latest(self) -> dict[str, Any] | None:
-        """The last iteration recorded, see :func:`drawing`; orders the next. Any thread."""
+        """The last recorded iteration, see :func:`iteration_json`, or None; requests the next one. Any thread."""
         self._wanted = True
         return self._latest
 
@@ -85,7 +84,7 @@ class LiveTimeline:
         if recording.is_complete:
             self._recording = None
             if recording.is_whole:
-                self._latest, self._wanted = drawing(recording), False
+                self._latest, self._wanted = iteration_json(recording), False
 
     def on_finish(self, request: object, reason: str) -> None:
         pass
@@ -96,11 +95,11 @@ class LiveTimeline:
         self._recording = Recording(backend, self._num_iterations)
 
 
-def drawing(recording: Recording) -> dict[str, Any]:
-    """An iteration as JSON: its account, and rows of spans in the order in which a page shows them.
+def iteration_json(recording: Recording) -> dict[str, Any]:
+    """An iteration as JSON: its totals, and rows of spans in the order in which a page shows them.
 
-    A span is [start, duration, kind, cohort letters, words], in milliseconds from the start of the iteration, which it
-    may begin before and outlast.
+    A span is [start, duration, kind, cohort letters, text], in milliseconds from the start of the iteration. It may
+    begin before the iteration and end after it.
     """
     plan, result, spans = recording.plan, recording.result, recording.spans()
     zero_s = min(span.start_s for span in spans if span.kind.is_lane)
@@ -116,20 +115,20 @@ def drawing(recording: Recording) -> dict[str, Any]:
         "prefill_tokens": sum(item.num_tokens for item in plan.prefills),
         "cpu_requests": sum(len(cohort.requests) for cohort in plan.cohorts),
         "rows": [
-            {"title": title, "spans": list(drawn(spans, kinds, zero_s, num_layers))}
+            {"title": title, "spans": list(span_rows(spans, kinds, zero_s, num_layers))}
             for title, kinds in ROWS
             if any(span.kind in kinds for span in spans)
         ],
     }
 
 
-def drawn(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_layers: int) -> Iterator[list[Any]]:
+def span_rows(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_layers: int) -> Iterator[list[Any]]:
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.kind in kinds:
             start_ms, duration_ms = milliseconds(span.start_s - zero_s), milliseconds(span.duration_s)
             letters = "".join(tag.letter for tag in span.cohorts)
-            words = f"{span_name(span, num_layers)}; {span.load.requests} requests, {span.load.tokens} tokens"
-            yield [start_ms, duration_ms, span.kind.name.lower(), letters, words]
+            text = f"{span_name(span, num_layers)}; {span.work.requests} requests, {span.work.tokens} tokens"
+            yield [start_ms, duration_ms, span.kind.name.lower(), letters, text]
 
 
 def milliseconds(seconds: float) -> float:

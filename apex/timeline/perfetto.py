@@ -14,17 +14,17 @@ Event = dict[str, Any]
 
 
 def trace_json(timeline: Timeline) -> dict[str, Any]:
-    """The trace of a timeline, JSON-able.
+    """The trace of a timeline as JSON values.
 
-    Complete events in microseconds from the first iteration's start, a thread for each row, arrows from boundary to
-    ticket and from ticket to the boundary that took its result.
+    It has complete events in microseconds from the first iteration's start, and a thread for each row. Arrows go from a
+    boundary to its ticket, and from a ticket to the boundary that used its result.
     """
     trace = _Trace(timeline)
     events = [
         *trace.labels(),
-        *map(trace.of_iteration, timeline.iterations),
-        *map(trace.of_span, timeline.spans),
-        *map(trace.of_poll, timeline.polls),
+        *map(trace.iteration_event, timeline.iterations),
+        *map(trace.span_event, timeline.spans),
+        *map(trace.poll_event, timeline.polls),
         *trace.arrows(),
     ]
     facts = {"system": timeline.system, "setting": timeline.setting, "simulated": timeline.simulated}
@@ -32,7 +32,7 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
 
 
 class _Trace:
-    """Makes events. A row is a process and a thread of it, by their names."""
+    """Makes events. A row is a pair of names: a process and one of its threads."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -58,7 +58,7 @@ class _Trace:
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
-    def of_iteration(self, iteration: Iteration) -> Event:
+    def iteration_event(self, iteration: Iteration) -> Event:
         return {
             "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.strategy}",
             "ts": self.us(iteration.start_s), "dur": self.us(iteration.end_s) - self.us(iteration.start_s),
@@ -70,7 +70,7 @@ class _Trace:
             },
         }  # fmt: skip
 
-    def of_span(self, span: Span) -> Event:
+    def span_event(self, span: Span) -> Event:
         return {
             "ph": "X", "cat": span.kind.value, "name": span_name(span, self.timeline.num_layers),
             "ts": self.us(span.start_s), "dur": max(0.0, self.us(span.end_s) - self.us(span.start_s)),
@@ -79,16 +79,16 @@ class _Trace:
                 "iteration": span.iteration,
                 "strategy": self.strategies.get(span.iteration, "before this window"),
                 "layer": span.layer,
-                "tokens": span.load.tokens,
-                "requests": span.load.requests,
-                "context_tokens": span.load.context_tokens,
+                "tokens": span.work.tokens,
+                "requests": span.work.requests,
+                "context_tokens": span.work.context_tokens,
                 "cohorts": [f"{tag.letter} (number {tag.number})" for tag in span.cohorts],
                 "span": span.index,
                 "after": list(span.after),
             },
         }  # fmt: skip
 
-    def of_poll(self, poll: Poll) -> Event:
+    def poll_event(self, poll: Poll) -> Event:
         return {
             "ph": "i", "s": "t", "cat": "poll", "name": f"{poll.cohort.letter} not ready at {poll.layer}",
             "ts": self.us(poll.time_s), **self.place(ITERATIONS_ROW),

@@ -1,7 +1,7 @@
-"""A backend with notes of what an executor asked of it: what happened when, and what had to end before.
+"""A backend that records what an executor asks of it: each operation's times, and what had to end before it.
 
-It stands in for the real one only while somebody records, whenever that is: cohorts under way are taken in at the
-beginning and given back at the end.
+It replaces the real backend only while a recording runs. Cohorts under way are wrapped at its start and unwrapped at
+its end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
-from apex.timeline.spans import CohortTag, Iteration, Kind, Load, Poll, Span
+from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.engine.backend import Backend, Batch, Ticket
@@ -20,10 +20,10 @@ from swiftllm.engine.executor import Cohort, OverlapExecutor
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """A lane (no ``tag``) or a cohort of the backend behind, and the indexes of the spans that last moved it."""
+    """A lane (no ``tag``) or a cohort of the wrapped backend, and the indexes of the spans that last moved it."""
 
     inner: Batch
-    load: Load
+    work: SpanWork
     requests: tuple[Request, ...] = ()
     tag: CohortTag | None = None
     boundary: int | None = None
@@ -36,14 +36,14 @@ class RecordedBatch:
 
 @dataclass(eq=False)
 class RecordedTicket:
-    """A ticket that notes failed polls and waiting. Its spans are made at the end: until then it may be delayed."""
+    """A ticket that records failed polls and waiting. Its spans are made at the end, when its times are final."""
 
     backend: RecordingBackend
     inner: Ticket
     index: int
     iteration: int
     layer: int
-    batch_load: Load
+    batch_work: SpanWork
     tag: CohortTag
     after: tuple[int, ...]
 
@@ -57,13 +57,13 @@ class RecordedTicket:
     def wait(self) -> float:
         start_s = self.backend.now()
         seconds = self.inner.wait()
-        self.backend.note(Kind.WAIT, start_s, self.layer, self.batch_load, (self.tag,))
+        self.backend.record_span(Kind.WAIT, start_s, self.layer, self.batch_work, (self.tag,))
         self.backend.outstanding.pop(self.index, None)
         return seconds
 
     def spans(self, indexes: Iterator[int]) -> Iterator[Span]:
         times = self.inner.times()
-        where = {"layer": self.layer, "load": self.batch_load, "cohorts": (self.tag,)}
+        where = {"layer": self.layer, "work": self.batch_work, "cohorts": (self.tag,)}
         if times.to_host is not None:
             yield Span(next(indexes), Kind.TO_HOST, *times.to_host, self.iteration, **where, after=self.after)
         yield Span(
@@ -75,7 +75,7 @@ class RecordedTicket:
 
 @dataclass
 class Notes:
-    """What was noted in one iteration; ``carried`` are the tickets under way when it began."""
+    """The record of one iteration; ``carried`` are the tickets under way when it began."""
 
     iteration: int
     carried: tuple[RecordedTicket, ...] = ()
@@ -88,7 +88,7 @@ class Notes:
 
 
 class RecordingBackend:
-    """Any backend, with notes of what it is asked and how long that takes."""
+    """Wraps any backend and records its operations and their times."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -109,49 +109,49 @@ class RecordingBackend:
     def now(self) -> float:
         return self.inner.now()
 
-    def note(
-        self, kind: Kind, start_s: float, layer: int | None, load: Load, cohorts: tuple[CohortTag, ...] = (),
+    def record_span(
+        self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cohorts: tuple[CohortTag, ...] = (),
         after: tuple[int, ...] = (),
     ) -> int | None:  # fmt: skip
-        """A span from ``start_s`` to now; returns its index. What takes no time at all leaves none."""
+        """Record a span from ``start_s`` to now; returns its index, or None for one of no duration."""
         end_s = self.inner.now()
         if end_s <= start_s:
             return None
         index = next(self.indexes)
-        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, load, cohorts, after))
+        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, work, cohorts, after))
         return index
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         start_s = self.now()
         self.inner.swap(swaps)
         tokens = sum(swap.request.num_computed_tokens for swap in swaps)
-        self.note(Kind.SWAP if swaps else Kind.OTHER, start_s, None, Load(0, len(swaps), tokens))
+        self.record_span(Kind.SWAP if swaps else Kind.OTHER, start_s, None, SpanWork(0, len(swaps), tokens))
 
     def open_lane(self, items: Sequence[LaneItem]) -> RecordedBatch:
         start_s = self.now()
         batch = self.inner.open_lane(items)
-        load = Load(batch.num_rows, len(items), sum(item.context_len for item in items))
-        self.note(Kind.OTHER, start_s, None, load)
-        return RecordedBatch(batch, load)
+        work = SpanWork(batch.num_rows, len(items), sum(item.context_len for item in items))
+        self.record_span(Kind.OTHER, start_s, None, work)
+        return RecordedBatch(batch, work)
 
     def open_cohort(self, requests: Sequence[Request]) -> RecordedBatch:
         start_s = self.now()
         cohort = self._tagged(self.inner.open_cohort(requests), requests)
-        self.note(Kind.OTHER, start_s, None, cohort.load, (cohort.tag,))
+        self.record_span(Kind.OTHER, start_s, None, cohort.work, (cohort.tag,))
         return cohort
 
     def drop_rows(self, cohort: RecordedBatch, request_ids: frozenset[str]) -> RecordedBatch:
         batch = self.inner.drop_rows(cohort.inner, request_ids)
         staying = tuple(request for request in cohort.requests if request.request_id not in request_ids)
-        return self._keep(replace(cohort, inner=batch, load=_cohort_load(staying), requests=staying))
+        return self._hold_slot(replace(cohort, inner=batch, work=_cohort_work(staying), requests=staying))
 
     def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedBatch:
         slot = next(slot for slot in itertools.count() if slot not in self._slots)
         tag = CohortTag(next(self._cohort_numbers), slot)
-        return self._keep(RecordedBatch(batch, _cohort_load(requests), tuple(requests), tag))
+        return self._hold_slot(RecordedBatch(batch, _cohort_work(requests), tuple(requests), tag))
 
-    def _keep(self, cohort: RecordedBatch) -> RecordedBatch:
-        self._slots[cohort.tag.slot] = cohort  # until the executor lets go of it
+    def _hold_slot(self, cohort: RecordedBatch) -> RecordedBatch:
+        self._slots[cohort.tag.slot] = cohort  # a weak reference: free again once the executor drops the cohort
         return cohort
 
     def boundary(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
@@ -160,8 +160,8 @@ class RecordingBackend:
         cohorts = [batch for batch in batches if batch.tag is not None]
         kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
         tickets = tuple(cohort.ticket for cohort in cohorts if cohort.ticket is not None)
-        load = sum((batch.load for batch in batches), Load())
-        index = self.note(kind, start_s, layer, load, tuple(cohort.tag for cohort in cohorts), tickets)
+        work = sum((batch.work for batch in batches), SpanWork())
+        index = self.record_span(kind, start_s, layer, work, tuple(cohort.tag for cohort in cohorts), tickets)
         for cohort in cohorts:
             cohort.boundary, cohort.ticket = index, None
         return tokens
@@ -169,29 +169,29 @@ class RecordingBackend:
     def gpu_attention(self, layer: int, lane: RecordedBatch) -> None:
         start_s = self.now()
         self.inner.gpu_attention(layer, lane.inner)
-        self.note(Kind.ATTENTION, start_s, layer, lane.load)
+        self.record_span(Kind.ATTENTION, start_s, layer, lane.work)
 
     def whole_iteration(self, lane: RecordedBatch) -> None:
-        """What is to be seen layer by layer is done layer by layer."""
+        """Declined, so that the executor goes layer by layer and each operation is recorded."""
 
     def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
         start_s = self.now()
         inner = self.inner.submit_cpu_attention(layer, cohort.inner)
-        self.note(Kind.OTHER, start_s, layer, cohort.load, (cohort.tag,))
+        self.record_span(Kind.OTHER, start_s, layer, cohort.work, (cohort.tag,))
         cohort.ticket = next(self.indexes)
         after = () if cohort.boundary is None else (cohort.boundary,)
-        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.load, cohort.tag, after)
+        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.work, cohort.tag, after)
         self.notes.tickets.append(ticket)
         self.outstanding[ticket.index] = ticket
         return ticket
 
-    def adopt(self, cohort: Cohort, requests: Sequence[Request]) -> None:
-        """Record a cohort from here on that was opened before anybody did, and its ticket."""
+    def adopt_cohort(self, cohort: Cohort, requests: Sequence[Request]) -> None:
+        """Wrap a cohort that was opened before recording began, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:
             batch.ticket, iteration = next(self.indexes), self.notes.iteration
             ticket = RecordedTicket(
-                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.load, batch.tag, after=()
+                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.work, batch.tag, after=()
             )
             self.outstanding[ticket.index] = cohort.ticket = ticket
 
@@ -202,23 +202,23 @@ class RecordingBackend:
         self.inner.close()
 
 
-def _cohort_load(requests: Sequence[Request]) -> Load:
-    return Load(len(requests), len(requests), sum(request.num_tokens for request in requests))
+def _cohort_work(requests: Sequence[Request]) -> SpanWork:
+    return SpanWork(len(requests), len(requests), sum(request.num_tokens for request in requests))
 
 
-# -- coming and going -------------------------------------------------------------------------------------------------
+# -- begin and end ----------------------------------------------------------------------------------------------------
 
 
 def attach(executor: OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
-    """Record what the executor does from its next iteration on. ``requests`` are the scheduler's, by their ids."""
+    """Record the executor from its next iteration on. ``requests`` are the scheduler's, by id."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
-        backend.adopt(cohort, [requests[i] for i in cohort.request_ids if i in requests])
+        backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
     return backend
 
 
 def detach(executor: OverlapExecutor, backend: RecordingBackend) -> None:
-    """Give the executor back what it had; harmless if it has been given yet another backend since."""
+    """Give the executor its own backend back; does nothing if its backend was replaced since."""
     if executor.backend is not backend:
         return
     executor.backend = backend.inner

@@ -1,8 +1,8 @@
-"""What an executor did and when, over a few consecutive iterations; written for trace viewers and as a picture.
+"""The data of a timeline: what an executor did and when, over a few consecutive iterations.
 
-``apex/timeline/recorder.py`` records a timeline, ``apex/timeline/files.py`` writes it down. Times are those of the
-backend's own clock. On a GPU that works behind the host's back they are the host's: when it launched an operation and
-came back.
+``apex/timeline/recorder.py`` records a timeline, ``apex/timeline/files.py`` writes its trace and its picture. Times are
+those of the backend's clock. A GPU runs asynchronously, so there a span is the host's: from the start of the launch to
+its return.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a span is. The first six happen one after the other on the thread that drives the lane."""
+    """What a span is. Spans of the first six kinds follow one another on the lane's thread."""
 
     LINEAR = "lane: linear layers"
     ATTENTION = "lane: attention"
     STEP = "cohorts: own steps"
     WAIT = "lane waits"
     SWAP = "swaps"
-    OTHER = "host work"  # of an iteration: batches are made, cohorts handed over to the CPU worker
+    OTHER = "host work"  # making batches, submitting cohorts to the CPU worker
     CPU_ATTENTION = "CPU attention"
     TO_HOST = "PCIe to host"
     TO_GPU = "PCIe to GPU"
@@ -30,22 +30,22 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Load:
-    """How much a lane or cohort holds; ``context_tokens`` are those attended to, summed over the requests."""
+class SpanWork:
+    """What a span worked on: tokens, requests, and the context attended to, summed over the requests."""
 
     tokens: int = 0
     requests: int = 0
     context_tokens: int = 0
 
-    def __add__(self, other: Load) -> Load:
-        return Load(
+    def __add__(self, other: SpanWork) -> SpanWork:
+        return SpanWork(
             self.tokens + other.tokens, self.requests + other.requests, self.context_tokens + other.context_tokens
         )
 
 
 @dataclass(frozen=True)
 class CohortTag:
-    """A cohort's number in the order of opening, and its slot: the lowest that no other cohort had at the time."""
+    """A cohort's number in the order of opening, and its slot: the lowest one free at that time."""
 
     number: int
     slot: int
@@ -59,8 +59,8 @@ class CohortTag:
 class Span:
     """One operation. ``layer`` is a boundary's or an attention's, as in :class:`swiftllm.engine.backend.Backend`.
 
-    ``cohorts`` took part: the riders of a boundary, the owner of a step or ticket. ``after`` are the ``index`` of spans
-    that had to end first: a ticket's boundary, a rider's ticket; those outside the timeline are left out.
+    ``cohorts`` took part: the riders of a boundary, or the owner of a step or ticket. ``after`` has the ``index`` of
+    each span that had to end first: a ticket's boundary, a rider's ticket. Spans outside the timeline are left out.
     """
 
     index: int
@@ -69,7 +69,7 @@ class Span:
     end_s: float
     iteration: int
     layer: int | None = None
-    load: Load = Load()
+    work: SpanWork = SpanWork()
     cohorts: tuple[CohortTag, ...] = ()
     after: tuple[int, ...] = ()
 
@@ -90,7 +90,7 @@ class Poll:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration's times. Busy times are as in :class:`swiftllm.core.plan.StepResult`."""
+    """One iteration's times; for busy times see :class:`swiftllm.core.plan.StepResult`."""
 
     index: int
     strategy: str
@@ -105,7 +105,7 @@ class Iteration:
 class Timeline:
     """Consecutive iterations of a run. CPU spans may begin before the first of them and end after the last.
 
-    ``system`` and ``setting`` say in words what ran where; ``simulated`` that no time here was measured.
+    ``system`` and ``setting`` describe what ran where; ``simulated`` means that all times are predicted.
     """
 
     system: str
@@ -123,7 +123,7 @@ class Timeline:
 
 
 def span_name(span: Span, num_layers: int) -> str:
-    """A few words for a box: what, which layer, whose."""
+    """A short name: operation, layer and cohorts."""
     letters = "+".join(tag.letter for tag in span.cohorts)
     if span.kind in (Kind.LINEAR, Kind.STEP):
         what = {-1: "embedding", num_layers - 1: "logits"}.get(span.layer, f"linear {span.layer}")
@@ -133,7 +133,7 @@ def span_name(span: Span, num_layers: int) -> str:
     if span.kind is Kind.ATTENTION:
         return f"attention {span.layer}"
     if span.kind is Kind.SWAP:
-        return f"swap of {span.load.requests}"
+        return f"swap of {span.work.requests}"
     if span.kind is Kind.OTHER:
         return "hand-over" if span.layer is not None else "preparation"
     what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}

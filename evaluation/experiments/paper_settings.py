@@ -91,7 +91,7 @@ class PaperSetting:
         kernel = self.kernel_of(system)
         if kernel is None or self.cpu_bandwidth_gb_s is not None:
             return self.cpu_bandwidth_gb_s if kernel else None
-        shape = LayerShape.of(_model(self.model))
+        shape = LayerShape.from_config(_model(self.model))
         return cpu_attention_gb_s(_host(self.host), kernel, shape)
 
     def gpu_attention_gb_s(self) -> float:

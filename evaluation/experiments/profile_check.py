@@ -21,7 +21,7 @@ FRESH_S = 5.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class ProfiledMachine:
     """What the simulator is told of the machine: the times and limits of one engine configuration."""
 
     table: ProfileTable
@@ -47,16 +47,16 @@ class MachineProfiles:
     """Measures profiles one after the other; the one after a run is also the one before the next."""
 
     def __init__(self) -> None:
-        self._last: tuple[EngineConfig, float, Machine] | None = None
+        self._last: tuple[EngineConfig, float, ProfiledMachine] | None = None
 
-    def before(self, config: EngineConfig) -> Machine:
+    def before(self, config: EngineConfig) -> ProfiledMachine:
         if self._last is not None:
             last_config, taken_s, machine = self._last
             if last_config == config and time.monotonic() - taken_s < FRESH_S:
                 return machine
         return self.after(config)
 
-    def after(self, config: EngineConfig) -> Machine:
+    def after(self, config: EngineConfig) -> ProfiledMachine:
         machine = measure_machine(config)
         self._last = (config, time.monotonic(), machine)
         return machine
@@ -75,16 +75,16 @@ def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
         backend.close()
 
 
-def measure_machine(config: EngineConfig) -> Machine:
+def measure_machine(config: EngineConfig) -> ProfiledMachine:
     from apex.perf.profile_cache import measure_profile
     from swiftllm.runtime.build import scheduler_limits
 
     with idle_backend(config) as backend:
         table, limits = measure_profile(config, backend), scheduler_limits(config, backend)
-        return Machine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
+        return ProfiledMachine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
 
 
-def mean_machine(first: Machine, second: Machine) -> Machine:
+def mean_machine(first: ProfiledMachine, second: ProfiledMachine) -> ProfiledMachine:
     """Halfway between two profiles of one machine: its speed drifts by the second with whatever else runs on it."""
     return replace(first, table=mean_table(first.table, second.table))
 
@@ -111,7 +111,7 @@ def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Cu
 def operation_errors(config: EngineConfig) -> list[OperationError]:
     """Profile the machine at the table's sizes and at others in the same rounds, and predict the others."""
     from apex.perf.profile_cache import make_profiler, profile_identity
-    from apex.perf.profiler import Grid, table_of
+    from apex.perf.profiler import Grid, table_from_seconds
 
     others = Grid(
         linear_tokens=(3, 6, 12, 20, 40, 80, 112, 160, 224, 384, 768),
@@ -125,8 +125,8 @@ def operation_errors(config: EngineConfig) -> list[OperationError]:
         iteration_requests=(8, 32, 128),
     )
     with idle_backend(config) as backend:
-        known, held_out = make_profiler(config, backend).seconds(Grid(), others)
-        model = PerfModel(table_of(known, profile_identity(config, backend)), backend.num_layers)
+        known, held_out = make_profiler(config, backend).measure_seconds(Grid(), others)
+        model = PerfModel(table_from_seconds(known, profile_identity(config, backend)), backend.num_layers)
     errors = []
     for operation, predict in predictions(model).items():
         sizes = [size for size in held_out[operation] if size not in known[operation]]
@@ -146,12 +146,12 @@ def predictions(model: PerfModel) -> dict[str, Callable]:
     """Seconds by size, for the operations of the profiler's grid."""
     return {
         "linear": model.linear_s,
-        "first": model.first_s,
-        "last": model.last_s,
+        "first": model.first_boundary_s,
+        "last": model.last_boundary_s,
         "prefill_attention": lambda size: model.prefill_attention_s([size]),
         "prefill_lane": lambda size: model.prefill_attention_s([(size[1], 0)] * size[0]),
         "gpu_attention": lambda size: model.gpu_attention_s(size[0], size[0] * size[1]),
         "cpu_attention": lambda size: model.cpu_attention_s(size[0], size[0] * size[1]),
         "swap": model.swap_s,
-        "iteration": model.iteration_s,
+        "iteration": model.host_work_s,
     }

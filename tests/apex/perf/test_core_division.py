@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import apex.perf.core_division
-from apex.perf.core_division import ROUNDS, DecodeLoad, DecodeRates, fastest, full_load, measure_divisions
+from apex.perf.core_division import ROUNDS, DecodeMix, DecodeRates, fastest, full_load, measure_divisions
 from apex.perf.profile_cache import make_workbench
 from apex.systems import build_system, open_backend
 from swiftllm.config import EngineConfig
@@ -27,13 +27,13 @@ ALL, HALF = CoreDivision(4, 4, ""), CoreDivision(2, 2, "")
 @pytest.mark.parametrize(
     ("gpu", "cpu", "max_num_seqs", "max_model_len", "expected"),
     [
-        (100, 300, 40, 500, DecodeLoad(10, 30, 160)),  # ten blocks for each of 40 fill both tiers
-        (100, 300, 40, 50, DecodeLoad(25, 15, 50)),  # the model takes four blocks: 25 of 40 fit the GPU tier
-        (400, 300, 40, 100, DecodeLoad(40, 0, 100)),  # all fit the GPU tier
-        (1000, 3000, 400, 500, DecodeLoad(16, 48, 160)),  # a larger batch is cut down
-        (0, 30, 3, 500, DecodeLoad(0, 3, 160)),
-        (2, 1, 8, 500, DecodeLoad(2, 1, 16)),  # not a block for each
-        (5, 4, 1, 500, DecodeLoad(1, 0, 80)),  # no request can be in both tiers
+        (100, 300, 40, 500, DecodeMix(10, 30, 160)),  # ten blocks for each of 40 fill both tiers
+        (100, 300, 40, 50, DecodeMix(25, 15, 50)),  # the model takes four blocks: 25 of 40 fit the GPU tier
+        (400, 300, 40, 100, DecodeMix(40, 0, 100)),  # all fit the GPU tier
+        (1000, 3000, 400, 500, DecodeMix(16, 48, 160)),  # a larger batch is cut down
+        (0, 30, 3, 500, DecodeMix(0, 3, 160)),
+        (2, 1, 8, 500, DecodeMix(2, 1, 16)),  # not a block for each
+        (5, 4, 1, 500, DecodeMix(1, 0, 80)),  # no request can be in both tiers
     ],
 )
 def test_the_load_fills_the_tiers(gpu, cpu, max_num_seqs, max_model_len, expected):
@@ -94,17 +94,17 @@ class MadeUpBench:
 
 def test_divisions_take_turns_and_the_first_round_warms_up():
     bench = MadeUpBench()
-    rates = measure_divisions(bench.use, bench, [ALL, HALF], DecodeLoad(3, 1, 50), lambda done, what: None)
+    rates = measure_divisions(bench.use, bench, [ALL, HALF], DecodeMix(3, 1, 50), lambda done, what: None)
     assert rates == [DecodeRates(4.0, 16 / 5), DecodeRates(2.0, 8 / 5)]
     assert bench.turns == [ALL, HALF] * (ROUNDS + 1)
-    rates = measure_divisions(bench.use, bench, [ALL], DecodeLoad(0, 1, 50), lambda done, what: None)
+    rates = measure_divisions(bench.use, bench, [ALL], DecodeMix(0, 1, 50), lambda done, what: None)
     assert rates == [DecodeRates(0.0, 2.0)]
 
 
 def test_a_slow_model_gets_one_round(monkeypatch):
     monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
     bench = MadeUpBench()
-    measure_divisions(bench.use, bench, [ALL, HALF], DecodeLoad(3, 1, 50), lambda done, what: None)
+    measure_divisions(bench.use, bench, [ALL, HALF], DecodeMix(3, 1, 50), lambda done, what: None)
     assert bench.turns == [ALL, HALF] * 2
 
 

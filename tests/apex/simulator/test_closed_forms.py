@@ -22,7 +22,7 @@ GPU_START_S, CPU_START_S = 1e-5, 5e-5
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClosedFormMachine:
     """A GPU, a host and a model: layers, bytes of one layer's weights and of a token's K and V in it, bytes/s."""
 
     layers: int
@@ -62,15 +62,15 @@ class Machine:
 
 
 # Llama-2-7B in float16 on a T4, and Llama-3.1-8B on an A10 (its host's share of DRAM bandwidth as in DESIGN).
-T4 = Machine(32, 2 * 202.4e6, 16384, 240e9, 50e9, prompt=500, gpu_requests=2)
-A10 = Machine(32, 2 * 218.1e6, 4096, 480e9, 100e9, prompt=1250, gpu_requests=20)
-SLOW_A10 = Machine(32, 2 * 218.1e6, 4096, 480e9, 30e9, prompt=3000, gpu_requests=8)
+T4 = ClosedFormMachine(32, 2 * 202.4e6, 16384, 240e9, 50e9, prompt=500, gpu_requests=2)
+A10 = ClosedFormMachine(32, 2 * 218.1e6, 4096, 480e9, 100e9, prompt=1250, gpu_requests=20)
+SLOW_A10 = ClosedFormMachine(32, 2 * 218.1e6, 4096, 480e9, 30e9, prompt=3000, gpu_requests=8)
 MACHINES = {"t4": T4, "a10": A10}
 
 
 def decode_only(
     system: str,
-    machine: Machine,
+    machine: ClosedFormMachine,
     num_gpu: int,
     num_cpu: int,
     strategy: StrategyConfig | None = None,
@@ -107,7 +107,7 @@ def decode_only(
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("system", ["vllm", "swiftllm"])
-def test_gpu_only(system: str, machine: Machine) -> None:
+def test_gpu_only(system: str, machine: ClosedFormMachine) -> None:
     """n / (L (T_l + T_g))"""
     n = machine.gpu_requests
     rate, context = decode_only(system, machine, n, 0)
@@ -116,7 +116,7 @@ def test_gpu_only(system: str, machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("machine", "n"), [(T4, 12), (T4, 40), (A10, 20), (A10, 80)])
-def test_fastdecode(machine: Machine, n: int) -> None:
+def test_fastdecode(machine: ClosedFormMachine, n: int) -> None:
     """n / (2 L max(T_l, T_c)) of a half: while one half computes on the CPU, the other crosses its boundary."""
     rate, context = decode_only("fastdecode", machine, 0, n)
     layer_s = 2 * max(machine.linear_s(n / 2), machine.cpu_s(context[Tier.CPU] / 2))
@@ -125,7 +125,7 @@ def test_fastdecode(machine: Machine, n: int) -> None:
 
 @pytest.mark.parametrize(("machine", "num_cpu"), [(T4, 8), (T4, 18), (A10, 16), (A10, 32)])
 @pytest.mark.parametrize("system", ["neo", "apex"])
-def test_asymmetric_pipelining(system: str, machine: Machine, num_cpu: int) -> None:
+def test_asymmetric_pipelining(system: str, machine: ClosedFormMachine, num_cpu: int) -> None:
     """(n + n_cpu) / (L (max(T_l0, T_c1) + max(T_l1 + T_g0, T_c0))), the CPU as full as it can be and still hide."""
     rate, context = decode_only(system, machine, machine.gpu_requests, num_cpu)
     each = context[Tier.CPU] / num_cpu

@@ -25,7 +25,7 @@ from apex.simulator.hardware import (
     HARDWARE_DIR,
     STATUSES,
     LayerShape,
-    known,
+    known_hardware,
     load_gpu,
     load_host,
     load_model_config,
@@ -50,8 +50,8 @@ def profile(gpu: str, host: str = "dual-xeon-6342", model: ModelConfig | None = 
 
 
 def test_known_machines() -> None:
-    assert known("gpu") == sorted(GPUS)
-    assert known("host") == sorted(HOSTS)
+    assert known_hardware("gpu") == sorted(GPUS)
+    assert known_hardware("host") == sorted(HOSTS)
 
 
 @pytest.mark.parametrize("path", sorted(HARDWARE_DIR.rglob("*.yaml")), ids=lambda path: path.stem)
@@ -108,7 +108,7 @@ def write_gpu(path: Path, **changes) -> Path:
 def test_a_new_card_needs_its_data_sheet_alone(tmp_path: Path) -> None:
     gpu = load_gpu(write_gpu(tmp_path / "new.yaml"))
     table = hardware_profile(gpu, load_host("dual-xeon-6342"), LLAMA_3_8B)
-    shape, assumed = LayerShape.of(LLAMA_3_8B), read_figures(ASSUMPTIONS_FILE)
+    shape, assumed = LayerShape.from_config(LLAMA_3_8B), read_figures(ASSUMPTIONS_FILE)
     reading_s = shape.gemm_weights * 2 / (1000e9 * assumed["weight_read_fraction"].value)
     multiplying_s = 2 * shape.gemm_weights * 2048 / (200e12 * assumed["gemm_fraction"].value)
     assert table.linear(1) == pytest.approx(reading_s, rel=0.1)
@@ -160,7 +160,7 @@ PUBLISHED_RATES = {"t4": (257, 28), "a10": (469, 66), "a40": (557, 110), "a100":
 @pytest.mark.parametrize(("gpu", "model"), PUBLISHED_GEMM_MS)
 def test_measured_layer_times(gpu: str, model: str) -> None:
     config = load_model_config(model)
-    layer = closest_layer(load_gpu(gpu), LayerShape.of(config))
+    layer = closest_layer(load_gpu(gpu), LayerShape.from_config(config))
     table = profile(gpu, model=config)
     for tokens, gemm_ms in PUBLISHED_GEMM_MS[gpu, model].items():
         assert layer.gemm(tokens) * 1e3 == pytest.approx(gemm_ms, rel=0.05)
@@ -172,7 +172,8 @@ def test_measured_layer_times(gpu: str, model: str) -> None:
 def test_rates_of_the_measured_cards(gpu: str) -> None:
     gb_s, tflops = PUBLISHED_RATES[gpu]
     card = load_gpu(gpu)
-    layer, weights = closest_layer(card, LayerShape.of(LLAMA_2_7B)), LayerShape.of(LLAMA_2_7B).gemm_weights
+    shape = LayerShape.from_config(LLAMA_2_7B)
+    layer, weights = closest_layer(card, shape), shape.gemm_weights
     assert 2 * weights / layer.gemm(1) / 1e9 == pytest.approx(gb_s, rel=0.04)
     assert 2 * weights * 4096 / layer.gemm(4096) / 1e12 == pytest.approx(tflops, rel=0.02)
     # and the fractions in its file say the same
@@ -195,7 +196,8 @@ def test_linear_knee_of_the_papers_machines() -> None:
 
 
 def test_another_model_is_scaled_by_its_weights() -> None:
-    card, small, large = load_gpu("h100"), LayerShape.of(LLAMA_2_7B), LayerShape.of(load_model_config("llama-3.1-70b"))
+    card, small = load_gpu("h100"), LayerShape.from_config(LLAMA_2_7B)
+    large = LayerShape.from_config(load_model_config("llama-3.1-70b"))
     factor = large.gemm_weights / small.gemm_weights
     for tokens in (1, 128, 2048):
         ratio = linear_curve(card, large, 2, 2048)(tokens) / linear_curve(card, small, 2, 2048)(tokens)
@@ -231,7 +233,7 @@ MODEL_OF = {gpu: PerfModel(profile(gpu), 32) for gpu in GPUS}
 
 
 def test_gpu_attention_reads_the_kv_cache_near_peak_when_long_and_not_when_short() -> None:
-    card, shape = load_gpu("a10"), LayerShape.of(LLAMA_3_8B)
+    card, shape = load_gpu("a10"), LayerShape.from_config(LLAMA_3_8B)
 
     def fraction_of_peak(requests: int, context: int) -> float:
         seconds = gpu_attention_s(card, shape, 2, requests, context)
@@ -242,7 +244,7 @@ def test_gpu_attention_reads_the_kv_cache_near_peak_when_long_and_not_when_short
 
 
 def test_tables_agree_with_the_formulas_between_their_points() -> None:
-    card, shape = load_gpu("a10"), LayerShape.of(LLAMA_3_8B)
+    card, shape = load_gpu("a10"), LayerShape.from_config(LLAMA_3_8B)
     model = PerfModel(profile("a10"), 32)
     for requests, context in ((1, 17), (40, 650), (300, 3000)):
         expected = gpu_attention_s(card, shape, 2, requests, context)
@@ -254,7 +256,7 @@ def test_tables_agree_with_the_formulas_between_their_points() -> None:
 
 
 def test_cpu_attention_is_kv_bytes_over_the_given_bandwidth() -> None:
-    kv_bytes = 100 * 1250 * LayerShape.of(LLAMA_3_8B).kv_elements * 2
+    kv_bytes = 100 * 1250 * LayerShape.from_config(LLAMA_3_8B).kv_elements * 2
     model = PerfModel(profile("a10", cpu_bandwidth_gb_s=50), 32)
     assert model.cpu_attention_s(100, 100 * 1250) == pytest.approx(kv_bytes / 50e9, rel=0.03)
     assert model.cpu_attention_s(1, 1) > 50e-6  # the hand-over
@@ -262,7 +264,7 @@ def test_cpu_attention_is_kv_bytes_over_the_given_bandwidth() -> None:
 
 
 def test_kernel_and_host_set_the_cpu_bandwidth() -> None:
-    gqa, mha = LayerShape.of(LLAMA_3_8B), LayerShape.of(LLAMA_2_7B)
+    gqa, mha = LayerShape.from_config(LLAMA_3_8B), LayerShape.from_config(LLAMA_2_7B)
     host = load_host("dual-xeon-6342")
     share_gb_s = 409.6 * 0.8 / 48  # less than the 17 GB/s that a core reads alone
     core_gb_s = 1 / (1 / (17 * 0.72) - 1 / 17 + 1 / share_gb_s)

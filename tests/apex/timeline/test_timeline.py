@@ -15,7 +15,7 @@ from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import load_gpu, load_host, load_model_config
 from apex.strategy import StrategyConfig
-from apex.timeline.figure import box_text, chart_rows, draw, zoom_window
+from apex.timeline.figure import box_text, chart_rows, draw_timeline, zoom_window
 from apex.timeline.files import write_timeline
 from apex.timeline.perfetto import trace_json
 from apex.timeline.recorder import recording
@@ -165,7 +165,7 @@ def test_aborts_in_cohorts_keep_the_accounts() -> None:
     shrunk = {}
     for span in timeline.spans:
         if span.kind is Kind.CPU_ATTENTION:
-            shrunk.setdefault(span.cohorts[0].number, set()).add(span.load.requests)
+            shrunk.setdefault(span.cohorts[0].number, set()).add(span.work.requests)
     assert any(len(sizes) > 1 for sizes in shrunk.values()), "no cohort lost a request: this test tests nothing"
 
 
@@ -259,7 +259,7 @@ def test_measured_timelines_are_in_order_and_add_up(tiny_model, tmp_path, monkey
     assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(stats.cpu_busy_s)
     lane_s = sum_s(timeline, *(kind for kind in Kind if kind.is_lane and kind is not Kind.WAIT))
     assert 0 < lane_s <= stats.lane_busy_s
-    tokens = [span.load.tokens for span in timeline.spans if span.kind is Kind.LINEAR and span.layer == -1]
+    tokens = [span.work.tokens for span in timeline.spans if span.kind is Kind.LINEAR and span.layer == -1]
     assert sum(tokens) >= 6 * (40 + 7)  # each prompt and each output token but the last enters once
 
 
@@ -343,16 +343,16 @@ def test_times_in_the_trace_are_microseconds_of_the_window(pipelining: Timeline)
 
 
 def test_the_picture_says_what_it_shows(overlap: Timeline, pipelining: Timeline) -> None:
-    words = " ".join(text.get_text() for text in draw(overlap).texts)
+    words = " ".join(text.get_text() for text in draw_timeline(overlap).texts)
     assert "apex: asynchronous overlap" in words and "SIMULATED" in words
-    measured = draw(replace(overlap, simulated=False))
+    measured = draw_timeline(replace(overlap, simulated=False))
     words = " ".join(text.get_text() for text in measured.texts)
     assert "measured" in words and "SIMULATED" not in words
     assert "milliseconds" in measured.axes[1].get_xlabel()
     titles = [row.title for row in chart_rows(overlap)]
     assert "PCIe\nto host" in titles and "CPU:\nattention" in titles
     assert any("own steps" in row.title for row in chart_rows(pipelining))
-    boxes = [text.get_text() for text in draw(pipelining).axes[1].texts]
+    boxes = [text.get_text() for text in draw_timeline(pipelining).axes[1].texts]
     assert len(boxes) > 10 and any(text.startswith("A ") for text in boxes)
 
 
@@ -371,4 +371,4 @@ def test_labels_fit_their_boxes() -> None:
 
 def test_an_empty_timeline_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
-        draw(Timeline("apex", "here", True, LAYERS, (), (), ()))
+        draw_timeline(Timeline("apex", "here", True, LAYERS, (), (), ()))

@@ -14,7 +14,7 @@ from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
 from evaluation.experiments import profile_check
-from evaluation.experiments.profile_check import Machine, mean_table, operation_error
+from evaluation.experiments.profile_check import ProfiledMachine, mean_table, operation_error
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
 from evaluation.results.folder import SUMMARY_FIELDS
@@ -130,7 +130,7 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
         engine.describe = lambda: told
         return engine
 
-    machine = Machine(make_table(), 4, limits, "float16", "Imaginary card")
+    machine = ProfiledMachine(make_table(), 4, limits, "float16", "Imaginary card")
     monkeypatch.setattr(validate, "build_profiled", build)
     monkeypatch.setattr(profile_check, "measure_machine", lambda config: machine)
     monkeypatch.setattr(validate, "operation_errors", lambda config: [operation_error("linear", [0.1, -0.3, 0.2])])

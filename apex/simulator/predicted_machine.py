@@ -1,4 +1,4 @@
-"""Predicted machines from names on the command line. Model files are read with torch at hand: import this late."""
+"""A predicted machine from the names of a GPU, a host and a model. Imports torch to read models: import it late."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
-from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known, load_gpu, load_host, load_model_config
+from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known_hardware, load_gpu, load_host, load_model_config
 from swiftllm.model.config import ModelConfig
 
-GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver take the rest
-HOST_MEMORY_SHARE = 0.5  # as the engine does on a machine that is here
+GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver need the rest
+HOST_MEMORY_SHARE = 0.5  # of host memory for the CPU tier, as the engine takes by default
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Predicted hardware and the model on it."""
+class PredictedMachine:
+    """A GPU, a host, the model on them, and its predicted profile table."""
 
     gpu: Gpu
     host: Host
@@ -29,15 +29,15 @@ class Machine:
     table: ProfileTable
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         gb_s = self.table.identity["cpu_attention_gb_s"]
         return f"{self.model_name} ({self.dtype}) on {self.gpu.name} and {self.host.name}, CPU attention at {gb_s} GB/s"
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
-        """KV blocks of both tiers: those given, else what memory there is.
+        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
 
         Raises:
-            ValueError: the weights leave no room on the GPU, or a tier is larger than the memory behind it.
+            ValueError: the weights leave no room on the GPU, or a tier exceeds its memory.
         """
         itemsize = ITEMSIZES[self.dtype]
         block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
@@ -53,28 +53,28 @@ class Machine:
         most = {"num_gpu_blocks": int(gpu_bytes / block_bytes), "num_cpu_blocks": int(host_bytes / block_bytes)}
         for name, given in zip(most, (num_gpu, num_cpu), strict=True):
             if given is not None and given > most[name]:
-                raise ValueError(f"{name}={given} is more than the memory there is holds: {most[name]} at most")
+                raise ValueError(f"{name}={given} exceeds the memory, which holds at most {most[name]}")
         defaults = (most["num_gpu_blocks"], int(most["num_cpu_blocks"] * HOST_MEMORY_SHARE))
         given = (num_gpu, num_cpu)
         return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
 
 
-def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> Machine:
+def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> PredictedMachine:
     """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
 
     Raises:
-        ValueError: a name is not among those there are, which the message lists; or an option makes no sense.
+        ValueError: a name is unknown (the message lists the known ones), or an option is invalid.
     """
-    gpu = _find("gpu", gpu_name, load_gpu, known("gpu"))
-    host = _find("host", host_name, load_host, known("host"))
+    gpu = _find("gpu", gpu_name, load_gpu, known_hardware("gpu"))
+    host = _find("host", host_name, load_host, known_hardware("host"))
     models = sorted(path.name for path in MODELS_DIR.iterdir())
     model = _find("model", model_name, load_model_config, models)
     table = hardware_profile(gpu, host, model, dtype=dtype, **options)
-    return Machine(gpu, host, model, Path(model_name).name, dtype, table)
+    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
-    """Load by name or path; a name that is not there is answered with the nearest."""
+    """Load by name or path; the error for an unknown name suggests the nearest known one."""
     try:
         return load(name)
     except ValueError as error:
