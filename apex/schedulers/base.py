@@ -118,7 +118,7 @@ class OffloadScheduler(Scheduler, ABC):
         queue = self.decoding[Tier.CPU]
         resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
         growing = out_of_blocks(resting)
-        if not self.kv.grow_by_one(growing, Tier.CPU):
+        if not self.kv.allocate_block_each(growing, Tier.CPU):
             for request in growing:
                 if request.tier is Tier.CPU:  # not evicted meanwhile
                     self._grow_on_cpu(request, draft)
@@ -127,7 +127,7 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
         """Give a CPU request its next block, evicting younger ones for it; without any of those it has to wait."""
-        while not self.kv.grow(request, request.num_tokens):
+        while not self.kv.allocate_slots(request, request.num_tokens):
             younger = self._younger_cpu_requests(request)
             if not younger:
                 return
@@ -235,7 +235,7 @@ class OffloadScheduler(Scheduler, ABC):
     def _come_to_rest(self, request: Request) -> None:
         """Nothing of a request that left its cohort is under way any more."""
         if request.is_finished:
-            self.kv.release(request)
+            self.kv.free_blocks(request)
             del self.requests[request.request_id]
         else:
             request.cohort_id = None

@@ -42,7 +42,7 @@ class EngineStats:
     worker_restarts: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=Counter)
 
-    def note(self, plan: IterationPlan, result: StepResult) -> None:
+    def record_iteration(self, plan: IterationPlan, result: StepResult) -> None:
         self.iterations += 1
         self.output_tokens += len(result.tokens)
         self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
@@ -99,7 +99,7 @@ class Engine:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
         request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
-        self.queue(request)
+        self.queue_request(request)
         return request
 
     def make_request(
@@ -109,7 +109,7 @@ class Engine:
         sampling: SamplingParams,
         arrival_s: float | None = None,
     ) -> Request:
-        """A request that can be served, for :meth:`queue`. Reads only what never changes, so any thread may call it.
+        """A checked request for :meth:`queue_request`. Reads only what never changes, so any thread may call this.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
@@ -129,16 +129,16 @@ class Engine:
                 raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
-        self.scheduler.check(request)
+        self.scheduler.check_request(request)
         return request
 
-    def queue(self, request: Request) -> None:
+    def queue_request(self, request: Request) -> None:
         """Let a request that has passed the door, or that :meth:`recover` returned, wait for its turn.
 
         Raises:
             RequestRefused: its id is in use.
         """
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it stands; its output so far comes with the next step. False if it is not there."""
@@ -163,7 +163,7 @@ class Engine:
         outputs, self._ended = self._ended, []
         outputs += [self._output(request, num_new=1) for request in touched]
         if not self.has_unfinished():
-            self.kv.check()
+            self.kv.check_blocks()
         return outputs
 
     def _iterate(self) -> list[Request]:
@@ -180,7 +180,7 @@ class Engine:
             if request is not None:
                 request.logprobs.append(logprob)
         touched = self.scheduler.update(plan, result)
-        self._stats.note(plan, result)
+        self._stats.record_iteration(plan, result)
         self.last_iteration = (plan, result)
         return touched
 
@@ -199,12 +199,12 @@ class Engine:
         """Give up all work under way, wherever an iteration stopped, and empty both pools.
 
         Waits for CPU attention that may still touch blocks. Returns the unfinished requests, oldest first. They keep
-        their tokens, and :meth:`queue` lets each go on in its old place: the rest is computed again.
+        their tokens, and :meth:`queue_request` lets each go on in its old place: the rest is computed again.
         """
         self.executor.abandon()
         self.backend.recover()
         self._running_plan, self._num_empty_plans = None, 0
-        return self.scheduler.clear()
+        return self.scheduler.remove_all_requests()
 
     # -- what can be known of it ------------------------------------------------------------------------------------
 

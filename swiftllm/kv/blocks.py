@@ -76,7 +76,7 @@ class KVCacheManager:
     def num_held(self, request: Request) -> int:
         return len(self.block_tables.get(request.request_id, ()))
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
+    def allocate_slots(self, request: Request, num_tokens: int) -> bool:
         """Make the request's table hold ``num_tokens`` tokens in its tier; False, and no change, if blocks lack."""
         if num_tokens <= request.num_kv_slots:
             return True
@@ -88,7 +88,7 @@ class KVCacheManager:
         request.num_kv_slots += missing * self.block_size
         return True
 
-    def grow_by_one(self, requests: Sequence[Request], tier: Tier) -> bool:
+    def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
         """Give each of these requests of a tier one block more; False, and no change, if there are too few."""
         allocator = self.allocators[tier]
         if len(requests) > allocator.num_free:
@@ -98,7 +98,7 @@ class KVCacheManager:
             request.num_kv_slots += self.block_size
         return True
 
-    def move(self, request: Request, target: Tier) -> Swap:
+    def move_blocks(self, request: Request, target: Tier) -> Swap:
         """Move a request's blocks to the other tier, which has room; the swap's copies come before any later use.
 
         The source blocks are free at once: a plan carries its swaps out in order, before anything else.
@@ -111,20 +111,20 @@ class KVCacheManager:
         request.tier = target
         return Swap(request, source, tuple(old_blocks), tuple(new_blocks))
 
-    def release(self, request: Request) -> None:
+    def free_blocks(self, request: Request) -> None:
         """Give back all blocks of a request; harmless if it holds none."""
         blocks = self.block_tables.pop(request.request_id, [])
         request.num_kv_slots = 0
         if blocks:
             self.allocators[request.tier].free(blocks)
 
-    def clear(self) -> None:
+    def free_all_blocks(self) -> None:
         """Take back every block of both tiers: nobody holds cache any more."""
         self.block_tables.clear()
         for allocator in self.allocators.values():
             allocator.free_all()
 
-    def check(self) -> None:
+    def check_blocks(self) -> None:
         """Assert that every block is either free or in exactly one table."""
         for allocator in self.allocators.values():
             assert allocator.num_free + allocator.num_used == allocator.num_blocks

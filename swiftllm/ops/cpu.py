@@ -19,7 +19,7 @@ PACKING_ROWS = 32  # oneDNN packs for a number of rows: best at decodes, and no 
 
 
 class CpuOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts."""
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
         """``cpu_kernel``: a kernel of pacpu, default the best for the dtype. ``num_threads``: of all pacpu does here,

@@ -14,7 +14,7 @@ QUERY_BLOCK = 32
 
 
 class ReferenceOps:
-    """See :class:`swiftllm.ops.Ops` for the contracts."""
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     takes_empty_rows = False
     num_threads = 1  # of what pacpu does in host memory

@@ -13,7 +13,7 @@ LOGITS_AT_ONCE = 1 << 22  # of a prompt: enough rows for a matrix product, and n
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Found:
+def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Found:
     """Log-probabilities float32 ``[rows]`` and ranks int64 ``[rows]`` (1: no token is likelier) of ``tokens`` int64
     ``[rows]`` under ``logits [rows, vocab_size]``; ids and log-probabilities of the ``count`` most likely tokens (fewer
     if there are not so many), both ``[rows, count]``."""
@@ -22,7 +22,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Found:
     return own[:, 0], 1 + (logprobs > own).sum(-1), likely.indices, likely.values
 
 
-def fetch(stream: Stream, *tensors: torch.Tensor) -> list[list]:
+def fetch_lists(stream: Stream, *tensors: torch.Tensor) -> list[list]:
     """What the tensors hold; the host sleeps until it is there."""
     on_host = [stream.fetch(tensor) for tensor in tensors]
     stream.mark().synchronize()
@@ -37,16 +37,16 @@ class PromptScorer:
         self._stream = device.compute
         self._rows_at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
 
-    def score(self, lane: Lane) -> None:
+    def score_prompts(self, lane: Lane) -> None:
         """Add what the lane, which stands before the last boundary, tells of its requests' prompts to them."""
         for request, rows, following in lane.prompts:
             count = request.sampling.prompt_logprobs
             tokens = self._stream.send(torch.tensor(following, dtype=torch.int64))
-            pieces = [
-                score(self._logits(lane, piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)
-                for piece in self._pieces(rows)
-            ]
-            found = fetch(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+            scores = []
+            for piece in self._pieces(rows):
+                tokens_of_piece = tokens[piece.start - rows.start : piece.stop - rows.start]
+                scores.append(score_tokens(self._logits(lane, piece), tokens_of_piece, count))
+            found = fetch_lists(self._stream, *(torch.cat(parts) for parts in zip(*scores, strict=True)))
             for token, logprob, rank, top_tokens, top_logprobs in zip(following, *found, strict=True):
                 top = tuple(zip(top_tokens, top_logprobs, strict=True))
                 request.prompt_logprobs.append(TokenLogprob(token, logprob, rank, top))

@@ -22,7 +22,7 @@ Pairs = tuple[array, array]
 """Token ids, and a number for each."""
 
 
-def adjust(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
+def adjust_logits(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
     """Add the biases of the requests to their ``logits`` float32 ``[rows, vocab_size]`` and take their penalties off,
     in place. ``compute`` is the stream of the logits."""
     settings = [request.sampling for request in requests]

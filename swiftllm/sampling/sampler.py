@@ -12,8 +12,8 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
 from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
-from swiftllm.sampling.logprobs import fetch, score
-from swiftllm.sampling.penalties import adjust, drop_improbable
+from swiftllm.sampling.logprobs import fetch_lists, score_tokens
+from swiftllm.sampling.penalties import adjust_logits, drop_improbable
 
 # Logits that are worked on at once, which take some 24 bytes each: on a CPU a few MiB that stay in its caches and that
 # malloc keeps, on a GPU enough to keep it busy.
@@ -49,9 +49,10 @@ class Sampler:
         if likeliest is None:
             likeliest = most_likely(logits)
         chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
-        tokens = (
-            self._choose(logits, requests, chosen, likeliest) if chosen else fetch(self._device.compute, likeliest)[0]
-        )
+        if chosen:
+            tokens = self._choose(logits, requests, chosen, likeliest)
+        else:
+            (tokens,) = fetch_lists(self._device.compute, likeliest)
         scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         for rows in self._blocks(scored, logits.shape[1]):
             self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])
@@ -81,14 +82,14 @@ class Sampler:
                         own, likely = self._select(logits, block), likeliest.index_select(0, index)[:, None]
                     new = self._attempt(own, likely, where, count, attempt, rejected)
                     tokens.index_copy_(0, index, new[:, 0])
-            (found,) = fetch(self._device.compute, tokens)
+            (found,) = fetch_lists(self._device.compute, tokens)
             chosen = [row for row in chosen if found[row] < 0]
             attempt += 1
         return found
 
     def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """``logits``, float32 and nobody else's, as the requests want them, and the likeliest tokens ``[rows, 1]``."""
-        adjust(logits, requests, self._device.compute)
+        adjust_logits(logits, requests, self._device.compute)
         likeliest = most_likely(logits)[:, None]
         drop_improbable(logits, likeliest, requests, self._device.compute)
         return logits, likeliest
@@ -131,7 +132,7 @@ class Sampler:
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
         most = max(request.sampling.logprobs for request in requests)
-        found = fetch(self._device.compute, *score(logits, self._upload(tokens), most))
+        found = fetch_lists(self._device.compute, *score_tokens(logits, self._upload(tokens), most))
         for request, token, logprob, rank, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
             count = request.sampling.logprobs
             top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))

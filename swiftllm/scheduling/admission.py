@@ -13,7 +13,7 @@ def can_hold(kv: KVCacheManager, tier: Tier, request: Request) -> bool:
     return kv.blocks_for(request.max_kv_tokens) <= kv.capacity(tier)
 
 
-def check_request(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
+def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
     """See whether a request could be served on its own; reads only what never changes.
 
     Raises:

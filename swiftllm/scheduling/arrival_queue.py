@@ -13,10 +13,10 @@ arrival_order = attrgetter("arrival_index")
 class ArrivalQueue(list[Request]):
     """Requests in the order of arrival."""
 
-    def put(self, request: Request) -> None:
+    def insert_request(self, request: Request) -> None:
         insort(self, request, key=arrival_order)
 
-    def take(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         index = bisect_left(self, request.arrival_index, key=arrival_order)
         assert self[index] is request, f"{request.request_id} is not in this queue"
         del self[index]

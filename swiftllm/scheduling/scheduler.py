@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import can_hold, check_request
+from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.plan_draft import PlanDraft
 
@@ -48,13 +48,14 @@ class Scheduler:
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the others
         self._gpu_blocks_promised = 0  # to CPU requests that come back as soon as they are at rest
 
-    def clear(self) -> list[Request]:
+    def remove_all_requests(self) -> list[Request]:
         """Take all requests out and all blocks back, in whatever state a failed iteration has left them.
 
-        Nothing may touch blocks any more. Returns the unfinished requests, oldest first; :meth:`add` takes them again.
+        No ticket may touch blocks any more. Returns the unfinished requests, oldest first, ready for
+        :meth:`add_request`.
         """
         requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
-        self.kv.clear()
+        self.kv.free_all_blocks()
         self._empty_queues()
         for request in requests:
             request.start_over()
@@ -62,8 +63,8 @@ class Scheduler:
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has passed :meth:`check`.
+    def add_request(self, request: Request) -> None:
+        """Queue a request that has passed :meth:`check_request`.
 
         Raises:
             RequestRefused: its id is in use.
@@ -71,20 +72,20 @@ class Scheduler:
         if request.request_id in self.requests:
             raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request
-        self.waiting.put(request)
+        self.waiting.insert_request(request)
         self._note_tier(request)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """See whether a request could be served on its own; any thread may ask.
 
         Raises:
             RequestRefused: it never could; the message names the limit.
         """
-        check_request(request, self.limits.max_model_len, self.kv, self.decode_tiers)
+        check_servable(request, self.limits.max_model_len, self.kv, self.decode_tiers)
 
     @property
     def longest_request(self) -> int:
-        """Prompt and output tokens of the longest request that passes :meth:`check`; never changes."""
+        """Prompt and output tokens of the longest request that passes :meth:`check_request`; never changes."""
         largest_tier = max(self.kv.capacity(tier) for tier in self.decode_tiers) * self.kv.block_size
         return min(self.limits.max_model_len, largest_tier + 1)  # the last token is never stored
 
@@ -121,8 +122,8 @@ class Scheduler:
             request.num_uncomputed -= item.num_tokens
             if request.num_uncomputed <= 1:  # one is left; or none, and then comes a new one
                 request.num_uncomputed = 1
-                self.prefilling.take(request)
-                self.decoding[request.tier].put(request)
+                self.prefilling.remove_request(request)
+                self.decoding[request.tier].insert_request(request)
         tokens = result.tokens
         touched = list(filter(None, map(self.requests.get, tokens)))
         if len(touched) < len(tokens):  # the others were aborted while their tokens were under way
@@ -137,7 +138,7 @@ class Scheduler:
         queue = self.decoding[Tier.GPU]
         decodes = queue[: draft.tokens_left]
         growing = out_of_blocks(decodes)
-        if not self.kv.grow_by_one(growing, Tier.GPU):
+        if not self.kv.allocate_block_each(growing, Tier.GPU):
             for request in growing:
                 if request.tier is Tier.GPU:  # not pushed out meanwhile
                     self._make_gpu_room(request, request.num_tokens, draft)
@@ -146,7 +147,7 @@ class Scheduler:
 
     def _make_gpu_room(self, request: Request, num_tokens: int, draft: PlanDraft) -> bool:
         """Give a GPU request blocks for so many tokens, pushing out younger ones; False if it had to go itself."""
-        while not self.kv.grow(request, num_tokens):
+        while not self.kv.allocate_slots(request, num_tokens):
             victim = self.running[Tier.GPU][-1]
             self._push_out(victim, draft)
             if victim is request:
@@ -166,10 +167,10 @@ class Scheduler:
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         source = request.tier
-        draft.swaps.append(self.kv.move(request, target))
+        draft.swaps.append(self.kv.move_blocks(request, target))
         for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
-            queues[source].take(request)
-            queues[target].put(request)
+            queues[source].remove_request(request)
+            queues[target].insert_request(request)
         self._note_tier(request)
 
     def _recompute(self, request: Request, draft: PlanDraft) -> None:
@@ -180,17 +181,17 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Back to the waiting queue, without blocks."""
-        self.kv.release(request)
+        self.kv.free_blocks(request)
         self._leave_running(request)
         request.tier = None
         request.status = RequestStatus.WAITING
         request.num_uncomputed = request.num_tokens
-        self.waiting.put(request)
+        self.waiting.insert_request(request)
         self._note_tier(request)
 
     def _leave_running(self, request: Request) -> None:
-        self.running[request.tier].take(request)
-        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).take(request)
+        self.running[request.tier].remove_request(request)
+        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).remove_request(request)
 
     def _swap_in(self, draft: PlanDraft) -> None:
         """Bring the oldest CPU requests back while blocks are free, and decode them at once.
@@ -213,7 +214,7 @@ class Scheduler:
                 self._gpu_blocks_promised += num_blocks + 1
                 continue
             self._move(request, Tier.GPU, draft)
-            self.kv.grow(request, request.num_tokens)
+            self.kv.allocate_slots(request, request.num_tokens)
             if not request.is_prefilling:
                 draft.add_decodes([request])
 
@@ -248,11 +249,11 @@ class Scheduler:
             tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
             if tier is None:
                 break
-            self.waiting.take(request)
+            self.waiting.remove_request(request)
             request.status, request.tier = RequestStatus.RUNNING, tier
-            self.kv.grow(request, num_tokens)
-            self.running[tier].put(request)
-            self.prefilling.put(request)
+            self.kv.allocate_slots(request, num_tokens)
+            self.running[tier].insert_request(request)
+            self.prefilling.insert_request(request)
             self._note_tier(request)
             draft.admitted.add(request.request_id)
             draft.add_prefill(request)
@@ -272,10 +273,10 @@ class Scheduler:
     def _retire(self, request: Request) -> None:
         """Take a finished request out of every queue and free its blocks."""
         if request.tier is None:
-            self.waiting.take(request)
+            self.waiting.remove_request(request)
         else:
             self._leave_running(request)
-            self.kv.release(request)
+            self.kv.free_blocks(request)
         del self.requests[request.request_id]
 
     def _note_tier(self, request: Request) -> None:

@@ -33,7 +33,7 @@ class VllmScheduler(Scheduler):
 
     def _schedule_running_prefills(self, draft: PlanDraft) -> None:
         for request in list(self.prefilling):
-            if self.kv.grow(request, self._tokens_to_hold(request, draft)):
+            if self.kv.allocate_slots(request, self._tokens_to_hold(request, draft)):
                 draft.add_prefill(request)
             else:  # nobody is admitted past a prompt under way, so the last that came is this request itself
                 self._push_out(request, draft)

@@ -49,7 +49,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 class TritonOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
 
     Rows of q, k, v and x may lie apart, their heads and dims may not; ``ValueError`` says so.
     """
