@@ -1,1 +1,1 @@
-"""The operations between the GEMMs: interface, selection, and implementations for CPU, GPU and tests."""
+"""The operations between the GEMMs: interface, selection, implementations for CPU and GPU, and a reference."""

@@ -20,7 +20,7 @@ TRITON_CAPABILITY = 75
 
 
 def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
-    """The fastest operations for a device. On a CPU ``cpu_kernel`` names the kernel of pacpu for decodes.
+    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU.
 
     Raises:
         ValueError: the GPU has no arithmetic in ``dtype``.
@@ -40,12 +40,12 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
 
 
 def why_no_triton(capability: int) -> str | None:
-    """What keeps the Triton kernels from running on a GPU of this compute capability (75 for sm_75); None: nothing."""
+    """Why the Triton kernels cannot run on a GPU of this compute capability (75 for sm_75); None if they can."""
     if capability < TRITON_CAPABILITY:
         return f"the Triton kernels are checked from sm_{TRITON_CAPABILITY} on, and this GPU is sm_{capability}"
     if find_spec("triton") is None:
         return "Triton is not installed: type `pip install triton`"
-    # It compiles a launcher in C for every kernel.
+    # Triton compiles a launcher in C for every kernel.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler: install gcc, or set CC"
     header = Path(sysconfig.get_paths()["include"], "Python.h")

@@ -1,4 +1,4 @@
-"""Requests in the order of arrival: the one order in which every scheduler serves, and backwards takes away."""
+"""Requests in order of arrival. All schedulers serve in this order and preempt in the reverse order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ arrival_order = attrgetter("arrival_index")
 
 
 class ArrivalQueue(list[Request]):
-    """Requests in the order of arrival."""
+    """A list of requests, sorted by arrival."""
 
     def insert_request(self, request: Request) -> None:
         insort(self, request, key=arrival_order)
