@@ -1,4 +1,4 @@
-"""What scheduling costs: seconds of ``schedule()`` and ``update()`` together, per iteration, at 1,000 running requests.
+"""What scheduling costs: seconds of ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
 
 The engine runs on predicted times, so the executor's work is not in the way; the scheduler is the real one. Counted is
 the CPU time of its thread: it never waits, so that is its real time on a core of its own. What else runs here still
