@@ -31,7 +31,9 @@ from evaluation.results.paths import default_model
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
-from swiftllm.ops import CpuOps, Linear, Ops, ReferenceOps
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.reference import ReferenceOps
 
 BLOCK_SIZE = 16
 

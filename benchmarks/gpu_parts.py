@@ -13,7 +13,7 @@ import torch
 
 import pacpu
 from swiftllm.device import open_device
-from swiftllm.ops import select_ops
+from swiftllm.ops.select import select_ops
 
 ROUNDS = 9
 ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context

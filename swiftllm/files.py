@@ -1,4 +1,4 @@
-"""Files outside the project: where they lie, and how they are written."""
+"""Files outside the project: the cache directory, and atomic writes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Models, profile tables, traces and tools: $APEX_CACHE_DIR, by default ~/.cache/apex."""
+    """The folder of models, profile tables, traces and tools: $APEX_CACHE_DIR, by default ~/.cache/apex."""
     return Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache" / "apex")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all, whenever the machine stops. Its folder is made."""
+    """Write a file completely or not at all, even if the machine stops. Creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -1,4 +1,4 @@
-"""What this machine is and what it can give: processor, cores, host memory."""
+"""Properties of this machine: processor, usable cores, host memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 class InsufficientMemory(RuntimeError):
-    """The model or the KV cache asked for does not fit; the message says what is there and how much is missing."""
+    """The model or the requested KV cache does not fit. The message has the available and the missing memory."""
 
 
 def cpu_model() -> str:
-    """The processor as the kernel names it; its numbers or the architecture where it has no name."""
+    """The processor's name from the kernel; without one, its identification numbers or the architecture."""
     facts = cpu_info()
     name = facts.get("model name", "")
     if name and name != "unknown":
@@ -28,7 +28,7 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set extensions of the processor, by the kernel's names; empty where the system does not list them."""
+    """The processor's instruction-set extensions, by the kernel's names; empty if the system does not list them."""
     facts = cpu_info()
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
 
@@ -45,7 +45,7 @@ def cpu_info() -> Mapping[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores this process may compute on: by its affinity, or by the quota of its container where that is less."""
+    """Cores that this process may use: the lesser of its CPU affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota_us, period_us = (CONTROL_GROUP / "cpu.max").read_text().split()
@@ -55,12 +55,12 @@ def usable_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the machine, whatever of it this process may use."""
+    """Total memory of the machine, including what this process may not use."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping: the machine's, or the container's where that is less."""
+    """Host memory available without swapping: the lesser of the machine's and the container's."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
@@ -73,7 +73,7 @@ def available_host_bytes() -> int:
 
 
 def last_level_cache_bytes() -> int:
-    """Level-3 caches of all cores together; 0 where the system does not say."""
+    """Total size of all level-3 caches; 0 if the system does not report it."""
     sizes = {}
     for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
         try:

@@ -83,7 +83,7 @@ class OffloadScheduler(Scheduler, ABC):
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         """Turn the draft and the CPU decodes that may start a token into a plan; it must serve ``ready.overdue``."""
 
-    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+    def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         for request_id in result.left:
             self._come_to_rest(self._leaving.pop(request_id))
         for cohort_id, cohort in list(self._cohorts.items()):
@@ -99,7 +99,7 @@ class OffloadScheduler(Scheduler, ABC):
             if batch.rule is not SteppingRule.RIDE_IF_READY:  # the iteration waited for it, so its token is done
                 for request in batch.requests:
                     request.last_served = self._iteration
-        return super().update(plan, result)
+        return super().apply_result(plan, result)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         super()._move(request, target, draft)
@@ -120,7 +120,7 @@ class OffloadScheduler(Scheduler, ABC):
         queue = self.decoding[Tier.CPU]
         resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
         growing = out_of_blocks(resting)
-        if not self.kv.grow_by_one(growing, Tier.CPU):
+        if not self.kv.allocate_block_each(growing, Tier.CPU):
             for request in growing:
                 if request.tier is Tier.CPU:  # growth of an older request may have evicted it
                     self._grow_on_cpu(request, draft)
@@ -129,7 +129,7 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
         """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
-        while not self.kv.grow(request, request.num_tokens):
+        while not self.kv.allocate_slots(request, request.num_tokens):
             younger = self._younger_cpu_requests(request)
             if not younger:
                 return
@@ -217,7 +217,7 @@ class OffloadScheduler(Scheduler, ABC):
         iteration_s: float,
         predicted: dict[str, float] | None,
     ) -> IterationPlan:
-        return draft.plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
+        return draft.build_plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class OffloadScheduler(Scheduler, ABC):
     def _come_to_rest(self, request: Request) -> None:
         """End the cohort membership of a request without work under way; release it if it is finished."""
         if request.is_finished:
-            self.kv.release(request)
+            self.kv.free_blocks(request)
             del self.requests[request.request_id]
         else:
             request.cohort_id = None

@@ -1,1 +1,1 @@
-"""The vocabulary of every floor: requests, what they ask for, and the plan of an iteration."""
+"""The vocabulary of all packages: requests, their sampling parameters, and the plan of an iteration."""

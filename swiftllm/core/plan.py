@@ -1,4 +1,4 @@
-"""What the scheduler decides for one iteration: immutable values that any executor can carry out."""
+"""The plan of one iteration, and its result: immutable values between scheduler and executor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Strategy(enum.Enum):
 class SteppingRule(enum.Enum):
     """How a cohort crosses the boundaries of an iteration."""
 
-    RIDE_AND_WAIT = "ride-and-wait"  # rides every boundary of the lane, which waits for its ticket (NEO's batch-0)
-    STEP_AND_WAIT = "step-and-wait"  # crosses every boundary on its own and is waited for (NEO's batch-1)
-    RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration, never waited for (APEX)
+    RIDE_AND_WAIT = "ride-and-wait"  # rides every boundary; the lane waits for its ticket (NEO's batch-0)
+    STEP_AND_WAIT = "step-and-wait"  # crosses every boundary on its own; the lane waits for it (NEO's batch-1)
+    RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration; the lane never waits (APEX)
 
 
 class LaneItem(NamedTuple):
     """``num_tokens`` tokens of one request from position ``start``: a prefill chunk, or a decode of one token.
 
-    ``tier`` says where the K and V go. A decode in the lane always has its cache on the GPU; a prefill bound for
-    the CPU tier computes in the lane and stores its K and V to the CPU pool layer by layer.
+    ``tier`` is where the K and V are stored. A decode in the lane always has its cache on the GPU. A prefill for the
+    CPU tier is computed in the lane, and its K and V are stored to the CPU pool layer by layer.
     """
 
     request: Request
@@ -43,17 +43,17 @@ class LaneItem(NamedTuple):
 
     @property
     def context_len(self) -> int:
-        """Tokens attended to by the last token of the item."""
+        """Tokens that the last token of the item attends to."""
         return self.start + self.num_tokens
 
     @property
     def samples(self) -> bool:
-        """Whether the item reaches the last known token, so that a next one is sampled."""
+        """Whether the item reaches the last known token, so that the next one is sampled."""
         return self.context_len == self.request.num_tokens
 
     @classmethod
     def decodes(cls, requests: Sequence[Request]) -> list[LaneItem]:
-        """The next token of each request; a lane may have a thousand of them, so they are made all at once."""
+        """A decode item for each request. All are made at once, since a lane may have a thousand of them."""
         starts = [request.num_tokens - 1 for request in requests]
         fields = zip(requests, starts, repeat(1), repeat(Tier.GPU), repeat(False), strict=False)
         return list(map(tuple.__new__, repeat(cls), fields))
@@ -61,7 +61,7 @@ class LaneItem(NamedTuple):
 
 @dataclass(frozen=True)
 class CohortPlan:
-    """CPU requests that stand at the same layer and step together; ``cohort_id`` lives until their token is done."""
+    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done."""
 
     cohort_id: int
     requests: tuple[Request, ...]
@@ -70,7 +70,7 @@ class CohortPlan:
 
 @dataclass(frozen=True)
 class Swap:
-    """Move a request's blocks from one tier to the other. The tables pair up, block by block."""
+    """A move of a request's blocks to the other tier: ``source_blocks[i]`` is copied to ``target_blocks[i]``."""
 
     request: Request
     source: Tier
@@ -80,10 +80,11 @@ class Swap:
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """One iteration: what moves, what runs, and the predictions that led to it (seconds; kept for logs and figures).
+    """One iteration: its swaps, its lane and its cohorts.
 
-    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are
-    requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
+    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are the
+    ids of requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
+    ``predicted`` holds the predictions behind the plan, in seconds, for logs and figures.
     """
 
     strategy: Strategy = Strategy.GPU_ONLY
@@ -96,14 +97,14 @@ class IterationPlan:
 
     @cached_property
     def lane(self) -> tuple[LaneItem, ...]:
-        """Decodes and prefills spelled out for the backend, as they stand before the iteration runs."""
+        """Decodes and prefills as items for the backend. First read it before the iteration moves positions."""
         return (*LaneItem.decodes(self.decodes), *self.prefills)
 
     def in_lane(self) -> list[Request]:
         return [*self.decodes, *(item.request for item in self.prefills)]
 
     def requests(self) -> list[Request]:
-        """Whoever is computed."""
+        """All requests that the iteration computes."""
         return [*self.in_lane(), *(request for cohort in self.cohorts for request in cohort.requests)]
 
     def swapping(self) -> list[Request]:
@@ -116,12 +117,12 @@ class IterationPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a plan.
+    """The result of one plan.
 
     ``tokens`` maps request ids to sampled tokens. ``cohort_layers`` maps each unfinished cohort to the layer whose
-    boundary it crosses next (-1 is the embedding); a finished cohort is absent and its requests are in ``tokens``.
-    ``left`` are the leaving requests that are out of their cohorts now: nothing touches their blocks any more.
-    ``lane_busy_s`` leaves out the time spent waiting for tickets; ``cpu_busy_s`` sums the CPU attention finished.
+    boundary it crosses next (-1 is the embedding). A finished cohort is absent and its requests are in ``tokens``.
+    ``left`` has the ids of leaving requests that are now out of their cohorts; no ticket uses their blocks.
+    ``lane_busy_s`` excludes the time spent waiting for tickets. ``cpu_busy_s`` sums the CPU attention finished.
     """
 
     tokens: dict[str, int]

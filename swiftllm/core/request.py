@@ -1,22 +1,22 @@
-"""The vocabulary of requests: what a user asks for, where it stands, and what comes back."""
+"""A request, its state on the way through the engine, and its output."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.core.token_counts import TokenCounts
 
 NO_TOKENS: frozenset[int] = frozenset()
 
 
 class RequestRefused(ValueError):
-    """A request that can never be served; the message names the limit it hits.
+    """The request can never be served. The message names the limit that it exceeds.
 
-    ``about``: what of the request it is, ``prompt`` or a field of its sampling; None for what no user chooses.
+    ``about`` is the part of the request at fault: ``prompt`` or a field of its sampling parameters. None: neither.
     """
 
     def __init__(self, message: str, about: str | None = None) -> None:
@@ -25,12 +25,12 @@ class RequestRefused(ValueError):
 
 
 class Tier(enum.Enum):
-    """Where a request's KV cache lives: never in both, except while a swap is under way."""
+    """Where a request's KV cache lives: never in both tiers, except during a swap."""
 
     GPU = "gpu"
     CPU = "cpu"
 
-    __hash__ = object.__hash__  # the base class computes one in Python at every look into a dict by tier
+    __hash__ = object.__hash__  # Enum's own hash is computed in Python at every dict lookup by tier
 
     @property
     def other(self) -> Tier:
@@ -51,9 +51,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """What the model thought of a token of prompt or output: natural logarithms of probabilities.
+    """The model's log-probability (natural logarithm) of one token of prompt or output.
 
-    ``rank`` is 1 where no token is likelier; ``top`` has the most likely tokens, most likely first, with theirs.
+    ``rank`` is 1 where no token is likelier. ``top`` has pairs of token id and log-probability, most likely first.
     """
 
     token_id: int
@@ -62,17 +62,42 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class TokenCounts:
+    """How often each distinct token is in a growing output. Tokens of ``prompt`` start with a count of zero.
+
+    Counting is incremental, one dict lookup per new token: penalties need the counts at every step.
+
+    Attributes: ``ids`` (int64) and ``counts`` (float32), parallel, in the order in which tokens first appeared.
+    """
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self._places: dict[int, int] = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.ids = array("q", self._places)
+        self.counts = array("f", bytes(4 * len(self.ids)))
+        self._num_counted = 0
+
+    def catch_up(self, output: Sequence[int]) -> None:
+        """Count the tokens added to the output since the last call."""
+        for token in output[self._num_counted :]:
+            place = self._places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(1.0)
+            else:
+                self.counts[place] += 1.0
+        self._num_counted = len(output)
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One request on its way through the engine. Times are seconds of the engine's clock.
 
-    ``num_tokens`` is prompt and output together, kept as a number because schedulers read it a thousand times an
-    iteration. ``num_uncomputed`` of them lack K and V in the cache: all of them at first, and the newest one alone
-    while the request decodes, so that a decode leaves this number as it is. ``num_kv_slots`` is how many tokens the
-    blocks it holds can take; the KV cache manager keeps it.
+    ``num_tokens`` counts prompt and output. It is stored because schedulers read it a thousand times an iteration.
+    ``num_uncomputed`` of these tokens have no K and V in the cache: all at first, only the newest during decoding.
+    ``num_kv_slots`` is the number of tokens that the request's blocks can hold; the KV cache manager updates it.
 
-    A thousand requests are touched in every iteration, and most of that time is waiting for memory: so there are slots,
-    and what each token needs stands together.
+    An iteration touches up to a thousand requests, and cache misses dominate that time. So the class has slots, and
+    the fields needed for every token are adjacent.
     """
 
     request_id: str
@@ -88,16 +113,16 @@ class Request:
     _most_tokens: int = field(init=False, repr=False)
     _stop_token_ids: frozenset[int] = field(init=False, repr=False)
     num_kv_slots: int = 0
-    cohort_id: int | None = None  # set while its token is under way through the layers in a cohort
-    last_served: int = 0  # the scheduler's iteration that last brought it on, where the CPU tier decodes
+    cohort_id: int | None = None  # set while a cohort computes its next token
+    last_served: int = 0  # the iteration that last advanced it; set by schedulers that decode in the CPU tier
     finish_reason: FinishReason | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     tier: Tier | None = None
     num_uncomputed: int = field(init=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each output token, where asked for
-    # One for each token of the prompt after its first, where asked for. The backend adds them when it has computed the
-    # token before; they stay true, and are not computed again, whatever becomes of the step.
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if requested
+    # One per prompt token after the first, if requested. The backend appends each when it has computed the token
+    # before. They stay valid if the step fails, and are not computed again.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_preemptions: int = 0
     finish_s: float | None = None
@@ -110,7 +135,7 @@ class Request:
         eos, others = self.eos_token_ids, self.sampling.stop_token_ids
         if self.sampling.ignore_eos:
             self._stop_token_ids = NO_TOKENS
-        else:  # most requests share one set, which then stays in the caches
+        else:  # most requests share one set, which so stays in the CPU's caches
             self._stop_token_ids = eos.union(others) if others else eos
 
     @property
@@ -123,12 +148,12 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Cache slots needed at most: the last output token is never fed back, so its K and V are never stored."""
+        """Cache slots needed at most. The last output token is never fed back, so its K and V are never stored."""
         return self.prompt_len + self.sampling.max_tokens - 1
 
     @property
     def is_prefilling(self) -> bool:
-        """More than one token still lacks K and V: a prompt, or a preempted request's prompt and output."""
+        """Whether K and V are missing for more than the newest token: of a prompt, or of a preempted request."""
         return self.num_uncomputed > 1 or self.num_uncomputed == self.num_tokens
 
     @property
@@ -141,7 +166,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Tokens [start, stop) of prompt and output together."""
+        """Tokens [start, stop) of the concatenated prompt and output."""
         prompt_len = self.prompt_len
         if start >= prompt_len:
             return self.output_token_ids[start - prompt_len : stop - prompt_len]
@@ -149,8 +174,7 @@ class Request:
         return head + self.output_token_ids[: stop - prompt_len] if stop > prompt_len else head
 
     def count_tokens(self) -> TokenCounts:
-        """Its distinct tokens and how often it has put them out, as its penalties need them: tokens of the prompt are
-        among them where repetition is penalised."""
+        """Token counts of the output, for penalties. They include the prompt's tokens where repetition is penalised."""
         if self._token_counts is None:
             prompt = self.prompt_token_ids if self.sampling.repetition_penalty != 1.0 else ()
             self._token_counts = TokenCounts(prompt)
@@ -158,12 +182,12 @@ class Request:
         return self._token_counts
 
     def append_token(self, token_id: int, now_s: float) -> None:
-        """Take one new output token, which all tokens before it have led to; finishes the request where it ends."""
+        """Append an output token, once all tokens before it are computed. Finishes the request if the token ends it."""
         self.num_uncomputed = 1
         append_tokens([self], [token_id], now_s)
 
     def start_over(self) -> None:
-        """Forget what has been computed: it holds no blocks any more. Its output stays."""
+        """Reset to waiting, with nothing computed, after the blocks are gone. The output stays."""
         self.status = RequestStatus.WAITING
         self.tier = self.cohort_id = None
         self.num_kv_slots = 0
@@ -178,10 +202,9 @@ class Request:
 
 
 def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s: float) -> list[Request]:
-    """Give each decoding request its next output token; returns those that it ends.
+    """Append its next output token to each decoding request. Returns the requests that end with it.
 
-    A thousand requests get a token in each iteration, and what takes its time is memory: a short loop over one thing
-    of each request waits for that of several requests at once.
+    Memory latency dominates here. Short loops over one field let the CPU load that field for several requests at once.
     """
     for request, token_id in zip(requests, token_ids, strict=True):
         request.output_token_ids.append(token_id)
@@ -199,21 +222,22 @@ def append_tokens(requests: Sequence[Request], token_ids: Collection[int], now_s
     return ended
 
 
-class RequestOutput(NamedTuple):  # a frozen dataclass takes three times as long to make, for each token
-    """What one engine step gave one request; ``text`` comes where a tokenizer is at hand."""
+class RequestOutput(NamedTuple):  # created for each token; a frozen dataclass takes three times as long
+    """The output of one engine step for one request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     new_token_ids: tuple[int, ...]
     finish_reason: str | None
-    """stop, length or abort; None while the request runs."""
+    """``stop``, ``length`` or ``abort``; None while the request runs."""
     token_ids: tuple[int, ...] = ()
-    """The whole output, once it is finished: copying it at every step would cost more than the scheduling."""
+    """The whole output once finished, else empty: a copy at every step would cost more than the scheduling."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the new tokens, where the request asked for them."""
+    """Of the new tokens, if the request asked for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens after its first, once the request is finished, where it asked for them."""
+    """Of the prompt's tokens after the first, once the request is finished, if it asked for them."""
     text: str = ""
+    """The decoded output, set only where a tokenizer is available."""
 
     @property
     def finished(self) -> bool:

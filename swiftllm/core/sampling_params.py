@@ -1,4 +1,4 @@
-"""What a user asks of an output: how its tokens are chosen, when it ends and what is told of it."""
+"""Sampling parameters: how output tokens are chosen, when the output ends, and which log-probabilities it has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    """Output tokens at most."""
+    """Maximum number of output tokens."""
     temperature: float = 0.0
     """0 is greedy decoding."""
     top_k: int = 0
@@ -34,24 +34,24 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep the tokens at least min_p times as probable as the likeliest; 0 keeps all."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens that are in the output."""
+    """Subtracted from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logits of tokens for each time they are in the output."""
+    """Subtracted from the logits of a token once for each time it is in the output."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; 1 changes nothing."""
+    """Divides positive logits of tokens in prompt or output and multiplies negative ones; 1 changes nothing."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens: numbers in [-100, 100] by token id. Kept as pairs."""
+    """Added to the logits of these tokens: numbers in [-100, 100] by token id. Stored as pairs."""
     seed: int | None = None
-    """Makes sampling reproducible, whatever else is in the batch."""
+    """Makes sampling reproducible, independently of the batch."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on to max_tokens: neither end-of-sequence nor stop tokens end the output."""
+    """Continue to max_tokens: neither end-of-sequence nor stop tokens end the output."""
     logprobs: int | None = None
-    """Log-probabilities to give with each token: of that token and of so many of the most likely. None gives none.
-    They are the model's own, before logit_bias and penalties, temperature, min_p, top_k and top_p."""
+    """Return log-probabilities of each output token and of this many of the most likely tokens. None returns none.
+    They are the model's own, before logit_bias, penalties, temperature, min_p, top_k and top_p."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt after its first. None gives none."""
+    """The same for the prompt's tokens after the first."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_token_ids, Iterable):
@@ -86,7 +86,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """A temperature this small leaves no chance to any but the likeliest token, and float32 cannot divide by it."""
+        """Whether the temperature is too small for any but the likeliest token, and for a division in float32."""
         return self.temperature < MIN_TEMPERATURE
 
     @cached_property
@@ -95,12 +95,12 @@ class SamplingParams:
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether tokens are chosen by other logits than the model's."""
+        """Whether the model's logits are changed before tokens are chosen."""
         return bool(self.logit_bias or self.has_penalties or (self.min_p and not self.is_greedy))
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """Whether the next token is just the likeliest, by the model's own logits."""
+        """Whether the next token is the likeliest one by the model's own logits."""
         return self.is_greedy and not self.adjusts_logits
 
     @cached_property
@@ -110,10 +110,10 @@ class SamplingParams:
 
 
 def whole_number(name: str, value: object) -> int:
-    """``value`` as an int, if it is one of any kind (numpy's too).
+    """``value`` as an int. Integers of any type are accepted, numpy's included.
 
     Raises:
-        ValueError: it is not; the message names it.
+        ValueError: it is not an integer; the message has name and value.
     """
     try:
         return operator.index(value)

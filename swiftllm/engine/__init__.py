@@ -1,1 +1,1 @@
-"""The step loop, and the interfaces it is built from: executor and backend."""
+"""The engine's step loop, and its interfaces to executor and backend."""

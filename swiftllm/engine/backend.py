@@ -1,4 +1,4 @@
-"""What an executor may ask of hardware. It moves opaque lanes and cohorts; only a backend knows what they hold."""
+"""The hardware interface of an executor. Lanes and cohorts are opaque to it; only a backend knows their contents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from swiftllm.core.request import Request, TokenLogprob
 
 
 class WorkerDied(RuntimeError):
-    """The CPU worker ended before a ticket's work was done. :meth:`Backend.recover` starts it again."""
+    """The CPU worker died before a ticket was done. :meth:`Backend.recover` restarts it."""
 
 
 @dataclass(frozen=True)
 class TicketTimes:
-    """When a CPU attention task went through its stations, in seconds of the backend's clock.
+    """Times of one CPU attention task, in seconds of the backend's clock.
 
-    The worker computes from ``start_s`` to ``done_s``; at ``ready_s`` the result may be used. ``to_host`` and
-    ``to_gpu`` are the start and end of its transfers, where the backend books them by themselves.
+    The worker computes from ``start_s`` to ``done_s``. The result is usable from ``ready_s``. ``to_host`` and
+    ``to_gpu`` are the start and end of its transfers, where the backend records them separately.
     """
 
     start_s: float
@@ -33,73 +33,73 @@ class Ticket(Protocol):
     """One CPU attention task under way."""
 
     def ready(self) -> bool:
-        """Whether the result is there; never blocks."""
+        """Whether the result is available; never blocks."""
 
     def wait(self) -> float:
-        """Block until the result is there and return the seconds the CPU worker computed for it.
+        """Block until the result is available. Returns the seconds that the CPU worker computed.
 
-        Raises whatever the CPU worker raised.
+        Raises what the CPU worker raised.
         """
 
     def times(self) -> TicketTimes:
-        """When the task ran, for timelines. Call only once the result is there."""
+        """Times of the task, for timelines. Call only once the result is available."""
 
 
 class Batch(Protocol):
-    """A lane or a cohort: rows of activations (one per token) that cross boundaries together."""
+    """A lane or a cohort: rows of activations, one per token, that cross boundaries together."""
 
     @property
     def num_rows(self) -> int: ...
 
 
 class Backend(Protocol):
-    """Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1;
-    boundary -1 is the embedding and the first QKV; boundary num_layers-1 ends in logits and sampled tokens."""
+    """Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1.
+    Boundary -1 is the embedding and the first QKV. Boundary num_layers-1 ends in logits and sampled tokens."""
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def worker_restarts(self) -> int:
-        """How often the CPU worker had to be started again."""
+        """How often the CPU worker was restarted."""
 
     def now(self) -> float:
         """Seconds of the backend's clock: real time, or virtual time in a simulation."""
 
     def swap(self, swaps: Sequence[Swap]) -> None:
-        """Copy blocks between the tiers. The source blocks may be reused once this returns."""
+        """Copy blocks between the tiers. The source blocks may be reused after this returns."""
 
     def open_lane(self, items: Sequence[LaneItem]) -> Batch: ...
 
     def open_cohort(self, requests: Sequence[Request]) -> Batch:
-        """A cohort about to compute the last known token of each request, standing before boundary -1."""
+        """A cohort before boundary -1, which is to compute the last known token of each request."""
 
     def drop_rows(self, cohort: Batch, request_ids: frozenset[str]) -> Batch:
-        """The cohort without some of its requests. Call only while no ticket of the cohort is outstanding."""
+        """The cohort without these requests. Call only while the cohort has no outstanding ticket."""
 
     def boundary(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
-        """Cross boundary ``layer`` with all batches as one (their GEMMs are concatenated: weights are read once).
+        """Compute boundary ``layer`` for all batches, with concatenated GEMMs, so that weights are read once.
 
-        Returns the sampled token of each request that gets one at the last boundary; empty before. There it also adds
-        to ``Request.prompt_logprobs`` what a chunk tells of its prompt, where the request asks for that.
+        The last boundary returns the sampled tokens by request id; all others return nothing. The last boundary also
+        appends to ``Request.prompt_logprobs`` for the chunks of requests that ask for them.
         """
 
     def gpu_attention(self, layer: int, lane: Batch) -> None:
-        """Attention of one layer for the lane: stores the new K and V in each item's tier, prefills and decodes."""
+        """Attention of one layer for the lane, prefills and decodes. Stores the new K and V in each item's tier."""
 
     def whole_iteration(self, lane: Batch) -> Mapping[str, int] | None:
-        """All boundaries and attentions of an iteration that is nothing but this lane, and its tokens.
+        """Compute all boundaries and attentions of an iteration without cohorts. Returns the sampled tokens.
 
-        None: this lane cannot cross all layers in one go. Nothing was done then; take it from layer to layer.
+        None: not possible for this lane, and nothing was computed. The executor then goes layer by layer.
         """
 
     def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
-        """Hand one layer's decode attention of a cohort (K/V store included) to the CPU worker."""
+        """Submit one layer's decode attention of a cohort, including its K/V store, to the CPU worker."""
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
-        """Of the tokens sampled since the last call, for the requests that ask for them."""
+        """Log-probabilities of the tokens sampled since the last call, by id of the requests that ask for them."""
 
     def recover(self) -> None:
-        """Start afresh after an iteration that raised: nothing is under way any more, and nobody holds K and V."""
+        """Reset after an iteration that raised. Afterwards no work is under way and no K and V are valid."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The step loop: requests in, one iteration at a time, outputs out. Takes its scheduler and executor by injection."""
+"""The engine's step loop over requests. Scheduler, executor and backend are injected."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_EMPTY_PLANS = 1000
 
 
 class EngineStalled(RuntimeError):
-    """Requests are unfinished and the scheduler finds nothing to do: a defect, reported with the state it stands in."""
+    """Requests are unfinished but the scheduler plans nothing: a defect. The message has the engine's state."""
 
 
 @dataclass
 class EngineStats:
-    """Sums over all iterations so far. Times in seconds of the engine's clock."""
+    """Sums over all iterations. Times are seconds of the engine's clock."""
 
     iterations: int = 0
     output_tokens: int = 0
@@ -42,7 +42,7 @@ class EngineStats:
     worker_restarts: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=Counter)
 
-    def note(self, plan: IterationPlan, result: StepResult) -> None:
+    def record_iteration(self, plan: IterationPlan, result: StepResult) -> None:
         self.iterations += 1
         self.output_tokens += len(result.tokens)
         self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
@@ -55,7 +55,7 @@ class EngineStats:
 
 
 class Engine:
-    """One model, one scheduler, one executor. Not thread-safe: one thread adds, aborts and steps."""
+    """One model, one scheduler, one executor. Not thread-safe, except :meth:`make_request`."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Engine:
         self._stats = EngineStats()
         self._arrivals = itertools.count()
         self._num_empty_plans = 0
-        self._ended: list[RequestOutput] = []  # of aborts, for the next step to return
+        self._ended: list[RequestOutput] = []  # outputs of aborted requests, for the next step to return
         self._running_plan: IterationPlan | None = None
-        self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step, if it had one
+        self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step; None if it had no work
 
     @property
     def kv(self) -> KVCacheManager:
@@ -93,13 +93,13 @@ class Engine:
         sampling: SamplingParams,
         arrival_s: float | None = None,
     ) -> Request:
-        """Queue a request. ``arrival_s`` is a time of :meth:`now`; default: this moment.
+        """Check and queue a request. ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
         request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
-        self.queue(request)
+        self.queue_request(request)
         return request
 
     def make_request(
@@ -109,7 +109,7 @@ class Engine:
         sampling: SamplingParams,
         arrival_s: float | None = None,
     ) -> Request:
-        """A request that can be served, for :meth:`queue`. Reads only what never changes, so any thread may call it.
+        """A checked request for :meth:`queue_request`. Reads only what never changes, so any thread may call this.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
@@ -129,19 +129,19 @@ class Engine:
                 raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
-        self.scheduler.check(request)
+        self.scheduler.check_request(request)
         return request
 
-    def queue(self, request: Request) -> None:
-        """Let a request that has passed the door, or that :meth:`recover` returned, wait for its turn.
+    def queue_request(self, request: Request) -> None:
+        """Queue a request from :meth:`make_request` or :meth:`recover`.
 
         Raises:
             RequestRefused: its id is in use.
         """
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it stands; its output so far comes with the next step. False if it is not there."""
+        """End a request, whatever its state. The next step returns its output so far. False: no such request."""
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._ended.append(self._output(request, num_new=0))
@@ -151,19 +151,17 @@ class Engine:
         return self.scheduler.has_work or bool(self._ended)
 
     def step(self) -> list[RequestOutput]:
-        """Run one iteration and return what it gave.
-
-        Whatever it raises, :meth:`recover` makes the engine whole again.
+        """Run one iteration and return its outputs. After any exception, call :meth:`recover`.
 
         Raises:
-            EngineStalled: nothing could be planned for many steps although requests wait (never expected).
+            EngineStalled: many plans in a row were empty although requests are unfinished (never expected).
         """
         self.last_iteration = None
         touched = self._iterate() if self.scheduler.has_work else []
         outputs, self._ended = self._ended, []
         outputs += [self._output(request, num_new=1) for request in touched]
         if not self.has_unfinished():
-            self.kv.check()
+            self.kv.check_blocks()
         return outputs
 
     def _iterate(self) -> list[Request]:
@@ -179,16 +177,16 @@ class Engine:
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 request.logprobs.append(logprob)
-        touched = self.scheduler.update(plan, result)
-        self._stats.note(plan, result)
+        touched = self.scheduler.apply_result(plan, result)
+        self._stats.record_iteration(plan, result)
         self.last_iteration = (plan, result)
         return touched
 
     # -- after a step that raised -----------------------------------------------------------------------------------
 
     def at_work(self) -> list[Request]:
-        """The unfinished requests that the step under way, or the one that raised, was working on when last seen; all
-        of them where that is not known."""
+        """The unfinished requests that the running step, or the step that raised, was last working on. If that is not
+        known, all unfinished requests."""
         unfinished = [request for request in self.scheduler.requests.values() if not request.is_finished]
         if self._running_plan is None:
             return unfinished
@@ -196,17 +194,17 @@ class Engine:
         return [request for request in unfinished if request.request_id in at_work] or unfinished
 
     def recover(self) -> list[Request]:
-        """Give up all work under way, wherever an iteration stopped, and empty both pools.
+        """Drop all work under way after a failed iteration, and free all blocks of both tiers.
 
-        Waits for CPU attention that may still touch blocks. Returns the unfinished requests, oldest first. They keep
-        their tokens, and :meth:`queue` lets each go on in its old place: the rest is computed again.
+        Waits for CPU attention that may still use blocks. Returns the unfinished requests, oldest first. They keep
+        their tokens; :meth:`queue_request` puts each back in order of arrival, and its K and V are computed again.
         """
         self.executor.abandon()
         self.backend.recover()
         self._running_plan, self._num_empty_plans = None, 0
-        return self.scheduler.clear()
+        return self.scheduler.remove_all_requests()
 
-    # -- what can be known of it ------------------------------------------------------------------------------------
+    # -- outputs and state ------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, num_new: int) -> RequestOutput:
         start = request.output_len - num_new
@@ -230,7 +228,7 @@ class Engine:
         return self._stats
 
     def state(self) -> dict[str, Any]:
-        """Queues and pools right now, for logs and error messages."""
+        """Current sizes of queues and pools, for logs and error messages."""
         scheduler = self.scheduler
         return {
             "waiting": len(scheduler.waiting),
@@ -240,7 +238,7 @@ class Engine:
         }
 
     def describe(self) -> dict[str, Any]:
-        """What this engine is, JSON-able: goes into provenance files and the start-up message."""
+        """The engine's configuration as JSON values, for provenance files and the start-up message."""
         return {**self._description, "limits": asdict(self.scheduler.limits)}
 
     def close(self) -> None:

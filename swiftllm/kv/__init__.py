@@ -1,1 +1,1 @@
-"""The KV cache: which request holds which blocks, how many blocks fit, and the tensors behind them."""
+"""The KV cache: block tables of requests, sizing of the tiers, and the tensors that hold them."""

@@ -1,4 +1,4 @@
-"""Blocks of KV cache in two tiers: who holds which, and that none is lost. Pure bookkeeping, no tensors."""
+"""Block tables and free blocks of the KV cache in both tiers. Pure bookkeeping, no tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swiftllm.core.request import Request, Tier
 
 
 class BlockAllocator:
-    """Hands out the block ids 0..num_blocks-1 of one tier."""
+    """Allocates the block ids 0..num_blocks-1 of one tier."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -25,10 +25,10 @@ class BlockAllocator:
         return len(self._used)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks.
+        """Allocate ``count`` blocks. The caller checks ``num_free`` first.
 
         Raises:
-            ValueError: fewer are free; the caller asks ``num_free`` first.
+            ValueError: fewer are free.
         """
         free = self._free
         if count > len(free):
@@ -39,25 +39,25 @@ class BlockAllocator:
         return blocks
 
     def free_all(self) -> None:
-        """Take everything back, whatever has become of it."""
+        """Free all blocks, whatever their state."""
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._used.clear()
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
-            ValueError: some of them are not handed out.
+            ValueError: some of them are not allocated.
         """
         num_used = len(self._used)
         self._used.difference_update(blocks)
         if len(self._used) != num_used - len(blocks):
-            raise ValueError(f"blocks freed twice, or never handed out: {blocks}")
+            raise ValueError(f"blocks freed twice, or never allocated: {blocks}")
         self._free += blocks
 
 
 class KVCacheManager:
-    """Block tables of all requests that hold cache. Lengths are tokens, sizes are blocks of ``block_size`` tokens."""
+    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens."""
 
     def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -76,8 +76,8 @@ class KVCacheManager:
     def num_held(self, request: Request) -> int:
         return len(self.block_tables.get(request.request_id, ()))
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the request's table hold ``num_tokens`` tokens in its tier; False, and no change, if blocks lack."""
+    def allocate_slots(self, request: Request, num_tokens: int) -> bool:
+        """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
         if num_tokens <= request.num_kv_slots:
             return True
         allocator = self.allocators[request.tier]
@@ -88,8 +88,8 @@ class KVCacheManager:
         request.num_kv_slots += missing * self.block_size
         return True
 
-    def grow_by_one(self, requests: Sequence[Request], tier: Tier) -> bool:
-        """Give each of these requests of a tier one block more; False, and no change, if there are too few."""
+    def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
+        """Allocate one more block for each of these requests of a tier. False, and no change: too few blocks."""
         allocator = self.allocators[tier]
         if len(requests) > allocator.num_free:
             return False
@@ -98,10 +98,10 @@ class KVCacheManager:
             request.num_kv_slots += self.block_size
         return True
 
-    def move(self, request: Request, target: Tier) -> Swap:
-        """Move a request's blocks to the other tier, which has room; the swap's copies come before any later use.
+    def move_blocks(self, request: Request, target: Tier) -> Swap:
+        """Move a request's blocks to the other tier, which must have room. Returns the swap to put into the plan.
 
-        The source blocks are free at once: a plan carries its swaps out in order, before anything else.
+        The source blocks are free at once, since an iteration runs its swaps first, in order.
         """
         source = request.tier
         old_blocks = self.block_tables[request.request_id]
@@ -111,21 +111,21 @@ class KVCacheManager:
         request.tier = target
         return Swap(request, source, tuple(old_blocks), tuple(new_blocks))
 
-    def release(self, request: Request) -> None:
-        """Give back all blocks of a request; harmless if it holds none."""
+    def free_blocks(self, request: Request) -> None:
+        """Free all blocks of a request; no effect if it holds none."""
         blocks = self.block_tables.pop(request.request_id, [])
         request.num_kv_slots = 0
         if blocks:
             self.allocators[request.tier].free(blocks)
 
-    def clear(self) -> None:
-        """Take back every block of both tiers: nobody holds cache any more."""
+    def free_all_blocks(self) -> None:
+        """Free all blocks of both tiers and drop all block tables."""
         self.block_tables.clear()
         for allocator in self.allocators.values():
             allocator.free_all()
 
-    def check(self) -> None:
-        """Assert that every block is either free or in exactly one table."""
+    def check_blocks(self) -> None:
+        """Assert that each block is either free or in exactly one table."""
         for allocator in self.allocators.values():
             assert allocator.num_free + allocator.num_used == allocator.num_blocks
         held = sum(len(table) for table in self.block_tables.values())
@@ -133,5 +133,5 @@ class KVCacheManager:
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:
-    """Those that have no cache slot for their newest token."""
+    """The requests without a cache slot for their newest token."""
     return [request for request in requests if request.num_tokens > request.num_kv_slots]

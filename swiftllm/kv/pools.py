@@ -1,4 +1,4 @@
-"""Memory of the KV cache: the tensors that hold both tiers."""
+"""The tensors that hold the KV cache of both tiers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from swiftllm.model.config import ModelConfig
 class KVPools:
     """The KV cache of both tiers: ``[num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]`` each.
 
-    ``layers[tier][layer]`` is one layer's view. Memory is not initialised, but for the first ``num_written`` blocks of
-    each tier.
+    ``layers[tier][layer]`` is one layer's view. Only the first ``num_written`` blocks of each tier are initialised.
     """
 
     def __init__(self, model: ModelConfig, plan: KVPlan, device: torch.device, dtype: torch.dtype) -> None:
@@ -40,7 +39,7 @@ class KVPools:
         self.num_written = 0
 
     def write(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
-        """Zeros into the first ``num_blocks`` blocks of each tier; the system takes seconds to find the memory."""
+        """Zero the first ``num_blocks`` blocks of each tier. Takes seconds, since the first write maps the pages."""
         layers = [layer[:num_blocks] for tier in Tier for layer in self.layers[tier]]
         for done, layer in enumerate(layers):
             progress(done / len(layers), f"{num_blocks:,} blocks of each tier at most")
@@ -49,14 +48,14 @@ class KVPools:
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in anonymous memory of its own, in huge pages where the system grants them.
+    """An uninitialised tensor in its own anonymous memory mapping, with huge pages where the system grants them.
 
-    Pages come into being on the NUMA node of the thread that first writes them, and cost nothing before.
+    A page is allocated at its first write, on the NUMA node of the writing thread.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

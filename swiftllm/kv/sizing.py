@@ -1,6 +1,6 @@
-"""What fits: weights before they are loaded, then KV blocks in what the weights and the widest iteration leave free.
+"""Memory sizing: whether the weights fit, and how many KV blocks fit beside weights and activations.
 
-Plain arithmetic on numbers of bytes; who measures them is told them, so that tests can make them up.
+Plain arithmetic on byte counts. Callers measure these, so tests can choose them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import LlamaWeights
 
-EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier when the linear layers run on the CPU: small, as on the GPUs meant
+EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier without a GPU: small, as on the GPUs this engine is for
 EMBEDDED_CPU_TIER_BYTES = 4 * GIB
-HOST_HEADROOM_BYTES = GIB // 2  # left to activations and to everything else on the machine
+HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights take on the device, whatever dtype the checkpoint holds."""
+    """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has."""
     weights = LlamaWeights.empty(model, "meta", dtype)
     return sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
 
 
 def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
-    """Refuse a model that cannot be loaded, before any of it is.
+    """Check that the weights fit, before any is loaded.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory.
@@ -37,21 +37,21 @@ def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> No
     if needed > free_bytes:
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "
-            f"{free_bytes / GIB:.2f} GiB can be had: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
+            f"{free_bytes / GIB:.2f} GiB is available: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
             "take a narrower dtype or a smaller model"
         )
 
 
 @dataclass(frozen=True)
 class KVPlan:
-    """Blocks of each tier and what they come to."""
+    """Number of blocks in each tier, and their size."""
 
     num_blocks: Mapping[Tier, int]
     block_size: int
     bytes_per_block: int
 
     def describe(self, max_model_len: int) -> list[str]:
-        """One line per tier: blocks, tokens, GiB, and how many of the longest requests it holds."""
+        """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds."""
         blocks_per_request = -(-max_model_len // self.block_size)
         return [
             f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
@@ -62,13 +62,13 @@ class KVPlan:
 
 
 def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, device_bytes: int | None) -> KVPlan:
-    """How many blocks each tier gets: what ``config`` asks for, else what there is room for.
+    """The number of blocks in each tier: as set in ``config``, else a share of the available memory.
 
-    ``host_bytes`` can be had in host memory. ``device_bytes`` are left on a GPU by weights, activations and headroom;
-    None: the device is the host, and both tiers share its memory.
+    ``host_bytes``: available host memory. ``device_bytes``: GPU memory left by weights, activations and headroom;
+    None: no GPU, and both tiers share the host memory.
 
     Raises:
-        InsufficientMemory: the blocks asked for, or a single one, do not fit.
+        InsufficientMemory: the blocks set in ``config``, or a single block, do not fit.
     """
     host_limit = host_bytes - HOST_HEADROOM_BYTES
     if device_bytes is None:
@@ -101,6 +101,6 @@ def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, dev
         if needed > there:
             raise InsufficientMemory(
                 f"a KV cache of {what} = {blocks} blocks takes {needed / GIB:.2f} GiB of {where} memory and "
-                f"{there / GIB:.2f} GiB can be had: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
+                f"{there / GIB:.2f} GiB is available: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
             )
     return KVPlan(num_blocks, config.block_size, bytes_per_block)

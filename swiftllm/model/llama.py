@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.rope import rotary_table
 from swiftllm.model.weights import LayerWeights, LlamaWeights
-from swiftllm.ops import Linear, Ops
+from swiftllm.ops.interface import Linear, Ops
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LlamaModel:
         of the rows.
 
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
-        that is given (see :meth:`~swiftllm.ops.Ops.make_linear`); ``split_qkv`` tells them apart.
+        that is given (see :meth:`~swiftllm.ops.interface.Ops.make_linear`); ``split_qkv`` tells them apart.
         """
         normed = self.ops.rms_norm(residual, self._layers[0].input_norm, self.config.rms_norm_eps)
         return self._qkv(0, normed, rotary_rows, out)

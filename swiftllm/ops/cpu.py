@@ -1,8 +1,8 @@
-"""Operations for rows in host memory: pacpu's, and torch's where those are fast.
+"""Operations for rows in host memory, by pacpu, or by torch where that is fast.
 
-Matrices are packed once. torch (oneDNN) would pack a matrix in the plain layout anew in each call, which at a few rows
-takes longer than the product. In bfloat16 pacpu multiplies where it is faster than oneDNN: on CPUs with AVX-512 whose
-bfloat16 instructions are slower than float32's, as Intel's are without AMX.
+Matrices are packed once. torch (oneDNN) repacks a plain matrix in every call, which for a few rows takes longer than
+the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CPUs with AVX-512 whose bfloat16
+instructions are slower than float32's, such as Intel's without AMX.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import pacpu
 from pacpu import rows
 from swiftllm.ops.reference import ReferenceOps
 
-PACKING_ROWS = 32  # oneDNN packs for a number of rows: best at decodes, and no slower at prefills
+PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
 
 
 class CpuOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts."""
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
-        """``cpu_kernel``: a kernel of pacpu, default the best for the dtype. ``num_threads``: of all pacpu does here,
-        and may be changed at any time; torch has its own number."""
+        """``cpu_kernel``: a kernel of pacpu, by default the best for the dtype. ``num_threads``: threads of pacpu,
+        changeable at any time; torch's are separate."""
         self._cpu_kernel = cpu_kernel
         self.num_threads = num_threads
 
@@ -85,7 +85,7 @@ class CpuOps(ReferenceOps):
     ) -> torch.Tensor:
         if not _is_widened(q.dtype):
             return super().prefill_attention(q, k, v, mask, scale)
-        # torch's attention multiplies by oneDNN, too: in float32 it takes a quarter less time.
+        # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time.
         return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
 
     def decode_attention(
@@ -104,10 +104,10 @@ class CpuOps(ReferenceOps):
 
 
 def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:
-    """How many threads torch should have in a lane of so many.
+    """How many threads torch should have if the lane has ``lane_threads``.
 
-    One where pacpu multiplies: between two operations torch's threads wait actively, on cores that pacpu's need then.
-    On a core that is not free small layers take ten times as long.
+    One where pacpu computes the GEMMs. Between operations torch's threads spin on cores that pacpu's threads need, and
+    small layers then take ten times as long.
     """
     return 1 if _is_widened(dtype) else lane_threads
 
@@ -117,7 +117,7 @@ def _is_widened(dtype: torch.dtype) -> bool:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is in this build of torch and computes in this dtype on this CPU."""
+    """Whether this build of torch has oneDNN, and oneDNN supports the dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""All operations in plain torch, on any device: right first, and what faster ones are tested against."""
+"""All operations in plain torch, on any device. Faster implementations are tested against these."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# Rows in a block of torch's memory-efficient kernel, or half of them. Where K and V are broadcast and the last block is
-# a single row, it takes heads for rows and, up to torch 2.12, reads the mask of all but the first of them from beyond
-# its end (pytorch #191937): such a row comes twice.
+# Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
+# single row, the kernel treats heads as rows. Up to torch 2.12 it then reads the mask beyond its end for all heads but
+# the first (pytorch #191937). So such a row is duplicated.
 QUERY_BLOCK = 32
 
 
 class ReferenceOps:
-    """See :class:`swiftllm.ops.Ops` for the contracts."""
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     takes_empty_rows = False
-    num_threads = 1  # of what pacpu does in host memory
+    num_threads = 1  # of pacpu's operations in host memory
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         transposed = weight.t()
@@ -68,15 +68,15 @@ class ReferenceOps:
         if pool.device.type != "cpu":
             pool.index_copy_(1, blocks, staging)
             return
-        # On a CPU index_copy_ goes element by element: in 16 bits it takes four times as long.
+        # On a CPU index_copy_ copies single elements, which takes four times as long in 16 bits.
         for place, block in enumerate(blocks.tolist()):
             pool[:, block].copy_(staging[:, place])
 
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        # KV heads as the batch and the heads of a group as heads: K and V are broadcast by a stride of zero. Not every
-        # kernel behind this call knows grouped heads, and torch would fall back to materialised scores.
+        # KV heads are the batch and the heads of a group are the heads, so K and V broadcast by a stride of zero. Not
+        # every kernel behind this call supports grouped heads; torch would fall back to materialised scores.
         rows, heads, head_dim = q.shape
         num_kv_heads, context = k.shape[:2]
         group = heads // num_kv_heads
@@ -113,9 +113,9 @@ class ReferenceOps:
         gathered = gathered.view(rows, width, num_kv_heads, 2, block_size, head_dim).permute(3, 0, 2, 1, 4, 5)
         gathered = gathered.reshape(2, rows, num_kv_heads, width * block_size, head_dim)
         visible = torch.arange(width * block_size, device=q.device) < seq_lens[:, None]
-        # Slots beyond the context may hold anything, NaN too, and a masked score does not undo NaN * 0.
+        # Slots beyond the context may hold NaN, and a masked score does not cancel NaN * 0.
         keys, values = gathered.masked_fill_(~visible[None, :, None, :, None], 0.0)
-        # The heads of a group as rows of one head: all of them see the same tokens.
+        # The heads of a group are rows of one head, since all of them attend to the same tokens.
         attended = F.scaled_dot_product_attention(
             q.view(rows, num_kv_heads, -1, head_dim),
             keys,

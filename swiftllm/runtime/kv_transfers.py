@@ -20,7 +20,7 @@ from swiftllm.core.request import Tier
 from swiftllm.device.device import Device, Event
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
-from swiftllm.ops import Ops
+from swiftllm.ops.interface import Ops
 from swiftllm.runtime.workers.inline import AttentionWorker
 
 CHUNK_BYTES = 16 << 20  # of blocks that cross in one transfer

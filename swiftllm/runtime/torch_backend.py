@@ -21,8 +21,8 @@ from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import dummy_weights, load_weights
-from swiftllm.ops import select_ops
 from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.ops.select import select_ops
 from swiftllm.runtime.batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
@@ -279,7 +279,7 @@ class TorchBackend:
         unless a prompt's log-probabilities are asked for."""
         for batch in batches:
             if isinstance(batch, Lane) and batch.prompts:
-                self._prompt_scorer.score(batch)
+                self._prompt_scorer.score_prompts(batch)
         batches = [batch for batch in batches if batch.sampling_requests]
         if not batches:
             return {}

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, draws, log-probabilities."""
+"""Sampling of tokens from logits: penalties, draws, log-probabilities."""

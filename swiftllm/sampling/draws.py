@@ -1,9 +1,9 @@
-"""Next tokens from rows of logits, many rows at once, and each row as if it were alone.
+"""Draws of tokens from rows of logits, many rows at once. The result of a row does not depend on the other rows.
 
-A row's probabilities become whole numbers, ``exp((logit - highest) / temperature)`` in steps of ``2**-34``, and sums of
-those in float64 are exact in whatever order they are taken. So one uniform number per row and the inverse of the
-cumulative distribution give the same token alone and in any batch, on any device. Tokens are ordered by probability,
-equals by their ids; that order decides what top-k and top-p keep, and no two tokens share a place in it.
+A row's probabilities become integer weights: ``exp((logit - highest) / temperature)`` in steps of ``2**-34``. Sums of
+these in float64 are exact in any order. So inverting the cumulative distribution at one uniform number per row gives
+the same token in any batch, on any device. Tokens are ordered by probability, equals by their ids. That strict order
+decides which tokens top-k and top-p keep.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# A vocabulary of 2**18 tokens of the highest weight sums to 2**52: float64 holds every whole number up to 2**53. What
-# is 2**34 times less likely than the likeliest token is never drawn.
+# The weights of 2**18 tokens sum to at most 2**52, and float64 holds every integer up to 2**53. A token 2**34 times
+# less likely than the likeliest has weight zero and is never drawn.
 WEIGHT_OF_THE_LIKELIEST = 2.0**34
 LEAST_EXPONENT = -40.0  # weights are zero from -34 ln 2 on
-CHUNKS = (512, 256, 128, 64)  # columns of which one sum or maximum is taken before anybody looks at single ones
-ID_BITS = 32  # of a place: the distance from the highest logit, then the token's id
+CHUNKS = (512, 256, 128, 64)  # columns reduced to one sum or maximum before single columns are searched
+ID_BITS = 32  # low bits of a place hold the token's id, high bits the distance from the highest logit
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the highest columns of each row, a NaN counting as highest: int64 ``[rows]``.
+    """The first column with the maximum of each row, where NaN counts as the highest value: int64 ``[rows]``.
 
-    A CPU finds a maximum many times faster than its index, so the index is looked for where the maximum is.
+    On a CPU a maximum is many times faster than its index, so the index is searched only in the chunk of the maximum.
     """
     rows, columns = logits.shape
     width = _chunk(columns)
@@ -34,23 +34,26 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def weigh(distance: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Weights, whole numbers in float32, of tokens whose logits lie ``distance [rows, tokens]`` (float32, overwritten)
-    below the highest of their row; ``temperature [rows, 1]``."""
-    # Exponentials that underflow would take a CPU ten times as long as others.
+    """Integer weights in float32 of tokens ``distance [rows, tokens]`` (float32, overwritten) below their row's highest
+    logit; ``temperature [rows, 1]``."""
+    # The clamp avoids exponentials that underflow: a CPU takes ten times as long for them.
     return distance.div_(-temperature).clamp_(min=LEAST_EXPONENT).exp_().mul_(WEIGHT_OF_THE_LIKELIEST).floor_()
 
 
 def invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token up to which a row of ``weights [rows, tokens]`` comes to more than ``uniform [rows, 1]``, float64
-    in [0, 1), of its sum: int64 ``[rows, 1]``, never one of weight zero; and the sum."""
+    """Invert the cumulative distribution of ``weights [rows, tokens]`` at ``uniform [rows, 1]``, float64 in [0, 1).
+
+    Returns the first token whose cumulative weight exceeds ``uniform`` times the sum, int64 ``[rows, 1]``, never one of
+    weight zero; and the sum, float64 ``[rows, 1]``.
+    """
     columns = weights.shape[1]
     width = _chunk(columns)
     chunks = _padded(weights, width, 0.0).unflatten(1, (-1, width))
     of_chunk = chunks.sum(-1, dtype=torch.float64)
     cumulative = of_chunk.cumsum(-1)
     total = cumulative[:, -1:]
-    target = uniform * total  # below the total, rounded or not: 1 - 2**-53 of it is nearer to the number before it
-    # Rows without a distribution, of NaN, must not lead out of bounds; nobody takes what comes of them.
+    target = uniform * total  # stays below the total after rounding: (1 - 2**-53) of it is nearer to the float before
+    # The clamp keeps rows of NaN, which have no distribution, in bounds. Their result is discarded.
     chunk = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
     target = target - (cumulative.gather(1, chunk) - of_chunk.gather(1, chunk))
     inside = chunks.gather(1, chunk[:, :, None].expand(-1, -1, width))[:, 0].double().cumsum(-1)
@@ -61,7 +64,7 @@ def invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, 
 def draw_from_all(
     logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens ``[rows, 1]`` from ``logits [rows, vocab_size]``; all else is ``[rows, 1]``."""
+    """Tokens ``[rows, 1]`` drawn from ``logits [rows, vocab_size]``; all other arguments are ``[rows, 1]``."""
     return invert(weigh(highest - logits, temperature), uniform)[0]
 
 
@@ -73,12 +76,13 @@ def draw_from_nucleus(
     uniform: torch.Tensor,
     rejected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One attempt for each row: the token, or ``~token`` if it does not belong to the smallest set whose probability
-    reaches ``top_p``, and another attempt with this token as ``rejected`` has to be made.
+    """One attempt per row to draw from the nucleus, the smallest set of tokens whose probability reaches ``top_p``.
 
-    Finding that set takes a sort; whether one token belongs to it takes a sum over those before it. So draw from all
-    and see. What a token outside leaves to the next attempt is all before it, a set that still contains the nucleus:
-    whichever attempt succeeds, the nucleus is drawn from in proportion.
+    Returns the token if it is in the nucleus, else ``~token``: the next attempt must pass this token as ``rejected``.
+
+    Finding the nucleus takes a sort, but testing one token takes only a sum over the tokens before it. So a token is
+    drawn from all and tested. After a rejection only the tokens before it remain. They still contain the nucleus, so
+    each attempt draws from it in proportion.
     """
     weights = weigh(highest - logits, temperature)
     if rejected is None:
@@ -91,10 +95,10 @@ def draw_from_nucleus(
 
 
 def _before(weights: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """``weights`` of the tokens before ``token [rows, 1]`` in the order of probability, zero for all others."""
+    """``weights`` with zeros except for tokens before ``token [rows, 1]`` in the order of probability."""
     own = weights.gather(1, token)
     ids = torch.arange(weights.shape[1], dtype=torch.float32, device=weights.device)
-    # In float32 instead of bool these comparisons, and selecting by them, take a third of the time on a CPU.
+    # On a CPU, comparing and selecting takes a third of the time in float32 instead of bool.
     heavier, equal, earlier = torch.empty((3, *weights.shape), dtype=torch.float32, device=weights.device)
     torch.gt(weights, own, out=heavier)
     torch.eq(weights, own, out=equal)
@@ -111,7 +115,7 @@ def draw_from_top_k(
     uniform: torch.Tensor,
     most: int,
 ) -> torch.Tensor:
-    """Tokens ``[rows, 1]`` from the ``top_k`` (at most ``most``) of their row, and of those from the nucleus."""
+    """Tokens ``[rows, 1]`` drawn from the nucleus of the ``top_k`` (at most ``most``) likeliest tokens of each row."""
     distance, ids = nearest(logits, highest, most)
     weights = weigh(distance, temperature).double()
     weights = torch.where(torch.arange(most, device=weights.device) < top_k, weights, 0.0)
@@ -124,8 +128,8 @@ def nearest(logits: torch.Tensor, highest: torch.Tensor, count: int) -> tuple[to
     """The first ``count`` tokens in the order of probability: their distances from the highest logit, float32, and
     ids, int64, both ``[rows, count]``.
 
-    They lie in the first ``count`` chunks in the order of the chunks' first tokens: a token in another chunk has all
-    of those before it.
+    Chunks are ordered by their likeliest token, and only the first ``count`` chunks are searched. A token in another
+    chunk has at least ``count`` tokens before it.
     """
     columns, width, device = logits.shape[1], CHUNKS[-1], logits.device
     if columns <= 2 * count * width:
@@ -138,7 +142,7 @@ def nearest(logits: torch.Tensor, highest: torch.Tensor, count: int) -> tuple[to
 
 
 def _first(distance: torch.Tensor, ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # The bits of a float32 that is not negative are ordered as it is; no two places are equal.
+    # The bits of non-negative floats are ordered as the floats are. The id makes each place unique.
     places = (distance.view(torch.int32).long() << ID_BITS) | ids
     places = places.topk(count, largest=False).values
     return (places >> ID_BITS).int().view(torch.float32), places & ((1 << ID_BITS) - 1)
@@ -149,6 +153,6 @@ def _chunk(columns: int) -> int:
 
 
 def _padded(rows: torch.Tensor, width: int, value: float) -> torch.Tensor:
-    """``rows`` with so many more columns of ``value`` that chunks of ``width`` fill them."""
+    """``rows`` with columns of ``value`` appended up to a multiple of ``width``."""
     missing = -rows.shape[1] % width
     return F.pad(rows, (0, missing), value=value) if missing else rows

@@ -1,7 +1,7 @@
-"""What requests may ask to be done to their logits before a token is chosen, many rows at once.
+"""Changes to logits before a token is chosen: biases, penalties and ``min_p``, many rows at once.
 
-In vLLM's order: biases; the penalties for repetition, frequency and presence; the temperature; ``min_p``, and then
-``top_k`` and ``top_p`` of what is left. A row changes as if it were alone, and only where its request asks for it.
+The order is vLLM's: biases; penalties for repetition, frequency and presence; temperature; ``min_p``; then ``top_k``
+and ``top_p`` of the remaining tokens. Each row changes independently, and only if its request asks for it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from swiftllm.core.request import Request
 from swiftllm.device.device import Stream
 
-FAR_BELOW = 3e38  # float32 ends soon after; even the highest temperature leaves no chance there
+FAR_BELOW = 3e38  # near the float32 maximum: no chance at any temperature
 NO_PAIRS = array("q"), array("f")
 Pairs = tuple[array, array]
-"""Token ids, and a number for each."""
+"""Token ids, and one number for each."""
 
 
-def adjust(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
-    """Add the biases of the requests to their ``logits`` float32 ``[rows, vocab_size]`` and take their penalties off,
-    in place. ``compute`` is the stream of the logits."""
+def adjust_logits(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
+    """Apply the biases and penalties of the requests to ``logits`` float32 ``[rows, vocab_size]`` in place.
+    ``compute`` is the stream of the logits."""
     settings = [request.sampling for request in requests]
     if any(how.logit_bias for how in settings):
         _, places, biases = _scatter([how.bias_arrays for how in settings], logits.shape[1], compute)
@@ -55,7 +55,7 @@ def _counted(request: Request) -> Pairs:
 
 
 def _scatter(pairs: Sequence[Pairs], columns: int, compute: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pairs of all rows one after the other, on the device: rows and places among all logits (int64), numbers."""
+    """Concatenated pairs of all rows, on the device: rows and flat indices of the logits (int64), and numbers."""
     ids = np.concatenate([np.asarray(ids) for ids, _ in pairs])
     rows = np.repeat(np.arange(len(pairs)), [len(ids) for ids, _ in pairs])
     where = compute.send(torch.from_numpy(np.stack([rows, rows * columns + ids])))
@@ -66,13 +66,13 @@ def _scatter(pairs: Sequence[Pairs], columns: int, compute: Stream) -> tuple[tor
 def drop_improbable(
     logits: torch.Tensor, likeliest: torch.Tensor, requests: Sequence[Request], compute: Stream
 ) -> None:
-    """Take out, in place, the tokens less probable than ``min_p`` times the likeliest, ``likeliest [rows, 1]``.
+    """Exclude, in place, the tokens less probable than ``min_p`` times the likeliest, ``likeliest [rows, 1]``.
 
-    ``exp(-distance / temperature) < min_p`` where a logit lies ``distance`` below the highest.
+    These have ``exp(-distance / temperature) < min_p``, where ``distance`` is to the highest logit.
     """
     settings = [request.sampling for request in requests]
     if any(how.min_p for how in settings):
         reach = [-how.temperature * math.log(how.min_p) if how.min_p else math.inf for how in settings]
         lowest = logits.gather(1, likeliest) - compute.send(torch.tensor(reach, dtype=torch.float32))[:, None]
-        # A mask in float32, and not of bool: on a CPU that takes a quarter of the time.
+        # On a CPU a float32 mask takes a quarter of the time of a bool mask.
         logits.add_(torch.lt(logits, lowest, out=torch.empty_like(logits)), alpha=-FAR_BELOW)

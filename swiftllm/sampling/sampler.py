@@ -1,4 +1,4 @@
-"""Choosing the next token of each request from its logits."""
+"""Choice of each request's next token from its logits."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
 from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
-from swiftllm.sampling.logprobs import fetch, score
-from swiftllm.sampling.penalties import adjust, drop_improbable
+from swiftllm.sampling.logprobs import fetch_lists, score_tokens
+from swiftllm.sampling.penalties import adjust_logits, drop_improbable
 
-# Logits that are worked on at once, which take some 24 bytes each: on a CPU a few MiB that stay in its caches and that
-# malloc keeps, on a GPU enough to keep it busy.
+# Logits processed at once, at some 24 bytes each. On a CPU: a few MiB, which stay in its caches and are reused by
+# malloc. On a GPU: enough to keep it busy.
 CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
-LEAST_TOP_K = 64  # smaller ones are drawn together with this one
-GREEDY = 1  # a count of likeliest tokens that no draw looks at
-MAX_TEMPERATURE = 1e30  # flat long before; float32 has room above it
+LEAST_TOP_K = 64  # smaller values are processed together with this one
+GREEDY = 1  # count of likeliest tokens that stands for greedy decoding, without a draw
+MAX_TEMPERATURE = 1e30  # the distribution is flat long before, and float32 does not overflow
 
 
 class Sampler:
-    """Draws depend on a request's own seed and the token's position, never on what else is in the batch.
+    """Samples tokens. A draw depends on the request's seed and the token's position, never on the batch.
 
-    So nothing is kept between iterations but what the requests themselves keep, and a token that has to be drawn again
-    comes out the same.
+    So the sampler keeps no state between iterations, and a token that is computed again is drawn again the same.
     """
 
     def __init__(self, seed: int = 0, device: Device | None = None) -> None:
-        """``seed`` stands in for that of requests that bring none of their own, together with the request's id.
-        ``device``: where the logits are, by default the host."""
+        """``seed``, together with the request's id, seeds requests without a seed of their own.
+        ``device`` holds the logits; default: the host."""
         self._seed = seed
         self._device = device or HostDevice()
         self._logits_at_once = CPU_LOGITS if self._device.torch_device.type == "cpu" else GPU_LOGITS
@@ -42,30 +41,31 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, requests: Sequence[Request], likeliest: torch.Tensor | None = None
     ) -> list[int]:
-        """One token per row: ``logits [rows, vocab_size]`` of any float dtype, row i belongs to ``requests[i]``.
+        """One token per row of ``logits [rows, vocab_size]``, of any float dtype; row i belongs to ``requests[i]``.
 
-        ``likeliest``: int64 ``[rows]``, :func:`~swiftllm.sampling.draws.most_likely` of them where that is known.
+        ``likeliest``: int64 ``[rows]``, :func:`~swiftllm.sampling.draws.most_likely` of the logits if already computed.
         """
         if likeliest is None:
             likeliest = most_likely(logits)
         chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
-        tokens = (
-            self._choose(logits, requests, chosen, likeliest) if chosen else fetch(self._device.compute, likeliest)[0]
-        )
+        if chosen:
+            tokens = self._choose(logits, requests, chosen, likeliest)
+        else:
+            (tokens,) = fetch_lists(self._device.compute, likeliest)
         scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         for rows in self._blocks(scored, logits.shape[1]):
             self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])
         return tokens
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
-        """Of the tokens sampled since the last call, for the requests that ask for them."""
+        """Log-probabilities of the tokens sampled since the last call, by id of the requests that ask for them."""
         taken, self._logprobs = self._logprobs, {}
         return taken
 
     def _choose(
         self, logits: torch.Tensor, requests: Sequence[Request], chosen: list[int], likeliest: torch.Tensor
     ) -> list[int]:
-        """Tokens of all rows; those of ``chosen`` take as many attempts as they need, together."""
+        """Tokens of all rows. Rows in ``chosen`` are drawn together, in as many attempts as needed."""
         tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
         while chosen:
             by_way: dict[tuple[int | None, bool], list[int]] = {}
@@ -81,14 +81,15 @@ class Sampler:
                         own, likely = self._select(logits, block), likeliest.index_select(0, index)[:, None]
                     new = self._attempt(own, likely, where, count, attempt, rejected)
                     tokens.index_copy_(0, index, new[:, 0])
-            (found,) = fetch(self._device.compute, tokens)
+            (found,) = fetch_lists(self._device.compute, tokens)
             chosen = [row for row in chosen if found[row] < 0]
             attempt += 1
         return found
 
     def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-        """``logits``, float32 and nobody else's, as the requests want them, and the likeliest tokens ``[rows, 1]``."""
-        adjust(logits, requests, self._device.compute)
+        """Apply biases, penalties and ``min_p`` to float32 ``logits`` in place. Returns these and the likeliest tokens
+        ``[rows, 1]``."""
+        adjust_logits(logits, requests, self._device.compute)
         likeliest = most_likely(logits)[:, None]
         drop_improbable(logits, likeliest, requests, self._device.compute)
         return logits, likeliest
@@ -102,7 +103,7 @@ class Sampler:
         attempt: int,
         rejected: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Tokens ``[rows, 1]`` of requests with the same ``count``, those below zero without success."""
+        """Tokens ``[rows, 1]`` of requests with the same ``count``; a negative one is a rejected attempt."""
         if count == GREEDY:
             return likeliest
         settings = [
@@ -119,11 +120,11 @@ class Sampler:
             token = draw_from_nucleus(*common, top_p, uniform, rejected)
         else:
             token = draw_from_top_k(*common, top_k, top_p, uniform, count)
-        # After an overflow or NaN upstream there is no distribution to draw from.
+        # After an overflow or NaN in the model there is no distribution to draw from.
         return torch.where(highest.isfinite(), token, likeliest)
 
     def _uniform(self, request: Request, attempt: int) -> float:
-        """A number in [0, 1) for an attempt at the next token of a request."""
+        """A uniform number in [0, 1) for one attempt at a request's next token."""
         seed = request.sampling.seed
         stream = f"{self._seed}:{request.request_id}" if seed is None else seed
         digest = hashlib.blake2b(f"{stream}/{request.output_len}/{attempt}".encode(), digest_size=8).digest()
@@ -131,7 +132,7 @@ class Sampler:
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
         most = max(request.sampling.logprobs for request in requests)
-        found = fetch(self._device.compute, *score(logits, self._upload(tokens), most))
+        found = fetch_lists(self._device.compute, *score_tokens(logits, self._upload(tokens), most))
         for request, token, logprob, rank, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
             count = request.sampling.logprobs
             top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
@@ -149,9 +150,11 @@ class Sampler:
 
 
 def _way(sampling: SamplingParams, vocab_size: int) -> tuple[int | None, bool]:
-    """Rows with the same are worked on together: how many of the likeliest tokens a draw looks at (0: its nucleus,
-    None: all; few different numbers, so that many rows share one), and whether they are likely by other logits than
-    the model's."""
+    """How a row is drawn; rows with equal results are processed together.
+
+    Returns how many of the likeliest tokens a draw considers (0: the nucleus, None: all), and whether the model's
+    logits are changed first. Counts are rounded up to few values, so that many rows share one.
+    """
     if sampling.is_greedy:
         count = GREEDY
     elif 0 < sampling.top_k < vocab_size:

@@ -1,1 +1,1 @@
-"""GPU-only schedulers, and what every scheduler shares: queues, admission, the plan in the making."""
+"""GPU-only schedulers, and the parts that all schedulers share: queues, admission checks, plan drafts."""

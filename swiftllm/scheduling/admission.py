@@ -1,4 +1,4 @@
-"""What is refused at the door: requests that could never be served, however long they waited."""
+"""Checks before queueing: requests that could never be served are refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from swiftllm.kv.blocks import KVCacheManager
 
 
 def can_hold(kv: KVCacheManager, tier: Tier, request: Request) -> bool:
-    """Whether the tier, empty, could hold the request to its last token."""
+    """Whether the tier, when empty, can hold the request up to its last token."""
     return kv.blocks_for(request.max_kv_tokens) <= kv.capacity(tier)
 
 
-def check_request(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
-    """See whether a request could be served on its own; reads only what never changes.
+def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
+    """Check that the request can be served if it is alone. Reads only what never changes.
 
     Raises:
-        RequestRefused: it never could; the message names the limit.
+        RequestRefused: it can never be served; the message names the limit.
     """
     if request.prompt_len == 0:
         raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")

@@ -1,4 +1,4 @@
-"""Requests in the order of arrival: the one order in which every scheduler serves, and backwards takes away."""
+"""Requests in order of arrival. All schedulers serve in this order and preempt in the reverse order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ arrival_order = attrgetter("arrival_index")
 
 
 class ArrivalQueue(list[Request]):
-    """Requests in the order of arrival."""
+    """A list of requests, sorted by arrival."""
 
-    def put(self, request: Request) -> None:
+    def insert_request(self, request: Request) -> None:
         insort(self, request, key=arrival_order)
 
-    def take(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         index = bisect_left(self, request.arrival_index, key=arrival_order)
         assert self[index] is request, f"{request.request_id} is not in this queue"
         del self[index]

@@ -1,4 +1,4 @@
-"""A plan in the making: what a scheduler has put into the next iteration so far, and what the budget leaves."""
+"""The draft of a plan: what the next iteration contains so far, and the token budget left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swiftllm.core.request import Request
 
 
 class PlanDraft:
-    """A plan in the making."""
+    """An iteration plan that a scheduler is still adding to."""
 
     def __init__(self, token_budget: int) -> None:
         self.decodes: list[Request] = []
@@ -23,7 +23,7 @@ class PlanDraft:
         self.tokens_left -= len(requests)
 
     def add_prefill(self, request: Request) -> None:
-        """As much of what is left to compute of a prompt as the budget allows."""
+        """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows."""
         num_tokens = min(request.num_uncomputed, self.tokens_left)
         if num_tokens > 0:
             self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
@@ -33,7 +33,7 @@ class PlanDraft:
         self.prefills.remove(item)
         self.tokens_left += item.num_tokens
 
-    def plan(
+    def build_plan(
         self,
         strategy: Strategy = Strategy.GPU_ONLY,
         cohorts: Sequence[CohortPlan] = (),

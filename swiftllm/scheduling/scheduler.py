@@ -1,8 +1,8 @@
-"""Continuous batching on the GPU alone, and the queue mechanics every scheduler shares. Plain Python, no torch.
+"""Continuous batching on the GPU alone, and the queue mechanics that all schedulers share. Plain Python, no torch.
 
-Order is everywhere the order of arrival: the oldest request is served first and preempted last, so it always makes
-progress and nobody starves. A request pushed out of the GPU moves to the CPU tier where that has room, else it gives
-its blocks back and is computed again later.
+All queues are in order of arrival. The oldest request is served first and preempted last, so it always makes progress
+and no request starves. A request preempted on the GPU moves to the CPU tier if that has room. Else its blocks are
+freed, and it is computed again later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import can_hold, check_request
+from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.plan_draft import PlanDraft
 
@@ -26,7 +26,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """GPU-only continuous batching with chunked prefill (SwiftLLM); the CPU tier only stores what was pushed out.
+    """GPU-only continuous batching with chunked prefill (SwiftLLM). The CPU tier only stores preempted requests.
 
     Subclasses override :meth:`schedule` and :attr:`decode_tiers`.
     """
@@ -44,26 +44,26 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = ArrivalQueue()
         self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
-        self.prefilling = ArrivalQueue()  # those of the running requests that do not decode yet
-        self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the others
-        self._gpu_blocks_promised = 0  # to CPU requests that come back as soon as they are at rest
+        self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
+        self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
+        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
 
-    def clear(self) -> list[Request]:
-        """Take all requests out and all blocks back, in whatever state a failed iteration has left them.
+    def remove_all_requests(self) -> list[Request]:
+        """Empty all queues and free all blocks, whatever state a failed iteration has left.
 
-        Nothing may touch blocks any more. Returns the unfinished requests, oldest first; :meth:`add` takes them again.
+        No ticket may use blocks any more. Returns the unfinished requests, oldest first, for :meth:`add_request`.
         """
         requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
-        self.kv.clear()
+        self.kv.free_all_blocks()
         self._empty_queues()
         for request in requests:
             request.start_over()
         return requests
 
-    # -- the door ---------------------------------------------------------------------------------------------------
+    # -- adding and aborting requests -------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has passed :meth:`check`.
+    def add_request(self, request: Request) -> None:
+        """Queue a request that has passed :meth:`check_request`.
 
         Raises:
             RequestRefused: its id is in use.
@@ -71,25 +71,25 @@ class Scheduler:
         if request.request_id in self.requests:
             raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request
-        self.waiting.put(request)
+        self.waiting.insert_request(request)
         self._note_tier(request)
 
-    def check(self, request: Request) -> None:
-        """See whether a request could be served on its own; any thread may ask.
+    def check_request(self, request: Request) -> None:
+        """Check that a request can be served if it is alone. Thread-safe.
 
         Raises:
-            RequestRefused: it never could; the message names the limit.
+            RequestRefused: it can never be served; the message names the limit.
         """
-        check_request(request, self.limits.max_model_len, self.kv, self.decode_tiers)
+        check_servable(request, self.limits.max_model_len, self.kv, self.decode_tiers)
 
     @property
     def longest_request(self) -> int:
-        """Prompt and output tokens of the longest request that passes :meth:`check`; never changes."""
+        """Prompt and output tokens of the longest request that passes :meth:`check_request`. Constant."""
         largest_tier = max(self.kv.capacity(tier) for tier in self.decode_tiers) * self.kv.block_size
-        return min(self.limits.max_model_len, largest_tier + 1)  # the last token is never stored
+        return min(self.limits.max_model_len, largest_tier + 1)  # K and V of the last token are never stored
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request in whatever state it is; None if no such request is unfinished."""
+        """End an unfinished request, whatever its state. None: there is no unfinished request with this id."""
         request = self.requests.get(request_id)
         if request is None or request.is_finished:
             return None
@@ -104,49 +104,49 @@ class Scheduler:
     # -- one iteration ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> IterationPlan:
-        """Decide the next iteration. Blocks are taken and queues moved at once; the caller carries the plan out."""
+        """Plan the next iteration. Allocates its blocks and updates the queues; the caller must run the plan."""
         draft = PlanDraft(self.limits.max_num_batched_tokens)
         self._schedule_gpu_decodes(draft)
         self._swap_in(draft)
         self._schedule_running_prefills(draft)
-        if not self.running[Tier.CPU]:  # what was pushed out is older than what waits
+        if not self.running[Tier.CPU]:  # preempted requests are older than waiting ones
             self._admit(draft)
-        return draft.plan()
+        return draft.build_plan()
 
-    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
-        """Take in what the plan gave; returns the requests that got a token."""
+    def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+        """Apply the result of a plan. Returns the requests that got a token."""
         now_s = self.now()
         for item in plan.prefills:
             request = item.request
             request.num_uncomputed -= item.num_tokens
-            if request.num_uncomputed <= 1:  # one is left; or none, and then comes a new one
+            if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
-                self.prefilling.take(request)
-                self.decoding[request.tier].put(request)
+                self.prefilling.remove_request(request)
+                self.decoding[request.tier].insert_request(request)
         tokens = result.tokens
         touched = list(filter(None, map(self.requests.get, tokens)))
-        if len(touched) < len(tokens):  # the others were aborted while their tokens were under way
+        if len(touched) < len(tokens):  # requests were aborted after the plan was made
             tokens = {request.request_id: tokens[request.request_id] for request in touched}
         for request in append_tokens(touched, tokens.values(), now_s):
             self._retire(request)
         return touched
 
-    # -- GPU decodes and room for them ------------------------------------------------------------------------------
+    # -- GPU decodes and their blocks -------------------------------------------------------------------------------
 
     def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
         queue = self.decoding[Tier.GPU]
         decodes = queue[: draft.tokens_left]
         growing = out_of_blocks(decodes)
-        if not self.kv.grow_by_one(growing, Tier.GPU):
+        if not self.kv.allocate_block_each(growing, Tier.GPU):
             for request in growing:
-                if request.tier is Tier.GPU:  # not pushed out meanwhile
+                if request.tier is Tier.GPU:  # not preempted for an older one meanwhile
                     self._make_gpu_room(request, request.num_tokens, draft)
             decodes = [request for request in decodes if request.tier is Tier.GPU]
         draft.add_decodes(decodes)
 
     def _make_gpu_room(self, request: Request, num_tokens: int, draft: PlanDraft) -> bool:
-        """Give a GPU request blocks for so many tokens, pushing out younger ones; False if it had to go itself."""
-        while not self.kv.grow(request, num_tokens):
+        """Allocate GPU blocks for ``num_tokens``, preempting younger requests. False: it was preempted itself."""
+        while not self.kv.allocate_slots(request, num_tokens):
             victim = self.running[Tier.GPU][-1]
             self._push_out(victim, draft)
             if victim is request:
@@ -154,51 +154,51 @@ class Scheduler:
         return True
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
-        """Move a GPU request to the CPU tier, or give its blocks back where there is no room for it."""
+        """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
         if can_hold(self.kv, Tier.CPU, request) and self._make_cpu_room(request, draft):
             self._move(request, Tier.CPU, draft)
         else:
             self._recompute(request, draft)
 
     def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether the CPU tier can take the blocks of a GPU request now."""
+        """Whether the CPU tier has room for the blocks of a GPU request now."""
         return self.kv.num_held(request) <= self.kv.num_free(Tier.CPU)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         source = request.tier
-        draft.swaps.append(self.kv.move(request, target))
+        draft.swaps.append(self.kv.move_blocks(request, target))
         for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
-            queues[source].take(request)
-            queues[target].put(request)
+            queues[source].remove_request(request)
+            queues[target].insert_request(request)
         self._note_tier(request)
 
     def _recompute(self, request: Request, draft: PlanDraft) -> None:
-        draft.swaps = [swap for swap in draft.swaps if swap.request is not request]  # it may have moved just now
+        draft.swaps = [swap for swap in draft.swaps if swap.request is not request]  # this plan may have moved it
         self._requeue(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
 
     def _requeue(self, request: Request) -> None:
-        """Back to the waiting queue, without blocks."""
-        self.kv.release(request)
+        """Free the request's blocks and put it back into the waiting queue."""
+        self.kv.free_blocks(request)
         self._leave_running(request)
         request.tier = None
         request.status = RequestStatus.WAITING
         request.num_uncomputed = request.num_tokens
-        self.waiting.put(request)
+        self.waiting.insert_request(request)
         self._note_tier(request)
 
     def _leave_running(self, request: Request) -> None:
-        self.running[request.tier].take(request)
-        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).take(request)
+        self.running[request.tier].remove_request(request)
+        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).remove_request(request)
 
     def _swap_in(self, draft: PlanDraft) -> None:
-        """Bring the oldest CPU requests back while blocks are free, and decode them at once.
+        """Move the oldest CPU requests back while GPU blocks are free, and decode them in this iteration.
 
-        One whose CPU attention is under way comes to rest first; until then its room is promised to it.
+        A request with CPU attention under way is called back first. Its GPU blocks are promised to it until then.
         """
         self._gpu_blocks_promised = 0
-        if draft.swaps or Tier.GPU not in self.decode_tiers:  # something was just pushed out: the GPU is full
+        if draft.swaps or Tier.GPU not in self.decode_tiers:  # this plan preempted a request: the GPU is full
             return
         for request in list(self.running[Tier.CPU]):
             if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):
@@ -213,20 +213,23 @@ class Scheduler:
                 self._gpu_blocks_promised += num_blocks + 1
                 continue
             self._move(request, Tier.GPU, draft)
-            self.kv.grow(request, request.num_tokens)
+            self.kv.allocate_slots(request, request.num_tokens)
             if not request.is_prefilling:
                 draft.add_decodes([request])
 
     def _at_rest(self, request: Request) -> bool:
-        """Whether no CPU attention of the request is under way, so that its blocks may move."""
+        """Whether no CPU attention of the request is under way, so that its blocks may be moved."""
         return request.cohort_id is None
 
     def _call_back(self, request: Request) -> None:
-        """Bring a request to rest as soon as its blocks may move; what is computed of its next token is lost."""
-        raise NotImplementedError("nothing is under way between the iterations of a GPU-only scheduler")
+        """Take a request out of its cohort as soon as its blocks may be moved. The work on its next token is lost."""
+        raise NotImplementedError("a GPU-only scheduler has no CPU attention under way between iterations")
 
     def _has_room(self, tier: Tier, num_blocks: int) -> bool:
-        """Room for a newcomer, and one more block for each request there, lest one of them be pushed out at once."""
+        """Whether the tier can take ``num_blocks`` and keep one more block for each request in it.
+
+        Without that reserve, a decode of the next iteration could preempt the request just added.
+        """
         promised = self._gpu_blocks_promised if tier is Tier.GPU else 0
         return num_blocks + len(self.running[tier]) + promised <= self.kv.num_free(tier)
 
@@ -239,7 +242,7 @@ class Scheduler:
                     draft.add_prefill(request)
 
     def _admit(self, draft: PlanDraft) -> None:
-        """Start waiting requests, oldest first; one that finds no room keeps those behind it waiting."""
+        """Start waiting requests, oldest first. The first one without room blocks those behind it."""
         num_running = sum(map(len, self.running.values()))
         while self.waiting and draft.tokens_left > 0 and num_running < self.limits.max_num_seqs:
             request = self.waiting[0]
@@ -248,34 +251,34 @@ class Scheduler:
             tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
             if tier is None:
                 break
-            self.waiting.take(request)
+            self.waiting.remove_request(request)
             request.status, request.tier = RequestStatus.RUNNING, tier
-            self.kv.grow(request, num_tokens)
-            self.running[tier].put(request)
-            self.prefilling.put(request)
+            self.kv.allocate_slots(request, num_tokens)
+            self.running[tier].insert_request(request)
+            self.prefilling.insert_request(request)
             self._note_tier(request)
             draft.admitted.add(request.request_id)
             draft.add_prefill(request)
             num_running += 1
 
     def _tokens_to_hold(self, request: Request, draft: PlanDraft) -> int:
-        """For how many tokens a request takes blocks when it starts: for all it has."""
+        """Tokens for which a starting request gets blocks: all of its tokens."""
         return request.num_tokens
 
     def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
-        # A request may outgrow the GPU if the CPU tier can take it then; it may never outgrow the CPU tier.
+        # A request may outgrow the GPU tier if the CPU tier can hold it then. It must never outgrow the CPU tier.
         fits_later = any(can_hold(self.kv, t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
         return fits_later and self._has_room(tier, num_blocks)
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 
     def _retire(self, request: Request) -> None:
-        """Take a finished request out of every queue and free its blocks."""
+        """Remove a finished request from all queues and free its blocks."""
         if request.tier is None:
-            self.waiting.take(request)
+            self.waiting.remove_request(request)
         else:
             self._leave_running(request)
-            self.kv.release(request)
+            self.kv.free_blocks(request)
         del self.requests[request.request_id]
 
     def _note_tier(self, request: Request) -> None:

@@ -1,9 +1,14 @@
 """The scheduler of vLLM's V1 engine, GPU only: the baseline most people run.
 
-Modelled: first come, first served; one token budget, from which decodes take first and chunks of prompts what is left;
-blocks for just the tokens of this step; where they lack, the request that came last gives all of its own back and is
-computed again later; nobody is admitted in a step that took blocks from somebody. Not modelled: prefix caching, the
-effects of CUDA graphs, speculative decoding, priorities.
+Modelled:
+
+- Requests are served in order of arrival.
+- One token budget serves decodes first, then prompt chunks.
+- Blocks are allocated for the tokens of this step only.
+- If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
+- A step that preempts admits no request.
+
+Not modelled: prefix caching, the effects of CUDA graphs, speculative decoding, priorities.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from swiftllm.scheduling.scheduler import Scheduler
 
 
 class VllmScheduler(Scheduler):
-    """Continuous batching that knows no CPU tier, however large that is."""
+    """Continuous batching that never uses the CPU tier."""
 
     def schedule(self) -> IterationPlan:
         draft = PlanDraft(self.limits.max_num_batched_tokens)
@@ -24,16 +29,16 @@ class VllmScheduler(Scheduler):
         self._schedule_running_prefills(draft)
         if self.num_preemptions == preemptions_before:
             self._admit(draft)
-        return draft.plan()
+        return draft.build_plan()
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
         self._recompute(request, draft)
 
     def _schedule_running_prefills(self, draft: PlanDraft) -> None:
         for request in list(self.prefilling):
-            if self.kv.grow(request, self._tokens_to_hold(request, draft)):
+            if self.kv.allocate_slots(request, self._tokens_to_hold(request, draft)):
                 draft.add_prefill(request)
-            else:  # nobody is admitted past a prompt under way, so the last that came is this request itself
+            else:  # no request is admitted while a prompt is unfinished, so this one is the newest
                 self._push_out(request, draft)
 
     def _tokens_to_hold(self, request: Request, draft: PlanDraft) -> int:

@@ -93,7 +93,7 @@ def run(
             break
         engine.step()
     assert not engine.has_unfinished(), engine.state()
-    engine.kv.check()
+    engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
     stats = engine.stats()
     engine.close()

@@ -16,7 +16,7 @@ import torch
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import dummy_weights
-from swiftllm.ops import ReferenceOps
+from swiftllm.ops.reference import ReferenceOps
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

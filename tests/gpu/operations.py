@@ -6,7 +6,8 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
-from swiftllm.ops import ReferenceOps, select_ops
+from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.select import select_ops
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close

@@ -61,7 +61,7 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
             check_some(judge, unchecked, draw, f"{variant}, seed {seed}")
             unchecked.clear()
     check_some(judge, unchecked, draw, f"{variant}, seed {seed}")
-    engine.kv.check()
+    engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()), engine.state()
     assert num_requests >= MOST_UNFINISHED // 4, f"{variant}: only {num_requests} requests in {seconds:g} s"
     print(f"  {variant}: {num_requests} requests, {num_steps} steps, {engine.stats().swapped_blocks} blocks swapped")

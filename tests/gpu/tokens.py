@@ -56,7 +56,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]
     requests = [engine.add_request(str(index), prompt, sampling) for index, prompt in enumerate(prompts)]
     while engine.has_unfinished():
         engine.step()
-    engine.kv.check()
+    engine.kv.check_blocks()
     return [request.output_token_ids for request in requests]
 
 

@@ -12,7 +12,7 @@ import apex.systems
 import pacpu
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.ops import ReferenceOps
+from swiftllm.ops.reference import ReferenceOps
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE, FakeWorker
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swiftllm.ops import ReferenceOps
+from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close

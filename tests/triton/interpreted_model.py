@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.ops import Ops, ReferenceOps
+from swiftllm.ops.interface import Ops
+from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver

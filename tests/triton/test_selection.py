@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftllm import ops as ops_module
-from swiftllm.ops import CpuOps, ReferenceOps, select_ops, why_no_triton
+from swiftllm.ops import select
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.select import select_ops, why_no_triton
 
 GPU = torch.device("cuda")
 
@@ -20,7 +22,7 @@ def pretend_gpu(monkeypatch):
     def pretend(name: str, major: int, minor: int, triton_is_there: bool = True) -> None:
         gpu = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=40)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-        monkeypatch.setattr(ops_module, "find_spec", lambda name: triton_is_there or None)
+        monkeypatch.setattr(select, "find_spec", lambda name: triton_is_there or None)
 
     return pretend
 
@@ -60,7 +62,7 @@ def test_what_keeps_triton_away_is_said(pretend_gpu, gpu, reason):
 def test_what_triton_compiles_its_launchers_with_is_looked_for(pretend_gpu, monkeypatch, tmp_path):
     pretend_gpu("NVIDIA A10", 8, 6)
     assert why_no_triton(86) is None
-    monkeypatch.setattr(ops_module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(select.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert f"no {tmp_path}/Python.h: install python3-dev" in why_no_triton(86)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -77,7 +79,8 @@ def test_a_gpu_without_bfloat16_says_what_to_use(pretend_gpu):
 
 def test_the_engine_loads_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None; import swiftllm.llm, swiftllm.ops as o; print(o.why_no_triton(90))"
+        "import sys; sys.modules['triton'] = None; import swiftllm.llm; "
+        "from swiftllm.ops.select import why_no_triton; print(why_no_triton(90))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install triton" in run.stdout

@@ -1,21 +1,21 @@
-"""Paged decode attention in Triton: split-KV flash-decoding, the partial results of a context's splits and their sum.
+"""Paged decode attention in Triton: split-KV flash-decoding, by one kernel for partial results and one to combine them.
 
-Layout: one KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, contiguous; q, k and v rows may lie
-apart by ``*_stride`` elements, heads and dims are contiguous. Query head h uses KV head ``h // GROUP``.
+Layout: one KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, contiguous. Rows of q, k and v are
+``*_stride`` elements apart; heads and dims are contiguous. Query head h uses KV head ``h // GROUP``.
 
 A program of the first kernel computes one KV head of one request over one split: ``split_tokens`` of its context.
-Splits have a fixed length, so a long request gets more programs instead of longer ones, and programs beyond a
-request's context leave at once. The newest token does not come from the cache: the program whose split it falls into
-takes its K and V from the rows of this step, starts its running softmax with them, and stores them. No program reads
-a slot that another one writes, and slots beyond a context are never read.
+Splits have a fixed length, so a long request gets more programs, not longer ones. Programs beyond a request's context
+return at once. The newest token is not read from the cache. The program whose split contains it takes its K and V from
+this step's rows, starts its running softmax with them, and stores them. No program reads a slot that another one
+writes, and slots beyond a context are never read.
 
 Two formulations of the same sum (Flash-Decoding, with the running maximum in units of log2):
 
-- ``decode_partials_dot_kernel`` for 16-bit types on tensor cores: the heads of a group are padded to the 16 rows of
-  an ``mma``, so K and V are read once per group and cost few instructions.
-- ``decode_partials_lanes_kernel`` for float32, which must not lose bits, and for sm_75, where Triton emits no
-  tensor-core code and padded rows would cost more arithmetic than the chip has: every slot of a tile keeps a softmax
-  of its own, and they are merged after the loop, which so needs no exchange between warps.
+- ``decode_partials_dot_kernel`` is for 16-bit types on tensor cores. The heads of a group are padded to the 16 rows of
+  an ``mma``, so K and V are read once per group, with few instructions.
+- ``decode_partials_lanes_kernel`` is for float32, which must not lose bits, and for sm_75. There Triton emits no
+  tensor-core code, and padded rows would make the kernel compute-bound. Each slot of a tile has its own softmax. These
+  are merged after the loop, so the loop needs no exchange between warps.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def decode_partials_dot_kernel(
 ):  # fmt: skip
     """Grid ``(num_splits, NUM_KV_HEADS, rows)``.
 
-    ``block_tables`` int32 ``[rows, table_stride]``, ``seq_lens`` int32 with the newest token counted;
-    ``scale_log2`` is the softmax scale times log2(e). Writes float32 ``partial_out [rows, num_heads, num_splits,
-    HEAD_DIM]``, normalised, and ``partial_lse [rows, num_heads, num_splits]``, log2 of the sum of exponentials,
-    for the splits that hold tokens. Tiles are powers of two: ``GROUP_TILE >= 16``, ``TILE >= 16``.
+    ``block_tables`` int32 ``[rows, table_stride]``; ``seq_lens`` int32, including the newest token; ``scale_log2`` is
+    the softmax scale times log2(e). Writes float32 ``partial_out [rows, num_heads, num_splits, HEAD_DIM]``, normalised,
+    and ``partial_lse [rows, num_heads, num_splits]``, log2 of the sum of exponentials, for the splits that hold tokens.
+    Tiles are powers of two: ``GROUP_TILE >= 16``, ``TILE >= 16``.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
@@ -128,8 +128,8 @@ def decode_partials_lanes_kernel(
     key = tl.load(k + row * k_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
     value = tl.load(v + row * v_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
 
-    # Axes: heads of the group, slots of the tile, dims. A slot that has seen no token has a finite peak far below any
-    # score, so that differences of peaks stay numbers, and weighs nothing in the end.
+    # Axes: heads of the group, slots of the tile, dims. A slot without a token has a finite peak far below any score,
+    # so differences of peaks are never NaN and its final weight is zero.
     score = tl.sum(queries * key.to(tl.float32)[None, :], 1)
     has_newest = (tl.arange(0, TILE) == 0) & is_last
     peak = tl.where(has_newest[None, :], score[:, None], -1e30)
@@ -173,7 +173,7 @@ def decode_combine_kernel(
     partial_out, partial_lse, seq_lens, out, out_stride, num_splits, split_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(NUM_HEADS, rows)``: the splits that hold tokens, weighted by their sums of exponentials."""
+    """Grid ``(NUM_HEADS, rows)``: the mean of the splits that hold tokens, weighted by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     used_splits = (tl.load(seq_lens + row) + split_tokens - 1) // split_tokens
     dims = tl.arange(0, DIM_TILE)
@@ -194,5 +194,5 @@ def decode_combine_kernel(
         total = total * correction + tl.sum(weights, 0)
         combined = combined * correction + tl.sum(weights[:, None] * partials, 0)
         peak = new_peak
-    # The split with the peak adds 1 to the total, so the maximum matters only to rows without tokens: they get zeros.
+    # The split with the peak adds 1 to the total, so the maximum affects only rows without tokens, which become zero.
     tl.store(out + row * out_stride + head * HEAD_DIM + dims, combined / tl.maximum(total, 1.0), mask=in_head)

@@ -1,7 +1,7 @@
-"""Triton kernels that move KV cache blocks and never compute with them.
+"""Triton kernels that store and copy KV cache data.
 
-Layout: one layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, a pool is one layer after the other; both
-contiguous. Offsets are 64 bits wide, since a pool may hold more than 2^31 elements.
+Layout: one layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, and a pool is ``[num_layers, ...]`` of
+layers; both contiguous. Offsets have 64 bits, since a pool may hold more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def copy_blocks_kernel(
 ):
     """Grid ``(word tiles, num_staged, num_layers)``: blocks of a pool to a staging buffer (``GATHER``) or back.
 
-    ``pool [num_layers, num_blocks, WORDS]`` and ``staging [num_layers, num_staged, WORDS]`` are seen as int32 words,
-    whatever they hold: bits go through unchanged. ``blocks`` int64 ``[num_staged]``.
+    ``pool [num_layers, num_blocks, WORDS]`` and ``staging [num_layers, num_staged, WORDS]`` are viewed as int32 words,
+    whatever their dtype, so all bits are kept. ``blocks`` int64 ``[num_staged]``.
     """
     words = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = words < WORDS

@@ -1,7 +1,7 @@
 """Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
 
-This is the only module that launches the kernels of ``triton_rows``, ``triton_cache`` and ``triton_attention``; tile
-sizes and warps are chosen here, from shapes, dtype and compute capability alone, never by measuring at run time.
+Only this module launches the kernels of ``rows``, ``cache`` and ``attention``. It chooses tile sizes and warps from
+shapes, dtype and compute capability alone, never by measuring at run time.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ HEADS_TILE = 8
 COPY_WORDS_TILE = 2048  # 8 KiB: 16 words per thread, in four 16-byte accesses
 MIN_DOT_TILE = 16  # rows and slots of tl.dot
 DOT_STAGES = 5  # the fewest with which Triton keeps two tiles of K and V in flight behind the ids of their blocks
-# Slots x dims of a tile of K, 8 KiB in 16 bits; in the lanes formulation heads x slots x dims, which at 4 warps are 32
-# sums per thread, and half of that in float32. Twice as much spills: on sm_86 where a head has 256 dims, in float32
-# on sm_80 with Triton 3.6.
+# Slots x dims of a tile of K, 8 KiB in 16 bits. In the lanes formulation: heads x slots x dims, which is 32 sums per
+# thread at 4 warps, and half of that in float32. Twice as many spill registers: on sm_86 for heads of 256 dims, and on
+# sm_80 in float32 with Triton 3.6.
 TILE_ELEMENTS = 4096
 COMBINE_TILE = 16
-# A split is long enough for its partial result (one fp32 head per 128 keys and values) to be a small part of what it
-# reads, and short enough to give every multiprocessor some programs.
+# A split is long enough that its partial result (one fp32 head per 128 keys and values) is small beside its reads, and
+# short enough that every multiprocessor has some programs.
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 class TritonOps(ReferenceOps):
-    """See :class:`swiftllm.ops.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
+    """See :class:`swiftllm.ops.interface.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
 
-    Rows of q, k, v and x may lie apart, their heads and dims may not; ``ValueError`` says so.
+    Rows of q, k, v and x may be strided. Their heads and dims must be contiguous, else ``ValueError`` is raised.
     """
 
     takes_empty_rows = True
 
     def __init__(self, device: torch.device, capability: int, num_multiprocessors: int) -> None:
-        """``capability``: of the GPU, 75 for sm_75; ``num_multiprocessors`` decides how far decodes are split."""
+        """``capability`` is the GPU's compute capability, 75 for sm_75. ``num_multiprocessors`` decides how many splits
+        a decode has."""
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
-        # For the whole process: torch prefers cuDNN's attention on sm_90, and that builds a plan, tens of milliseconds,
-        # for each new number of rows and tokens. Prompts have all sorts of them.
+        # For the whole process: torch prefers cuDNN's attention on sm_90. That builds a plan, in tens of milliseconds,
+        # for each new number of rows and tokens, and prompts have many different ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -184,7 +185,7 @@ class TritonOps(ReferenceOps):
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
-    # Fused multiply-adds, said aloud: Triton's default is about to change.
+    # Fused multiply-adds are explicit because Triton's default is about to change.
     kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
@@ -202,7 +203,7 @@ def _row_stride(x: torch.Tensor) -> int:
     """Elements from one row to the next.
 
     Raises:
-        ValueError: what a row holds does not lie together.
+        ValueError: a row is not contiguous.
     """
     inner = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):

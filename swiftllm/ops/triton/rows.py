@@ -1,9 +1,8 @@
 """Triton kernels that work on rows (tokens): norms of rows and of heads, rotary embedding, SiLU-and-mul.
 
-Layout: every row is contiguous in its last dimensions; rows may lie apart by ``*_stride`` elements. Float16, bfloat16
-and float32 with sums in float32 and one rounding at the end. A program owns what it writes, so nothing is shared
-between programs and the kernels may run in place. A row's hidden size must fit into the registers of one program
-(65536 elements are far beyond the largest Llama).
+Layout: every row is contiguous in its last dimensions; rows are ``*_stride`` elements apart. Dtypes are float16,
+bfloat16 and float32, with sums in float32 and one rounding at the end. Programs share no data, so the kernels may run
+in place. A row must fit into the registers of one program (65536 elements are far beyond the largest Llama).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, TILE: tl.
 def add_rms_norm_kernel(
     residual, addend, weight, out, residual_stride, addend_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Grid ``(rows,)``: ``residual += addend``, and the norm of that in ``out``, which is contiguous."""
+    """Grid ``(rows,)``: ``residual += addend``, and the norm of that in the contiguous ``out``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
@@ -36,7 +35,7 @@ def add_rms_norm_kernel(
     left = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(addend + row * addend_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    # The next layers see the rounded sum, so that is what is normalised.
+    # The rounded sum is normalised, since the next layers use it.
     rounded = (left + right).to(residual.dtype.element_ty)
     tl.store(residual_at, rounded, mask=inside)
     values = rounded.to(tl.float32)
@@ -77,9 +76,9 @@ def rotary_kernel(
     HEADS_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """Grid ``(rows, head tiles)``; turns ``x [rows, NUM_HEADS, HEAD_DIM]`` in place; ``rotary_rows`` is contiguous.
+    """Grid ``(rows, head tiles)``; rotates ``x [rows, NUM_HEADS, HEAD_DIM]`` in place; ``rotary_rows`` is contiguous.
 
-    ``HALF_TILE >= HEAD_DIM / 2``: a program holds both halves of its heads, since they turn together.
+    ``HALF_TILE >= HEAD_DIM / 2``. A program holds both halves of its heads, since they rotate together.
     """
     row = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = HEAD_DIM // 2

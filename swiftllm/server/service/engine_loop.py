@@ -119,7 +119,7 @@ class EngineLoop:
                 self._isolation.held[order.request.request_id] = order.request
                 continue
             try:
-                self._engine.queue(order.request)
+                self._engine.queue_request(order.request)
             except BaseException as error:
                 self.fail([order], "engine_error", f"{type(error).__name__}: {error}")
                 raise

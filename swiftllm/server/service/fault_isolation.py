@@ -64,7 +64,7 @@ class Isolation:
         """Give a request to the engine if it is held, so that it can be aborted there."""
         request = self.held.pop(request_id, None)
         if request is not None:
-            self._engine.queue(request)
+            self._engine.queue_request(request)
 
     def step_failed(self) -> Request | None:
         """Make the engine whole again and begin the next trial.

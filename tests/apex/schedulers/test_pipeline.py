@@ -65,9 +65,9 @@ def test_one_block_more_for_each_or_for_none() -> None:
     kv = KVCacheManager(num_gpu_blocks=0, num_cpu_blocks=5, block_size=4)
     for request in requests:
         request.tier = Tier.CPU
-        assert kv.grow(request, 4)
-    assert not kv.grow_by_one(requests, Tier.CPU)
+        assert kv.allocate_slots(request, 4)
+    assert not kv.allocate_block_each(requests, Tier.CPU)
     assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(1, 4)] * 3
-    assert kv.grow_by_one(requests[:2], Tier.CPU)
+    assert kv.allocate_block_each(requests[:2], Tier.CPU)
     assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(2, 8), (2, 8), (1, 4)]
-    kv.check()
+    kv.check_blocks()

@@ -89,7 +89,7 @@ def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, 
             break
         engine.step()
     assert not engine.has_unfinished()
-    engine.kv.check()
+    engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
     assert engine.executor.is_idle
     for request_id, expected in wanted.items():
@@ -249,7 +249,7 @@ def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -
     scheduler._push_out(older, draft)  # the CPU tier holds one of the two
     assert [swap.request for swap in draft.swaps] == [older]
     assert older.tier is Tier.CPU and younger in scheduler.waiting
-    engine.kv.check()
+    engine.kv.check_blocks()
 
 
 def test_tiny_cpu_tier() -> None:

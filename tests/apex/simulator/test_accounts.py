@@ -50,7 +50,7 @@ def test_tokens_blocks_and_busy_times_add_up(system: str, interconnect: Intercon
     engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
     while engine.has_unfinished():
         engine.step()
-        engine.kv.check()
+        engine.kv.check_blocks()
     assert all(request.output_len == request.sampling.max_tokens for request in requests)
     stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
     assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)

@@ -105,7 +105,7 @@ def test_an_iteration_that_failed_is_not_drawn(monkeypatch) -> None:
         with pytest.raises(RuntimeError):
             steps.engine.step()
     for request in steps.engine.recover():
-        steps.engine.queue(request)
+        steps.engine.queue_request(request)
     steps.step()
     assert not isinstance(steps.engine.executor.backend, RecordingBackend)
     assert steps.timeline.latest() is None

@@ -92,7 +92,7 @@ def test_an_engine_recovers_at_any_moment(system: str) -> None:
         check_empty(engine)
         assert unfinished == [request for request in requests if not request.is_finished]
         for request in unfinished:
-            engine.queue(request)
+            engine.queue_request(request)
         run(engine)
         check_empty(engine)
         for new, request in zip(wanted, requests, strict=True):
@@ -174,7 +174,7 @@ def test_faults_that_pass_blame_nobody(system: str) -> None:
         assert service.snapshot().step_failures == glitches.num_raised
 
 
-@pytest.mark.parametrize("method", ["schedule", "update"])
+@pytest.mark.parametrize("method", ["schedule", "apply_result"])
 @pytest.mark.parametrize("system", ["swiftllm", "apex-overlap"])
 def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, method: str, monkeypatch) -> None:
     engine = make_engine(system)

@@ -9,7 +9,8 @@ from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import load_weights
-from swiftllm.ops import CpuOps, ReferenceOps
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.reference import ReferenceOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 

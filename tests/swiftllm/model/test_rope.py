@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from swiftllm.model.rope import RopeScaling, inverse_frequencies, rotary_table
-from swiftllm.ops import ReferenceOps
+from swiftllm.ops.reference import ReferenceOps
 
 LLAMA3 = {
     "rope_type": "llama3",

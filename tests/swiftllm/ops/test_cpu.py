@@ -5,8 +5,8 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops import CpuOps, ReferenceOps
-from swiftllm.ops.cpu import torch_threads
+from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.ops.reference import ReferenceOps
 from tests.reference.tolerances import TOLERANCES, assert_close
 
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)

@@ -235,7 +235,7 @@ def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = froze
         engine.step()
         if leaving and step % 4 == 3:
             engine.abort(leaving.pop())
-    engine.kv.check()
+    engine.kv.check_blocks()
     engine.close()
     return {r.request_id: r.output_token_ids for r in requests if r.request_id not in aborted}
 

@@ -11,7 +11,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.machine import InsufficientMemory, available_host_bytes
-from swiftllm.ops import CpuOps, ReferenceOps
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.reference import ReferenceOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver

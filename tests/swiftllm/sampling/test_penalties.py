@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from swiftllm.core.request import Request
+from swiftllm.core.request import Request, TokenCounts
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.core.token_counts import TokenCounts
 from swiftllm.device.host import HostDevice
-from swiftllm.sampling.penalties import adjust
+from swiftllm.sampling.penalties import adjust_logits
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.logit_rules import by_the_rules, plain
 
@@ -122,5 +121,5 @@ def test_rows_of_others_are_left_alone():
     requests = [Request(str(i), (1, 2), SamplingParams()) for i in range(2)]
     requests.append(Request("2", (1, 2), SamplingParams(repetition_penalty=3.0)))
     changed = rows.clone()
-    adjust(changed, requests, HostDevice().compute)
+    adjust_logits(changed, requests, HostDevice().compute)
     assert torch.equal(changed[:2], rows[:2]) and not torch.equal(changed[2], rows[2])

@@ -100,10 +100,10 @@ def test_a_prompt_computed_again_tells_only_what_is_new(tiny_model_dir, expected
     """Preempted in the middle of its prompt, and once more with some output."""
     driver = make_driver(tiny_model_dir())
     rows = []
-    score = driver.backend._prompt_scorer.score
+    score = driver.backend._prompt_scorer.score_prompts
     monkeypatch.setattr(
         driver.backend._prompt_scorer,
-        "score",
+        "score_prompts",
         lambda lane: (rows.extend(len(prompt.following) for prompt in lane.prompts), score(lane)),
     )
     requests = admit_all(driver)

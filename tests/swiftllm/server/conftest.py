@@ -37,4 +37,4 @@ def server(tiny_chat_dir: Path) -> Iterator[RunningServer]:
     service = EngineService(engine, ServiceLimits(max_queued_requests=64))
     with running(service, ServerSettings()) as running_server:
         yield running_server
-    engine.kv.check()
+    engine.kv.check_blocks()
