@@ -27,7 +27,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server from a browser (CORS), such as http://localhost:3000; * is all."""
     max_body_bytes: int = 4 * 2**20
-    """Largest request body in bytes; reading a large one delays all streams."""
+    """Maximum size of a request body; reading a large one delays all streams."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

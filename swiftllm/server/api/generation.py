@@ -140,7 +140,7 @@ async def wait_for_hang_up(receive: Receive) -> None:
 
 
 def with_own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
-    """The sampling of output ``number`` of a prompt. Seeds count up, wrapping at 64 bits: outputs differ reproducibly."""
+    """Sampling of a prompt's output ``number``. Seeds count up, wrapping at 64 bits: outputs differ reproducibly."""
     if sampling.seed is None or number == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)

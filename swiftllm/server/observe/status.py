@@ -43,7 +43,7 @@ class IterationRecorder(Protocol):
     """Records single iterations of the engine. Another package implements it."""
 
     def latest(self) -> Mapping[str, Any] | None:
-        """The last recorded iteration, in the page's format; the call requests the next one. Never blocks; any thread."""
+        """The last recorded iteration, in the page's format; requests the next one. Never blocks; any thread."""
 
 
 class StatusPage:

@@ -45,7 +45,7 @@ class ServiceLimits:
     """
 
     max_queued_requests: int = 1024
-    """Most requests waiting or running at once; further ones are refused."""
+    """Maximum number of requests waiting or running; further ones are refused."""
     request_timeout_s: float | None = None
     """Seconds after which an unfinished request fails, unless it sets its own timeout; by default never."""
     stall_timeout_s: float = 60.0
