@@ -15,7 +15,7 @@ def input_errors() -> Iterator[None]:
     """Wraps code that checks the user's input: building an engine, adding requests. Not code that runs them.
 
     Raises:
-        InputError: replaces the engine's errors for wrong flags, files, requests and installations.
+        InputError: in place of the engine's errors for wrong flags, files, requests and installations.
     """
     try:
         import pacpu  # noqa: F401  fails before anything is read or measured

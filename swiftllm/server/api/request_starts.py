@@ -12,9 +12,8 @@ MAX_LOOP_PASSES_HELD = 16
 class RequestStarts:
     """Lets one waiting task start in each pass of the event loop, in order of arrival.
 
-       While ``is_busy`` none starts, for at most ``MAX_LOOP_PASSES_HELD`` passes.
-    Starting a request
-       takes as long as serving fifty tokens, so a burst of requests would delay every stream.
+    While ``is_busy`` none starts, for at most ``MAX_LOOP_PASSES_HELD`` passes. Starting a request takes as long as
+    serving fifty tokens, so a burst of requests would delay every stream.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:

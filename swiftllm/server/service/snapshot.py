@@ -12,9 +12,9 @@ from swiftllm.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Health:
-    """``stopping``: open requests finish. ``stalled``: a step hangs. ``failed``: every step fails.
+    """Whether the service accepts new requests (only with status ``ok``), and why not.
 
-    Only ``ok`` accepts new requests.
+    ``stopping``: open requests finish. ``stalled``: a step hangs. ``failed``: every step fails.
     """
 
     status: Literal["ok", "stopping", "stalled", "failed"] = "ok"
@@ -27,7 +27,7 @@ class Snapshot:
     """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
 
     time_s: float = 0.0
-    """Of the engine's clock."""
+    """Time of the engine's clock."""
     uptime_s: float = 0.0
     health: Health = Health()
 
@@ -57,7 +57,7 @@ class Snapshot:
     lane_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     duration_s: float = 0.0
-    """Of all iterations together."""
+    """Time of all iterations together."""
     predicted_s: float = 0.0
     strategy_iterations: Mapping[str, int] = field(default_factory=dict)
 
