@@ -20,7 +20,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.config_file import ConfigFile, parse
+from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation.experiments import measured_sweeps as measured
@@ -232,7 +232,7 @@ def main(options: Options) -> int:
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """The command line; ``arguments`` are those of the process by default."""
-    return main(parse(Options, "apex validate", sys.argv[1:] if arguments is None else arguments))
+    return main(parse_command(Options, "apex validate", sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

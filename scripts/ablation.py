@@ -17,7 +17,7 @@ if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import mix, number, ratio, stdout_console, table
+from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.parser import parse_options
 from apex.cli.profile import attention_rate
 from apex.schedulers.inequality import offload_bound_tokens_per_s
@@ -174,7 +174,7 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
     stats = result.details["engine_stats"]
     values = {
         **result.values,
-        "strategy_mix": mix(stats["strategy_iterations"]),
+        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
         "predicted_over_actual": ratio(stats["predicted_s"] or None, stats["duration_s"]),
         **predictions,
     }

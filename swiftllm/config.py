@@ -1,4 +1,4 @@
-"""Engine configuration: frozen values, the help text beside each field (the CLI shows it)."""
+"""Engine configuration: frozen values. The CLI shows the text below each field as its help."""
 
 from __future__ import annotations
 
@@ -24,40 +24,39 @@ WHOLE_NUMBERS = (
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine runs and how much memory it may take."""
+    """The model, its device and dtype, and the engine's memory and thread limits."""
 
     model: str
-    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json); for what the hub has,
-    see :func:`swiftllm.model.hub.model_folder`."""
+    """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json). A name on the hub has a
+    folder from :func:`swiftllm.model.hub.model_folder`."""
     device: DeviceName = "auto"
-    """Where the linear layers run; auto takes CUDA when torch sees a GPU."""
+    """Where the linear layers run; auto takes CUDA if torch finds a GPU."""
     dtype: DtypeName = "auto"
-    """Weights, activations and KV cache; auto is float16 on CUDA, and what the CPU computes fastest on CPU."""
+    """Weights, activations and KV cache; auto is float16 on CUDA, on a CPU the type it computes fastest."""
     load_format: LoadFormat = "auto"
     """auto reads safetensors; dummy fills the shapes of config.json with small random weights."""
     block_size: int = 16
     """Tokens per KV-cache block, in both tiers."""
     num_gpu_blocks: int | None = None
-    """KV blocks of the GPU tier; by default from the memory that is free."""
+    """KV blocks of the GPU tier; by default as many as free memory allows."""
     num_cpu_blocks: int | None = None
-    """KV blocks of the CPU tier; by default from the host memory that is free."""
+    """KV blocks of the CPU tier; by default as many as free host memory allows."""
     max_num_batched_tokens: int = 512
-    """Tokens that cross the lane in one iteration at most; longer prompts prefill in chunks."""
+    """Maximum number of tokens in the lane in one iteration; longer prompts are prefilled in chunks."""
     max_num_seqs: int = 256
-    """Requests that hold KV cache at once at most, in both tiers together."""
+    """Maximum number of requests that hold KV cache at once, in both tiers together."""
     max_model_len: int | None = None
-    """Prompt plus output tokens of one request at most; by default what the model was made for."""
+    """Maximum number of tokens of a request, prompt and output; by default the model's own."""
     lane_threads: int | None = None
-    """Threads of the lane (linear layers, GPU-tier attention) where a CPU computes it; by default one for every core
-    in GPU-only systems, in the others as many as decode fastest on this machine, measured on the first start."""
+    """Without a GPU: threads of the lane; by default all cores if GPU-only, else the fastest number, measured once."""
     cpu_threads: int | None = None
-    """Threads of the CPU attention worker; by default every core but the lane's, or all where the lane has them all."""
+    """Threads of the CPU attention worker; by default the cores that the lane leaves, or all if it leaves none."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
     seed: int = 0
-    """Seed of dummy weights and of sampling without a seed of its own."""
+    """Seed of dummy weights, and of requests without their own sampling seed."""
     synchronous: bool = False
-    """Run CPU attention inline on the main thread: the slow twin that shows whether overlap changes any token."""
+    """Run CPU attention inline on the main thread, without overlap; the tokens must not change."""
 
     def __post_init__(self) -> None:
         for name, choices in (("device", DeviceName), ("dtype", DtypeName), ("load_format", LoadFormat)):

@@ -18,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model under a scheduler.
+    """A model with a scheduler.
 
     Args:
         model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
@@ -40,7 +40,7 @@ class LLM:
         """Complete the prompts (texts, or lists of token ids) and return their outputs in the same order.
 
         Raises:
-            RequestRefused: one of the prompts can never be served; none of them has been started then.
+            RequestRefused: one of the prompts can never be served; then none of them has been started.
             ValueError: the numbers of prompts and sampling parameters differ, or a text comes without a tokenizer.
         """
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
@@ -57,7 +57,7 @@ class LLM:
                 final[request.request_id] = None
             while None in final.values():
                 final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})
-        except BaseException:  # a refusal, or the user's interrupt: leave nothing behind that runs on
+        except BaseException:  # a refusal or an interrupt: leave no request running
             for request_id, output in final.items():
                 if output is None:
                     self.engine.abort(request_id)
@@ -74,4 +74,5 @@ class LLM:
         return output if tokenizer is None else output._replace(text=tokenizer.decode(list(output.token_ids)))
 
     def close(self) -> None:
+        """Close the engine and end its threads."""
         self.engine.close()

@@ -1,6 +1,6 @@
 """The command line: `apex serve | generate | bench | simulate | profile | doctor | validate`.
 
-Torch takes seconds to import, so nothing here imports it before a command runs: help comes at once.
+Torch takes seconds to import, so nothing here imports it before a command runs: help appears immediately.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from apex.cli.bench import Bench
-from apex.cli.config_file import parse, unknown
+from apex.cli.config_file import parse_command, unknown_name
 from apex.cli.doctor import Doctor
 from apex.cli.errors import InputError
 from apex.cli.generate import Generate
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` name (by default those of the process) and return its exit status.
 
     Raises:
-        SystemExit: the parser's, with 2 for flags it cannot understand, and with 0 after a command's ``--help``.
+        SystemExit: from the parser: 2 for flags it cannot parse, 0 after a command's ``--help``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = arguments[0] if arguments else "--help"
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if verb in OPTIONAL_VERBS:
             return run_optional(verb, arguments[1:])
         if verb not in COMMANDS:
-            raise InputError(unknown("command", verb, [*COMMANDS, *OPTIONAL_VERBS]))
-        return parse(COMMANDS[verb], f"apex {verb}", arguments[1:]).run()
+            raise InputError(unknown_name("command", verb, [*COMMANDS, *OPTIONAL_VERBS]))
+        return parse_command(COMMANDS[verb], f"apex {verb}", arguments[1:]).run()
     except InputError as error:
         print(f"apex: {error}", file=sys.stderr)
         return 2
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_overview() -> None:
-    """The commands, a line each, and where to begin."""
+    """Print the commands, one a line, and which to begin with."""
     summaries = {verb: inspect.getdoc(command).partition("\n")[0] for verb, command in COMMANDS.items()}
     summaries |= {verb: optional.summary for verb, optional in OPTIONAL_VERBS.items()}
     console = stdout_console()
     console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")
-    console.print("part of it, and its attention, on the CPU.\n")
+    console.print("host memory holds a part of it, and the CPU computes that part's attention.\n")
     console.print(table(("command", "what it does"), list(summaries.items()), left=("command", "what it does")))
-    console.print("\nBegin with `apex doctor`, then `apex serve MODEL`. `apex COMMAND --help` tells all options.")
+    console.print("\nBegin with `apex doctor`, then `apex serve MODEL`. `apex COMMAND --help` lists all options.")

@@ -26,9 +26,9 @@ from apex.cli.flags import (
     TimelineFlags,
     check_output_file,
     check_output_folder,
-    running,
+    running_engine,
 )
-from apex.cli.output import mix, number, ratio, stdout_console, table
+from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.validate import optional_module
 from apex.perf.progress import progress_bar
 from swiftllm.core.request import Request, SamplingParams
@@ -104,7 +104,7 @@ class Bench(ConfigFile):
         if len(self.system) > 1 and config.lane_threads is None:
             config = replace(config, lane_threads=1)
         for system in self.system:
-            with running(system, config, strategy, self.profile) as engine:
+            with running_engine(system, config, strategy, self.profile) as engine:
                 if not runs:
                     self._print_setting(engine)
                 runs.append(self._measure(engine))
@@ -220,7 +220,7 @@ def figures(requests: Sequence[Request], wall_s: float, stats: EngineStats, befo
         "cpu_busy_fraction": (stats.cpu_busy_s - before.cpu_busy_s) / wall_s,
         "preemptions": stats.preemptions - before.preemptions,
         "predicted_over_actual": ratio(predicted_s or None, stats.duration_s - before.duration_s),
-        "strategy_mix": mix(Counter(stats.strategy_iterations) - Counter(before.strategy_iterations)),
+        "strategy_mix": strategy_mix(Counter(stats.strategy_iterations) - Counter(before.strategy_iterations)),
     }
 
 

@@ -1,4 +1,4 @@
-"""`apex doctor`: what this machine has of what the engine needs, measured and found rather than assumed."""
+"""`apex doctor`: checks and measures what the engine needs of this machine."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from swiftllm.machine import (
     usable_cores,
 )
 
-Status = Literal["ok", "note", "missing"]  # note: works without; missing: the engine cannot run
+Status = Literal["ok", "note", "missing"]  # note: a part of the engine is limited; missing: the engine cannot run
 
 MARKS: Mapping[Status, str] = {"ok": "[green]ok[/]", "note": "[yellow]--[/]", "missing": "[bold red]NO[/]"}
 CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
-PACKAGES = {  # and what does not work without; torch is needed for everything
+PACKAGES = {  # and what needs each of them; everything needs torch
     "torch": "",
     "transformers": "tokenizers of models",
     "triton": "kernels on a GPU",
@@ -57,10 +57,10 @@ MIN_READ_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Doctor:
-    """Look at this machine: packages, compilers, CPU kernels, GPU, memory and its speed, models, profile tables.
+    """Check this machine: packages, compilers, CPU kernels, GPU, memory and its speed, models, profile tables.
 
-    What is marked NO keeps the engine from running, what is marked -- costs a part of it; each says what to do. Takes
-    ten seconds, for memory is read. Exits with 0 if the engine can run here, else with 1.
+    NO marks what keeps the engine from running, -- what limits a part of it; each line says what to do. It takes about
+    ten seconds, as it measures the memory bandwidth. The exit status is 0 if the engine can run here, else 1.
     """
 
     def run(self) -> int:
@@ -77,7 +77,7 @@ class Finding:
 
 
 def examine() -> dict[str, list[Finding]]:
-    """Everything the report shows, by section. Takes a few seconds: torch is loaded and memory is read."""
+    """The findings of the report by section. Takes a few seconds to import torch and to measure memory bandwidth."""
     sections: Mapping[str, Callable[[], Iterator[Finding]]] = {
         "Software": software,
         "Compilers": compilers,
@@ -94,7 +94,7 @@ def can_run(report: Mapping[str, list[Finding]]) -> bool:
 
 
 def print_report(report: Mapping[str, list[Finding]], console: Console) -> None:
-    """One page: a table on a terminal, a line per finding elsewhere."""
+    """Print the report: a table on a terminal, one line a finding elsewhere."""
     verdict = "the engine can run here" if can_run(report) else "the engine cannot run here yet: see the lines with NO"
     if not console.is_terminal:
         for title, findings in report.items():
@@ -123,7 +123,7 @@ def software() -> Iterator[Finding]:
         "ok" if tested else "note",
     )
     for name, needed_for in PACKAGES.items():
-        module, problem = load(name)
+        module, problem = try_import(name)
         if module is not None:
             yield Finding(name, getattr(module, "__version__", None) or metadata.version(name))
         elif needed_for:
@@ -135,7 +135,7 @@ def software() -> Iterator[Finding]:
 def compilers() -> Iterator[Finding]:
     cxx = shlex.split(os.environ.get("CXX", "g++"))[0]
     yield compiler("C++", shutil.which(cxx), f"no {cxx}: install g++ or set CXX, to build the CPU kernels")
-    # The places the build looks at.
+    # The same places that the build looks in.
     named = os.environ.get("ISPC")
     ispc = shutil.which(named) if named else shutil.which("ispc") or shutil.which(cache_dir() / "ispc/bin/ispc")
     yield compiler("ISPC", ispc, f"not found; optional, for the ispc kernel: {SETUP}")
@@ -153,10 +153,10 @@ def compiler(what: str, path: str | None, otherwise: str) -> Finding:
 
 
 def cpu_kernels() -> Iterator[Finding]:
-    pacpu, problem = load("pacpu")
+    pacpu, problem = try_import("pacpu")
     if pacpu is None:
         build = "type `make setup`, or `python setup.py build_ext --inplace`"
-        # A failed import of the extension speaks of circular imports where the file is simply not there.
+        # Where the extension's file is missing, Python reports a circular import.
         reason = "not built" if problem and "circular import" in problem else problem
         yield Finding("pacpu", f"{reason}: {build}", "missing")
         return
@@ -188,7 +188,7 @@ def machine() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    torch, problem = load("torch")
+    torch, problem = try_import("torch")
     if torch is None:
         yield Finding("CUDA", f"unknown without torch ({problem})", "note")
         return
@@ -227,11 +227,11 @@ def files() -> Iterator[Finding]:
     yield Finding("profile tables", count, "ok" if tables else "note")
 
 
-# -- how it is found out ----------------------------------------------------------------------------------------------
+# -- probes -----------------------------------------------------------------------------------------------------------
 
 
-def load(name: str) -> tuple[ModuleType | None, str | None]:
-    """A module, or why it cannot be imported."""
+def try_import(name: str) -> tuple[ModuleType | None, str | None]:
+    """A module, or the reason why it cannot be imported."""
     try:
         return importlib.import_module(name), None
     except ModuleNotFoundError as error:
@@ -247,19 +247,21 @@ def cached_profiles() -> dict[Path, dict[str, str]]:
         try:
             found[path] = json.loads(path.read_text())["identity"]
         except (OSError, ValueError, KeyError):
-            continue  # a table of another format; whoever needs it will say so
+            continue  # a table of another format; the engine reports it when it needs it
     return found
 
 
 def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
-    """Streaming reads from memory, the limit of CPU attention: a buffer that no cache holds, on one core and on all."""
-    if load("pacpu")[0] is None:
-        yield Finding("read bandwidth", "not measured: pacpu, which does it, is not there", "note")
+    """Bandwidth of streaming reads, the limit of CPU attention, on one core and on all. No cache holds the buffer."""
+    if try_import("pacpu")[0] is None:
+        yield Finding("read bandwidth", "not measured: it needs pacpu", "note")
         return
     cache = last_level_cache_bytes()
     size = max(MIN_READ_BYTES, 4 * cache)
     if size > available_bytes // 4:
-        yield Finding("read bandwidth", f"not measured: it takes {size >> 20} MiB, a quarter of what is free", "note")
+        yield Finding(
+            "read bandwidth", f"not measured: it needs {size >> 20} MiB, more than a quarter of the free memory", "note"
+        )
         return
     how = f"prefetched streams over {size >> 20} MiB, L3 {cache >> 20} MiB, best round"
     for threads in sorted({1, cores}):
@@ -268,7 +270,7 @@ def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
 
 
 def read_bytes_per_s(threads: int, size: int, seconds: float = READ_SECONDS) -> float:
-    """The best of as many rounds as fit in ``seconds``, at least two; other work on the machine lowers it."""
+    """Bytes/s in the best of the rounds that fit in ``seconds``, at least two. Other work on the machine lowers it."""
     import numpy as np
 
     import pacpu

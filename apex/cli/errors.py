@@ -1,4 +1,4 @@
-"""Tells a user's mistakes from defects: the first end as one line, the second with their traceback."""
+"""Separates a user's mistakes, shown as one line, from defects, shown with their traceback."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 
 class InputError(Exception):
-    """Something the user can put right; the message is all that is shown."""
+    """A mistake that the user can correct; only the message is shown."""
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Put around what checks the user's input: building an engine, adding requests. Not around running them.
+    """Wraps code that checks the user's input: building an engine, adding requests. Not code that runs them.
 
     Raises:
-        InputError: in place of what the engine raises for wrong flags, files, requests and installations.
+        InputError: in place of the engine's errors for wrong flags, files, requests and installations.
     """
     try:
-        import pacpu  # noqa: F401  before anything is read or measured
+        import pacpu  # noqa: F401  fails before anything is read or measured
         from swiftllm.machine import InsufficientMemory
     except ImportError as error:
-        # Name the package: the text of a failed import speaks of circular imports and other things it is not.
+        # Name the package: Python's own message may report a circular import where a file is missing.
         raise InputError(
-            f"{error.name or 'a package'} cannot be loaded: type `make setup`; `apex doctor` tells what is missing"
+            f"{error.name or 'a package'} cannot be loaded: type `make setup`; `apex doctor` shows what is missing"
         ) from error
     try:
         yield

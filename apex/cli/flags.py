@@ -1,4 +1,4 @@
-"""The flags commands share: the fields of the configuration classes themselves, with the help beside them."""
+"""The flags that commands share: fields of the configuration classes, with the text below each as help."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
 def check_output_file(flag: str, path: Path | None) -> None:
-    """Before anything runs, see that the file of an output flag can be written; its folder is made.
+    """Check that the file of an output flag can be written, before anything runs. Its folder is created.
 
     Raises:
-        InputError: it cannot; the message names the flag.
+        InputError: it cannot be written; the message names the flag.
     """
     if path is not None and path.is_dir():
         raise InputError(f"{flag} {path} is a folder: name a file")
@@ -41,7 +41,11 @@ def check_output_file(flag: str, path: Path | None) -> None:
 
 
 def check_output_folder(flag: str, folder: Path | None) -> None:
-    """As :func:`check_output_file`, for a folder to write files to."""
+    """Check that files can be written to the folder of an output flag. It is created.
+
+    Raises:
+        InputError: they cannot be written; the message names the flag.
+    """
     if folder is None:
         return
     try:
@@ -52,8 +56,10 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
 
 
 class Unchecked:
-    """A configuration on its way from the command line: its checks run when it becomes one, and what they say
-    reaches the user as it is, without the parser's words around it."""
+    """Base of flag groups that skips the checks of their configuration class.
+
+    They run when the command makes the configuration, so their messages reach the user without the parser's text.
+    """
 
     def __post_init__(self) -> None:
         pass
@@ -61,14 +67,15 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class EngineFlags(Unchecked, EngineConfig):
-    """What the engine runs and how much memory it may take."""
+    """The model's device and dtype, and the engine's memory and thread limits."""
 
-    model: tyro.conf.Suppress[str] = ""  # an argument of the command itself, before all flags
+    model: tyro.conf.Suppress[str] = ""  # the command's own positional argument
 
     def config(self, model: str) -> EngineConfig:
-        """
+        """The engine's configuration; a model on the hub is downloaded.
+
         Raises:
-            FileNotFoundError: the model is neither here nor to be had.
+            FileNotFoundError: the model is neither a local folder nor on the hub.
             ValueError: a value is out of range.
         """
         config = EngineConfig(**{**asdict(self), "model": model})
@@ -79,9 +86,9 @@ class EngineFlags(Unchecked, EngineConfig):
 class SamplingFlags(Unchecked, SamplingParams):
     """How tokens are chosen and when the output stops."""
 
-    seed: tyro.conf.Suppress[int | None] = None  # the engine's --seed gives each prompt one of its own
-    logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # token ids mean nothing on a command line
-    logprobs: tyro.conf.Suppress[int | None] = None  # commands print texts
+    seed: tyro.conf.Suppress[int | None] = None  # each prompt's seed derives from the engine's --seed
+    logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # not useful on a command line
+    logprobs: tyro.conf.Suppress[int | None] = None  # commands print only text
     prompt_logprobs: tyro.conf.Suppress[int | None] = None
 
     def params(self) -> SamplingParams:
@@ -93,14 +100,15 @@ class StrategyFlags(Unchecked, StrategyConfig):
     """How the CPU is used."""
 
     def config(self, *systems: SystemName) -> StrategyConfig:
-        """
+        """The strategies' configuration.
+
         Raises:
-            InputError: strategies are asked for and none of ``systems`` has any.
+            InputError: a strategy flag is given and none of ``systems`` has strategies.
             ValueError: the flags contradict each other.
         """
         if not any(find_system(name).offloads for name in systems) and self != StrategyFlags():
             raise InputError(
-                f"the strategy flags mean nothing to {' and '.join(systems)}, GPU-only: drop them, or name another "
+                f"the strategy flags have no effect on {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"
             )
         return StrategyConfig(**asdict(self))
@@ -108,20 +116,20 @@ class StrategyFlags(Unchecked, StrategyConfig):
 
 @dataclass(frozen=True)
 class TimelineFlags:
-    """A picture of what runs when."""
+    """A timeline of some iterations."""
 
     trace_timeline: Annotated[Path | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None
     """Write some iterations as a trace for ui.perfetto.dev (JSON) and as a chart (PNG); recording costs a little."""
     timeline_iterations: int = 3
-    """How many, one after the other."""
+    """Number of consecutive iterations to record."""
     timeline_start: int | None = None
-    """The first of them, counted from 0; by default the nearest to the middle of the run that move CPU requests."""
+    """First iteration to record, from 0; by default those nearest to the middle of the run that move CPU requests."""
 
     def check(self, systems: Sequence[str]) -> None:
-        """
+        """Check the flags before anything runs.
+
         Raises:
-            InputError: a flag makes no sense, the timelines of several systems are to go to one file, or none can be
-                written there.
+            InputError: a flag has no effect or is out of range, several systems share a file, or it is not writable.
         """
         if self.trace_timeline is None:
             if self != TimelineFlags():
@@ -142,9 +150,9 @@ class TimelineFlags:
     def traced(
         self, engine: Engine, setting: str, progress: Callable[[], float], *, simulated: bool = False
     ) -> Iterator[None]:
-        """Record the run inside, if that is asked for, and write its timeline at the end.
+        """Record the run inside the ``with``, if asked for, and write its timeline at the end.
 
-        ``setting`` says in words what runs where; ``progress`` how far the run is, 0 to 1.
+        ``setting`` describes what runs where; ``progress`` returns how far the run is, 0 to 1.
         """
         if self.trace_timeline is None:
             yield
@@ -163,13 +171,13 @@ class TimelineFlags:
 
 
 @contextmanager
-def running(
+def running_engine(
     system: SystemName, config: EngineConfig, strategy: StrategyConfig, profile: Path | None
 ) -> Iterator[Engine]:
-    """The engine that a command's flags ask for, closed at the end.
+    """The engine that a command's flags ask for; prints its pools and threads, and closes it at the end.
 
     Raises:
-        InputError: they ask for something that cannot be had; the message says what to do.
+        InputError: the engine cannot be built; the message says what to do.
     """
     with input_errors():
         from apex.systems import build_system
@@ -183,7 +191,7 @@ def running(
 
 
 def cpu_attention_line(description: Mapping[str, Any]) -> str:
-    """Who computes attention on the CPU, and how fast it was when the machine was profiled."""
+    """The kernel and threads of CPU attention, and their speed in the profile."""
     threads, rate = description["cpu_threads"], description.get("cpu_attention_gbps")
     speed = f", {rate:.1f} GB/s of K and V in the profile" if rate else ""
     return (

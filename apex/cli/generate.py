@@ -18,7 +18,7 @@ from apex.cli.flags import (
     SamplingFlags,
     StrategyFlags,
     SystemName,
-    running,
+    running_engine,
 )
 from apex.perf.progress import progress_bar
 
@@ -43,11 +43,11 @@ class Generate(ConfigFile):
     model: ModelName
     """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
-    """Texts to complete; without any, each line of standard input is one."""
+    """Texts to complete; by default one per line of standard input."""
     system: SystemName = "apex"
-    """How the CPU helps: not at all in vllm and swiftllm, in the others as the papers of these names have it."""
+    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
     chat: bool = False
-    """Put each prompt to the model as a user's message, in its own chat template."""
+    """Send each prompt as a user's message, in the model's chat template."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
@@ -59,7 +59,7 @@ class Generate(ConfigFile):
         with input_errors():
             sampling = self.sampling.params()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
-        with running(self.system, config, strategy, self.profile) as engine:
+        with running_engine(self.system, config, strategy, self.profile) as engine:
             with input_errors():
                 for index, prompt in enumerate(encode(engine, prompts, self.chat)):
                     engine.add_request(str(index), prompt, sampling)
@@ -70,14 +70,14 @@ class Generate(ConfigFile):
         return 0
 
     def _print_one(self, engine: Engine) -> int:
-        """Print a lone answer as it comes."""
+        """Print the only output as it is generated."""
         stream = engine.tokenizer.stream()
-        outputs = finish(engine, lambda output: print(stream.push(output.new_token_ids), end="", flush=True))
+        outputs = run_to_end(engine, lambda output: print(stream.push(output.new_token_ids), end="", flush=True))
         print(stream.finish())
         return len(outputs["0"].token_ids)
 
     def _print_all(self, engine: Engine, prompts: Sequence[str]) -> int:
-        """Print the answers below their prompts, in the order of the prompts."""
+        """Print all outputs at the end, each below its prompt."""
         total = len(prompts) * self.sampling.max_tokens
         done = 0
         with progress_bar("generating") as report:
@@ -87,7 +87,7 @@ class Generate(ConfigFile):
                 done += len(output.new_token_ids)
                 report(done / total, f"{done} tokens")
 
-            outputs = finish(engine, count)
+            outputs = run_to_end(engine, count)
         for index, prompt in enumerate(prompts):
             print(f"{'' if index == 0 else chr(10)}>>> {prompt}")
             print(engine.tokenizer.decode(outputs[str(index)].token_ids))
@@ -95,7 +95,11 @@ class Generate(ConfigFile):
 
 
 def read_lines() -> tuple[str, ...]:
-    """One prompt per line of standard input that is not blank."""
+    """The lines of standard input that are not blank, as prompts.
+
+    Raises:
+        InputError: there are none.
+    """
     prompts = () if sys.stdin.isatty() else tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
     if not prompts:
         raise InputError("no prompt: give one or more as arguments, or one per line on standard input")
@@ -111,8 +115,8 @@ def encode(engine: Engine, prompts: Sequence[str], chat: bool) -> list[list[int]
     return [tokenizer.encode(prompt) for prompt in prompts]
 
 
-def finish(engine: Engine, on_output: Callable[[RequestOutput], None]) -> dict[str, RequestOutput]:
-    """Run the engine until nothing is left; returns the last output of each request."""
+def run_to_end(engine: Engine, on_output: Callable[[RequestOutput], None]) -> dict[str, RequestOutput]:
+    """Run the engine until all requests have ended. Returns the last output of each."""
     outputs = {}
     while engine.has_unfinished():
         for output in engine.step():

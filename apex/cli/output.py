@@ -1,4 +1,4 @@
-"""How figures look on the screen."""
+"""Formats numbers and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PLAIN_WIDTH = 120
 
 
 def stdout_console() -> Console:
-    """The terminal; a wide plain page where the output goes to a file or a pipe."""
+    """A console for standard output: plain and 120 columns wide if that is a file or a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def number(value: float | None, form: str) -> str:
-    """A number as a table cell; a dash where it does not apply."""
+    """A number as a table cell; None is a dash."""
     return "-" if value is None else format(value, form)
 
 
@@ -25,7 +25,7 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def mix(strategy_iterations: Mapping[str, int]) -> str:
+def strategy_mix(strategy_iterations: Mapping[str, int]) -> str:
     """Strategies by their share of the iterations, most frequent first."""
     total = sum(strategy_iterations.values())
     ordered = sorted(strategy_iterations.items(), key=lambda item: -item[1])

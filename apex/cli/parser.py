@@ -1,4 +1,4 @@
-"""The one way in which commands read their command line: dataclasses for tyro, the help text below each field."""
+"""Parses command lines into dataclasses with tyro; the text below each field is its help."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 Options = TypeVar("Options")
 
-SEEN = object()  # marks what the rule below passes on to the others, so that it lets it pass
+SEEN = object()  # marks types that the rule below has handed to the other rules, so that it skips them
 HINTS = ConstructorRegistry()
 
 
 @HINTS.struct_rule
 def without_empty_hints(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Options as they are, without "(default: None)": where the default is None or empty, the text says what holds."""
+    """Suppresses "(default: None)" and the like: for None and empty defaults the help text says what applies."""
     if not is_dataclass(info.type) or SEEN in info.markers:
         return None
     spec = ConstructorRegistry.get_struct_spec(replace(info, markers=(*info.markers, SEEN)))
@@ -38,15 +38,16 @@ def parse_options(
     markers: Sequence[Any] = (),
     **settings: Any,
 ) -> Options:
-    """What the command line, or ``arguments``, says of a dataclass of options. ``markers`` are tyro's, for all fields;
-    ``settings`` go to ``tyro.cli``.
+    """The dataclass ``options``, filled from ``arguments`` (by default the command line).
+
+    ``markers`` are tyro's, for all fields; ``settings`` go to ``tyro.cli``.
 
     Raises:
-        SystemExit: with 0 after ``--help``, with 2 for what cannot be understood.
+        SystemExit: with 0 after ``--help``, with 2 for arguments that cannot be parsed.
     """
-    markers = (tyro.conf.DisallowNone, *markers)  # nobody types "None": it is what is there without the flag
+    markers = (tyro.conf.DisallowNone, *markers)  # None is the value of an absent flag, not one to type
     try:
         return tyro.cli(options, prog=prog, args=arguments, config=markers, registry=HINTS, **settings)
-    except BrokenPipeError:  # the help's reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+    except BrokenPipeError:  # the reader of the help has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         raise SystemExit(0) from None

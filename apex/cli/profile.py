@@ -1,4 +1,4 @@
-"""`apex profile`: measure what the schedulers predict from, and show the key figures."""
+"""`apex profile`: measures the profile table from which schedulers predict, and prints its key figures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Profile(ConfigFile):
       apex profile MODEL
       apex profile MODEL --num-gpu-blocks 500 --output table.json
 
-    Engines measure one on their first start; run this to see it, to measure again, or to keep it in a file. A table
-    is good for one set of engine flags: give the same ones here as to the command that is to use it.
+    Engines measure a table on their first start. Run this to see it, to measure again, or to keep it in a file. A table
+    is valid for one set of engine flags: give the same ones here as to the command that uses it.
     """
 
     model: ModelName
@@ -60,7 +60,7 @@ class Profile(ConfigFile):
 
 
 def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) -> Table:
-    """What decides whether and how offloading pays, one figure a line. ``bytes_per_token``: K and V in one layer."""
+    """The figures that decide whether offloading pays, one a line. ``bytes_per_token``: K and V of one layer."""
     model = PerfModel(profile, num_layers)
     gpu, cpu = attention_rate(profile.gpu_attention), attention_rate(profile.cpu_attention)
     rows = [
@@ -72,11 +72,11 @@ def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) 
         for tokens in LINEAR_TOKENS
     ]
     rows += [
-        ("  about flat up to (the knee)", str(model.linear_knee_tokens), "tokens"),
+        ("  nearly constant up to (the knee)", str(model.linear_knee_tokens), "tokens"),
         ("GPU attention rate N_G", rate_text(gpu), "context tokens/s, one layer"),
         ("CPU attention rate N_C", rate_text(cpu), "context tokens/s, one layer"),
         ("  which reads", number(cpu and cpu * bytes_per_token / 1e9, ".2f"), "GB/s of K and V"),
-        ("N_G / N_C", number(ratio(gpu, cpu), ".2f"), "pipelining wants it small (inequality 6)"),
+        ("N_G / N_C", number(ratio(gpu, cpu), ".2f"), "pipelining needs it small (inequality 6)"),
     ]
     return table(("figure", "value", "unit"), rows, left=("figure", "unit"))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running
+from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running_engine
 from swiftllm.server.service.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerFlags(Unchecked, ServerSettings):
-    """Where the server listens and whom it lets in."""
+    """Address and access rules of the server."""
 
     def settings(self) -> ServerSettings:
         return ServerSettings(**asdict(self))
@@ -29,7 +29,7 @@ class ServerFlags(Unchecked, ServerSettings):
 
 @dataclass(frozen=True)
 class LimitFlags(Unchecked, ServiceLimits):
-    """What the server puts up with."""
+    """Limits of the server."""
 
     def limits(self) -> ServiceLimits:
         return ServiceLimits(**asdict(self))
@@ -47,14 +47,14 @@ class Serve(ConfigFile):
       apex serve --config serve.yaml
 
     where serve.yaml holds lines such as `model: /models/llama-3.1-8b` and `num-gpu-blocks: 500`. The first start with a
-    model measures the machine (SmolLM2 on two cores is there after about 30 s, later after 6 s). A page at / shows what
-    the engine does. Ctrl-C lets the requests under way end, then stops. See docs/serving.md.
+    model measures the machine: SmolLM2 on two cores is ready after about 30 s, later after 6 s. A page at / shows what
+    the engine is doing. Ctrl-C lets running requests finish, then stops. See docs/serving.md.
     """
 
     model: ModelName
     """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: SystemName = "apex"
-    """How the CPU helps: not at all in vllm and swiftllm, in the others as the papers of these names have it."""
+    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     server: ServerFlags = field(default_factory=ServerFlags)
@@ -67,8 +67,8 @@ class Serve(ConfigFile):
             settings, limits = self.server.settings(), self.limits.limits()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
         settings = replace(settings, port=free_port(settings.host, settings.port))
-        run_server = server_function()
-        with running(self.system, config, strategy, self.profile) as engine:
+        run_server = import_run_server()
+        with running_engine(self.system, config, strategy, self.profile) as engine:
             from apex.timeline.live import LiveTimeline
 
             recorder = LiveTimeline(engine)
@@ -80,7 +80,7 @@ class Serve(ConfigFile):
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, or for 0 one that is free; asked for before the model takes its time to load.
+    """The port, or a free one for 0. Checked before the model is loaded, which takes time.
 
     Raises:
         InputError: another program listens there, or this machine has no such address.
@@ -101,8 +101,8 @@ def free_port(host: str, port: int) -> int:
         raise InputError(f"{where}: {advice.get(error.errno, error.strerror)}") from None
 
 
-def server_function() -> Callable[[EngineService, ServerSettings, LiveTimeline], None]:
-    """What serves an engine over HTTP.
+def import_run_server() -> Callable[[EngineService, ServerSettings, LiveTimeline], None]:
+    """The function that serves an engine over HTTP.
 
     Raises:
         InputError: a package it needs is not installed.
@@ -115,14 +115,14 @@ def server_function() -> Callable[[EngineService, ServerSettings, LiveTimeline],
 
 
 def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimits) -> str:
-    """What runs, where it listens, and what it will take."""
-    told, scheduler = engine.describe(), engine.scheduler
+    """The text printed at the start: system, model, limits and addresses."""
+    description, scheduler = engine.describe(), engine.scheduler
     longest, at_once = scheduler.longest_request, scheduler.limits.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
-        f"{told['system']} serves {told['model']} ({told['dtype']}) on {told['device']}\n"
+        f"{description['system']} serves {description['model']} ({description['dtype']}) on {description['device']}\n"
         f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting\n"
         f"{no_text if engine.tokenizer is None else ''}"

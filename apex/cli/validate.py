@@ -1,5 +1,4 @@
-"""`apex validate`: the simulator against this machine. Another package's command, found by name as plugins are, and so
-is what else of that package commands here can do with."""
+"""`apex validate`, and other optional parts of packages above this one, imported by name like plugins."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from apex.cli.errors import InputError
 
 
 class OptionalVerb(NamedTuple):
-    """A verb that comes with a package above this one, which nothing here may import."""
+    """A verb of a package above this one, which `apex` may not import directly."""
 
     module: str
     summary: str
 
 
 OPTIONAL_VERBS = {
-    "validate": OptionalVerb("evaluation.validate", "Hold the simulator against real runs on this machine."),
+    "validate": OptionalVerb("evaluation.validate", "Compare the simulator with real runs on this machine."),
 }
 
 
@@ -43,6 +42,6 @@ def optional_module(module: str, wanted_by: str) -> ModuleType:
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"`{wanted_by}` comes with the package `{package}`, which is not installed: run it from the repository, "
-            "or install that with `make setup`"
+            "or install it with `make setup`"
         )
     return importlib.import_module(module)

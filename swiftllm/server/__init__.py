@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: an engine on a thread of its own, and HTTP in front of it."""
+"""The OpenAI-compatible server: the engine's thread (service), HTTP (api), and views of both (observe)."""

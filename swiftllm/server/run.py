@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn until a signal, and lets what is under way end first."""
+"""Runs the application under uvicorn until a signal, then drains it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from types import FrameType
 import uvicorn
 
 from swiftllm.server.api.app import create_app
-from swiftllm.server.api.header_limits import LAST_BYTES_TIMEOUT_S, Connection
+from swiftllm.server.api.header_limits import LAST_BYTES_TIMEOUT_S, LimitedConnection
 from swiftllm.server.observe.status import IterationRecorder
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
-# The engine's thread launches a layer's work and sleeps, over and over. By default it would wait up to 5 ms for the
-# interpreter's lock when it wakes up while the event loop serves a step's tokens, and the device with it.
+# The engine's thread launches a layer's work and sleeps, over and over. It may wake up while the event loop serves a
+# step's tokens. With Python's default of 5 ms it, and the device, would wait that long for the interpreter's lock.
 SWITCH_INTERVAL_S = 0.001
-EXIT_INTERRUPTED = 130  # as shells have it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM or SIGINT goes on answering, with 503 to what is new, until the service is drained; then exits.
+    """On SIGTERM or SIGINT answers new requests with 503 until the service is drained, then exits.
 
-    A second SIGINT quits at once.
+    A second SIGINT exits immediately.
     """
 
     def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
@@ -38,14 +38,14 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler; the base class would stop listening, and die of the same signal in the end."""
+        """The signal handler. The base class would stop listening, and raise the signal again after shutdown."""
         if self._draining is not None and sig == signal.SIGINT:
-            logging.getLogger("uvicorn.error").warning("Interrupted again: quitting at once")
-            os._exit(EXIT_INTERRUPTED)  # whatever hangs, and without the errors of all that is cut off
-        asyncio.get_running_loop().call_soon_threadsafe(self.begin_to_drain)
+            logging.getLogger("uvicorn.error").warning("Interrupted again: exiting immediately")
+            os._exit(EXIT_INTERRUPTED)  # even if a thread hangs, and without a traceback for every open connection
+        asyncio.get_running_loop().call_soon_threadsafe(self.start_draining)
 
-    def begin_to_drain(self) -> None:
-        """On the server's event loop."""
+    def start_draining(self) -> None:
+        """Must be called on the server's event loop."""
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
 
@@ -63,23 +63,25 @@ def make_server(
         create_app(service, settings, recorder),
         host=settings.host,
         port=settings.port,
-        http=Connection,
+        http=LimitedConnection,
         ws="none",
         access_log=False,
-        timeout_graceful_shutdown=math.ceil(LAST_BYTES_TIMEOUT_S) + 1,  # connections close themselves before
+        timeout_graceful_shutdown=math.ceil(LAST_BYTES_TIMEOUT_S) + 1,  # connections close themselves earlier
     )
     return DrainingServer(config, service)
 
 
 def run_server(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> None:
-    """Start the service, serve it until SIGTERM or SIGINT, drain it and close it. ``recorder``: see the status page.
+    """Start the service, serve it until SIGTERM or SIGINT, drain it and close it.
+
+    ``recorder`` gives the status page its timeline.
 
     Raises:
-        SystemExit: the server could not be started (uvicorn's log says why).
+        SystemExit: the server could not be started (the reason is in uvicorn's log).
     """
     server = make_server(service, settings, recorder)
-    allow_open_files()
-    # What importing and loading has made stays: a full collection would look through it for a tenth of a second.
+    raise_open_file_limit()
+    # Imported modules and the loaded model are never freed. Scanning them would take a full collection 0.1 s.
     gc.collect()
     gc.freeze()
     switch_interval_s = sys.getswitchinterval()
@@ -93,7 +95,7 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
         gc.unfreeze()
 
 
-def allow_open_files() -> None:
-    """Every client is an open file, and many systems allow 1,024 unless asked for more."""
+def raise_open_file_limit() -> None:
+    """Raise the soft limit to the hard one: every client is an open file, and the usual soft limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,33 +1,33 @@
-"""Where the server listens and whom it lets in: frozen values, the help text beside each field (the CLI shows it)."""
+"""Address and access rules of the server: frozen values. The CLI shows the text below each field as its help."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-ORIGIN = re.compile("[a-z-]+://[^/]+")  # extensions of browsers have schemes of their own
+ORIGIN = re.compile("[a-z-]+://[^/]+")  # browser extensions have their own schemes
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The HTTP side of a server.
+    """Address and access rules of a server.
 
     Raises:
         ValueError: a field lies outside its range; the message names the field and the value.
     """
 
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 is every interface of this machine."""
+    """Address to listen on; 0.0.0.0 is every interface of this machine."""
     port: int = 8000
-    """Port to listen at; 0 takes any that is free."""
+    """Port to listen on; 0 takes any free port."""
     served_model_name: str | None = None
-    """What clients call the model; by default the name of its folder."""
+    """Model name that clients use; by default the name of the model's folder."""
     api_key: str | None = None
-    """Clients must send it as `Authorization: Bearer KEY`; by default anybody may come in."""
+    """Key that clients must send as `Authorization: Bearer KEY`; by default no key is required."""
     allowed_origins: tuple[str, ...] = ()
-    """Websites whose pages may call the server from a browser, such as http://localhost:3000; * is all of them."""
+    """Origins whose web pages may call the server from a browser (CORS), such as http://localhost:3000; * is all."""
     max_body_bytes: int = 4 * 2**20
-    """Size of a request's body at most; reading a large one holds up all streams."""
+    """Maximum size of a request body; reading a large one delays all streams."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -38,4 +38,4 @@ class ServerSettings:
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes!r} must be at least 1")
         if self.api_key is not None and not self.api_key:
-            raise ValueError("api_key is empty: give one, or leave it out to let anybody in")
+            raise ValueError("api_key is empty: give one, or leave it out to require none")

@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's endpoints, what a body may say, and how answers are written."""
+"""HTTP: OpenAI's endpoints, the request bodies they accept, and the responses."""

@@ -1,4 +1,4 @@
-"""The application: every path, who may ask for it, and what is done with a body."""
+"""The application: every path, its access rule, and the reading of request bodies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
-from swiftllm.server.api.chat import chat
-from swiftllm.server.api.completions import complete
+from swiftllm.server.api.chat import answer_chat
+from swiftllm.server.api.completions import answer_completion
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.event_writer import SERVER_SEND
-from swiftllm.server.api.parsing import Body, parse
+from swiftllm.server.api.parsing import Body, parse_body
 from swiftllm.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -24,40 +24,40 @@ from swiftllm.server.api.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from swiftllm.server.api.request_starts import Turns
+from swiftllm.server.api.request_starts import RequestStarts
 from swiftllm.server.observe.activity import ActivityLog
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import IterationRecorder, StatusPage
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
-READ = ["GET", "HEAD"]  # some load balancers ask for the head alone
+READ = ["GET", "HEAD"]  # some load balancers send HEAD
 
 
 class Application(FastAPI):
-    """Keeps out of the way of tokens: requests begin in turn, and streams get the server's own ``send``.
+    """Keeps overhead off the tokens: requests start one at a time, and streams get the server's own ``send``.
 
-    Every layer of Starlette wraps ``send`` to learn whether a response has begun, and each of these wrappers would run
-    for every token of every stream.
+    Every layer of Starlette wraps ``send`` to learn whether a response has begun. Each wrapper would run for every
+    token of every stream.
     """
 
-    def __init__(self, turns: Turns, **options: Any) -> None:
+    def __init__(self, request_starts: RequestStarts, **options: Any) -> None:
         super().__init__(**options)
-        self._turns = turns
+        self._request_starts = request_starts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._turns.wait()
+            await self._request_starts.wait_for_start()
             scope[SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
 
 def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> ASGIApp:
-    """The HTTP side of a service. ``recorder`` gives the status page its timeline."""
+    """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
     app = Application(
-        Turns(lambda: service.is_serving), title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None
+        RequestStarts(lambda: service.is_serving), title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None
     )
     handle_errors(app, metrics)
     app.include_router(open_routes(context))
@@ -67,13 +67,15 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     app.include_router(api_routes(context))
     if not settings.allowed_origins:
         return app
-    return CORSMiddleware(app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])  # has streams, too
+    return CORSMiddleware(
+        app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+    )  # wraps ``send`` of streams too
 
 
 def api_routes(context: ServingContext) -> APIRouter:
-    """What asks for the API key where there is one."""
+    """Paths that require the API key if one is set."""
 
-    async def check_key(request: Request) -> None:  # plain functions are run in a thread, which costs more than this
+    async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
         key = context.settings.api_key
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
@@ -83,7 +85,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     router = APIRouter(dependencies=[Depends(check_key)])
 
     async def body_of(request: Request, kind: type[Body]) -> Body:
-        body = parse(kind, await read_body(request, context.settings.max_body_bytes))
+        body = parse_body(kind, await read_body(request, context.settings.max_body_bytes))
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
             body.check()
@@ -91,11 +93,11 @@ def api_routes(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await complete(context, await body_of(request, CompletionRequest), request)
+        return await answer_completion(context, await body_of(request, CompletionRequest), request)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await chat(context, await body_of(request, ChatRequest), request)
+        return await answer_chat(context, await body_of(request, ChatRequest), request)
 
     @router.api_route("/v1/models", methods=READ)
     async def models() -> Response:
@@ -117,7 +119,7 @@ def api_routes(context: ServingContext) -> APIRouter:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
         strings = None
         if body.return_token_strs:
-            strings = await context.beside(context.needed_tokenizer().token_strings, tokens)
+            strings = await context.run_in_thread(context.require_tokenizer().token_strings, tokens)
         count = {"count": len(tokens), "max_model_len": context.longest_request}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
@@ -130,7 +132,7 @@ def api_routes(context: ServingContext) -> APIRouter:
 
 
 def open_routes(context: ServingContext) -> APIRouter:
-    """What answers without an API key: nothing of it costs anything or tells a secret."""
+    """Paths that answer without an API key: they are cheap and reveal no secret."""
     router = APIRouter()
 
     @router.api_route("/health", methods=READ)
@@ -151,7 +153,7 @@ def open_routes(context: ServingContext) -> APIRouter:
 
 
 def model_card(context: ServingContext) -> dict[str, Any]:
-    """The model in the words of OpenAI's API and vLLM's."""
+    """The model's entry in `/v1/models`, with the fields of OpenAI and vLLM."""
     return {
         "id": context.model_name,
         "object": "model",
@@ -167,7 +169,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is too large; reading stops where that is clear.
+        ApiError: it exceeds ``max_bytes``; the rest is not read.
     """
     parts: list[bytes] = []
     num_bytes = 0

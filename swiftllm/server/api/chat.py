@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: conversations in the model's own form."""
+"""`/v1/chat/completions`: conversations, rendered with the model's chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftllm.server.api.protocol import ChatRequest
 from swiftllm.server.api.responses import Answer, finite, respond, token_text
 
 
-async def chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
+async def answer_chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
     """Answer a request for the next message of a conversation.
 
     Raises:
@@ -23,25 +23,27 @@ async def chat(context: ServingContext, body: ChatRequest, request: Request) -> 
     """
     prompt = Prompt(await context.encode_chat(body.messages, body))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is None:  # whatever is left; nothing is refused below, with the numbers
+    if max_tokens is None:  # all that is left; a prompt that leaves no room is refused on submission, with the numbers
         max_tokens = max(1, context.longest_request - len(prompt.token_ids))
     generation = Generation(context, "chatcmpl", body, [prompt], max_tokens)
     return await respond(ChatAnswer(context, generation, body), body, request)
 
 
 class ChatAnswer(Answer):
+    """Formats the outputs as chat completions."""
+
     object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
     text_before, text_after = '"delta":{"content":', "}"
 
-    def opening(self, choice: Choice) -> str:
+    def opening_events(self, choice: Choice) -> str:
         role = '"delta":{"role":"assistant","content":""}'
-        return self.event(choice, f'{role},"logprobs":null,"finish_reason":null')
+        return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null')
 
-    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def beside_choices(self) -> dict[str, Any]:
-        return self.prompt_logprobs(self.generation.choices[0])  # they have one prompt
+    def extra_fields(self) -> dict[str, Any]:
+        return self.prompt_logprobs(self.generation.choices[0])  # all choices have the same prompt
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [

@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts as texts or token ids, and what comes after them."""
+"""`/v1/completions`: continuations of prompts given as texts or token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.api.responses import Answer, finite, respond, token_text
 
 
-async def complete(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
+async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
     """Answer a request for completions.
 
     Raises:
@@ -33,6 +33,8 @@ async def complete(context: ServingContext, body: CompletionRequest, request: Re
 
 
 class CompletionAnswer(Answer):
+    """Formats the outputs as completions."""
+
     object_name = chunk_object_name = "text_completion"
     text_before, text_after = '"text":', ""
 
@@ -42,10 +44,10 @@ class CompletionAnswer(Answer):
         self._with_logprobs = body.logprobs is not None
         self._offsets = [0] * len(generation.choices)
 
-    def opening(self, choice: Choice) -> str:
-        return "".join(self.chunk(choice, piece) for piece in self.before(choice))
+    def opening_events(self, choice: Choice) -> str:
+        return "".join(self.chunk_event(choice, piece) for piece in self.prompt_pieces(choice))
 
-    def before(self, choice: Choice) -> list[Piece]:
+    def prompt_pieces(self, choice: Choice) -> list[Piece]:
         if not self._echo:
             return []
         entries: list[TokenLogprob] = []
@@ -53,14 +55,16 @@ class CompletionAnswer(Answer):
             entries = [TokenLogprob(choice.prompt.token_ids[0], math.nan), *choice.stream.prompt_logprobs]
         return [Piece(self._prompt_text(choice), entries)]
 
-    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"text": text, **self.prompt_logprobs(choice)}
 
     def _prompt_text(self, choice: Choice) -> str:
         prompt = choice.prompt
         if prompt.text is not None or self.tokenizer is None:
             return prompt.text or ""
-        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)  # as logprobs name them
+        return self.tokenizer.decode(
+            prompt.token_ids, skip_special_tokens=False
+        )  # so that it equals the tokens in `logprobs`
 
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [token_text(self.tokenizer, entry.token_id) for entry in entries]
@@ -76,10 +80,12 @@ class CompletionAnswer(Answer):
         }
 
     def _likeliest(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens, and the one that was chosen where it is none of them."""
+        """The most likely tokens, and the chosen one if it is not among them."""
         if math.isnan(entry.logprob):
             return None
         likeliest: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            likeliest.setdefault(token_text(self.tokenizer, token_id), finite(logprob))  # of equal texts the likelier
+            likeliest.setdefault(
+                token_text(self.tokenizer, token_id), finite(logprob)
+            )  # of tokens with equal texts the likelier one
         return likeliest

@@ -1,4 +1,4 @@
-"""What every endpoint needs to know of the model being served."""
+"""The served model as every endpoint needs it: service, names, limits and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swiftllm.server.api.protocol import ChatMessage, TemplateOptions
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
-LONG_TEXT_CHARS = 2000  # takes about a millisecond to tokenize, as long as the event loop may be held up
-MAX_NAME_CHARS = 100  # of what a client says, in a message
+LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
+MAX_NAME_CHARS = 100  # of a client's text, in an error message
 
 Result = TypeVar("Result")
 
 
 class ServingContext:
-    """The service, the model's names and numbers, and its tokenizer."""
+    """The service, its settings, and the model's names, limits and tokenizer."""
 
     def __init__(self, service: EngineService, settings: ServerSettings) -> None:
         engine = service.engine
@@ -36,10 +36,10 @@ class ServingContext:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:
-        """None and "" are the model there is, as in vLLM.
+        """Check the model that a client names; None and "" are the served model, as in vLLM.
 
         Raises:
-            ApiError: another model is asked for.
+            ApiError: the client names another model.
         """
         if name and name != self.model_name:
             message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {self.model_name!r}"
@@ -47,11 +47,11 @@ class ServingContext:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None: the model folder has none, requests are in token ids and answers have no text."""
+        """The tokenizer; None if the model folder has none: prompts are token ids and answers have no text."""
         return self._tokenizer
 
-    def needed_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for those who cannot do without.
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for requests that need one.
 
         Raises:
             ApiError: there is none.
@@ -61,52 +61,52 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self._tokenizer
 
-    async def beside(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What a function returns that would hold up the event loop, called beside it."""
+    async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Result of a function that would delay the event loop, called in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text; a long one is tokenized beside the event loop.
+        """Tokens of a text; a long one is tokenized in a thread.
 
         Raises:
             ApiError: there is no tokenizer.
         """
-        tokenizer = self.needed_tokenizer()
+        tokenizer = self.require_tokenizer()
         if len(text) <= LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens)
-        return await self.beside(tokenizer.encode, text, add_special_tokens)
+        return await self.run_in_thread(tokenizer.encode, text, add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones too.
+        """The text of tokens, including special tokens.
 
         Raises:
             ApiError: there is no tokenizer, or it does not know one of the tokens.
         """
-        tokenizer = self.needed_tokenizer()
-        strings = await self.beside(tokenizer.token_strings, token_ids)
+        tokenizer = self.require_tokenizer()
+        strings = await self.run_in_thread(tokenizer.token_strings, token_ids)
         if None in strings:
             unknown = token_ids[strings.index(None)]
             raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
-        return await self.beside(tokenizer.decode, token_ids, False)
+        return await self.run_in_thread(tokenizer.decode, token_ids, False)
 
     async def encode_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> list[int]:
-        """Tokens of a conversation in the model's own form.
+        """Tokens of a conversation, rendered with the model's chat template.
 
         Raises:
             ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
         """
         if how.continue_final_message and how.add_generation_prompt:
-            message = "continue_final_message goes with add_generation_prompt=false only"
+            message = "continue_final_message needs add_generation_prompt=false"
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         variables = how.chat_template_kwargs or {}
         options = (messages, how.add_generation_prompt, how.continue_final_message, variables)
-        render = self.needed_tokenizer().render_chat
+        render = self.require_tokenizer().render_chat
         try:
             if sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS:
                 text = render(*options)
             else:
-                text = await self.beside(render, *options)
+                text = await self.run_in_thread(render, *options)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
         return await self.encode(text, add_special_tokens=False)

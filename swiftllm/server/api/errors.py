@@ -1,4 +1,4 @@
-"""What goes wrong, in the words of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the form of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 FAILURE_STATUS = {"deadline": 504, "shutdown": 503}
-CLIENT_CLOSED_REQUEST = 499  # nginx's number, for logs
+CLIENT_CLOSED_REQUEST = 499  # nginx's status, for logs
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` names the field of the request that caused it."""
+    """An error response. ``param`` names the field that caused it; ``headers`` are HTTP's, with ``_`` for ``-``."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception."""
+    """The error response for an exception."""
     match error:
         case ApiError():
             return error
@@ -61,22 +61,22 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(FAILURE_STATUS.get(error.reason, 500), str(error), code=error.reason)
         case HTTPException(status_code=404):
             return ApiError(404, "there is no such path: text is made by /v1/completions and /v1/chat/completions")
-        case HTTPException():  # not with this method
+        case HTTPException():  # 405: the path does not have this method
             return ApiError(error.status_code, str(error.detail), **(error.headers or {}))
     return ApiError(500, f"the server failed: {type(error).__name__}; its log says more", code="internal_error")
 
 
 def handle_errors(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every error of ``app`` with an OpenAI body, and count it."""
+    """Answer every error of ``app`` with an OpenAI body, and count it in ``metrics``."""
 
     async def answer(_: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
         metrics.count_refusal(api_error.status)
         return api_error.response()
 
-    async def nobody_listens(_: Request, __: Exception) -> Response:
+    async def client_disconnected(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(ClientDisconnect, nobody_listens)
+    app.add_exception_handler(ClientDisconnect, client_disconnected)
     for kind in (ApiError, RequestRefused, QueueFull, ServiceStopping, RequestFailed, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

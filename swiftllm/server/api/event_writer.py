@@ -1,4 +1,4 @@
-"""Server-sent events on their way out: written by whoever has some, sent without a task while the client keeps up."""
+"""Sends server-sent events; it needs no asyncio task while the client keeps up."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any
 
 from starlette.types import Message, Send
 
-SERVER_SEND = "swiftllm.send"  # where in a scope the server's own ``send`` stands
+SERVER_SEND = "swiftllm.send"  # key of the server's own ``send`` in an ASGI scope
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+    (b"x-accel-buffering", b"no"),  # keeps nginx from buffering the events
 ]
 
 
 class EventWriter:
     """The body of one response. Headers go before the first event.
 
-    What is written in a turn of the event loop is sent in the next one: the texts of all streams of an engine's step
-    are made before the first is sent, which keeps the processor's caches with one thing at a time. What comes while a
-    slow client holds up the sending waits here; it is bounded by what the request may generate.
+    Text written in one pass of the event loop is sent in the next one. So the texts of all streams of a step are made
+    before the first is sent, which suits the processor's caches. Text for a slow client is kept here; the request's
+    token limit bounds it.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._texts: list[str] = []
         self._has_begun = False
-        self._sender: asyncio.Task[None] | None = None  # while the client holds it up
-        self._turn: asyncio.Handle | None = None
+        self._sender: asyncio.Task[None] | None = None  # while a slow client blocks the sending
+        self._send_handle: asyncio.Handle | None = None
 
     def write(self, text: str) -> None:
-        """Never waits. On the event loop's thread."""
+        """Add text to the body. Never waits; must be called on the event loop's thread."""
         self._texts.append(text)
-        if self._turn is None and self._sender is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
+        if self._send_handle is None and self._sender is None:
+            self._send_handle = asyncio.get_running_loop().call_soon(self._send_pending)
 
-    def _take_turn(self) -> None:
-        self._turn = None
-        rest = begin(self._send(self._body(more=True)) if self._has_begun else self._send_first())
+    def _send_pending(self) -> None:
+        self._send_handle = None
+        rest = run_until_wait(self._send(self._body(more=True)) if self._has_begun else self._send_first())
         if rest is not None:
-            self._sender = asyncio.create_task(self._go_on(rest))
+            self._sender = asyncio.create_task(self._send_rest(rest))
 
     async def _send_first(self) -> None:
         await self._begin_body()
         await self._send(self._body(more=True))
 
-    async def _go_on(self, rest: Awaitable[None]) -> None:
+    async def _send_rest(self, rest: Awaitable[None]) -> None:
         await rest
         while self._texts:
             await self._send(self._body(more=True))
@@ -64,7 +64,7 @@ class EventWriter:
         return {"type": "http.response.body", "body": body, "more_body": more}
 
     async def close(self) -> None:
-        """Send what is left and end the body."""
+        """Send the remaining text and end the body."""
         if self._sender is not None:
             await self._sender
         self.cancel()
@@ -73,24 +73,24 @@ class EventWriter:
         await self._send(self._body(more=False))
 
     def cancel(self) -> None:
-        """Send nothing more, unless it is closed."""
-        for under_way in (self._turn, self._sender):
+        """Cancel all sending that is scheduled or blocked."""
+        for under_way in (self._send_handle, self._sender):
             if under_way is not None:
                 under_way.cancel()
 
 
-def begin(coroutine: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None] | None:
-    """Run a coroutine here and now, as far as it goes without waiting. What is left of it; None: it is done."""
+def run_until_wait(coroutine: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None] | None:
+    """Run a coroutine until it first waits. Returns the rest of it, or None if it is done."""
     try:
         awaited = coroutine.send(None)
     except StopIteration:
         return None
-    return go_on(coroutine, awaited)
+    return resume_coroutine(coroutine, awaited)
 
 
 @types.coroutine
-def go_on(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """The rest of a coroutine that waits for what it has ``awaited``."""
+def resume_coroutine(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that has yielded ``awaited`` and waits for it."""
     try:
         yield awaited
     except BaseException:

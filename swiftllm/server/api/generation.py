@@ -1,4 +1,4 @@
-"""One HTTP request's outputs: submitted together, read side by side, given up together."""
+"""The outputs of one HTTP request: submitted, read and aborted together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftllm.server.service.service import Delta, NewRequest, TokenStream
 
 @dataclass(frozen=True)
 class Prompt:
-    """``text`` is the prompt as it was given, None where it was given as tokens."""
+    """A prompt in tokens. ``text`` is the original text, None if the client sent tokens."""
 
     token_ids: list[int]
     text: str | None = None
@@ -29,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One output: its place in the answer, where its tokens come from and what they become."""
+    """One output: its index in the answer, its prompt, the stream of its tokens and the text made of them."""
 
     index: int
     prompt: Prompt
@@ -37,15 +37,15 @@ class Choice:
     text: OutputText
 
 
-TakePiece = Callable[[Choice, Piece], None]
+PieceListener = Callable[[Choice, Piece], None]
 
 
 class Generation:
     """All outputs of one HTTP request, ``n`` for each prompt: output i of prompt p is choice ``p * n + i``.
 
     Raises:
-        ApiError: there are more outputs than the server takes at once, or one of them can never be served.
-        QueueFull, ServiceStopping: as the service says. In any case nothing has been started.
+        ApiError: there are more outputs than the server accepts at once, or one of them can never be served.
+        QueueFull, ServiceStopping: see :meth:`EngineService.submit`. After any error no output has been started.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Generation:
             for index, stream in enumerate(streams)
         ]
 
-    async def run(self, take: TakePiece, receive: Receive) -> None:
-        """Read all outputs to their ends and hand each piece to ``take``, which must not wait for anything.
+    async def read_outputs(self, on_piece: PieceListener, receive: Receive) -> None:
+        """Read all outputs to their ends and pass each piece to ``on_piece``, which must not block.
 
-        However this ends, nothing of the request goes on in the engine.
+        Outputs that have not finished by then are aborted, whatever ends the reading.
 
         Raises:
-            ClientDisconnect: ``receive``, the channel of a request whose body has been read, says so.
+            ClientDisconnect: ``receive`` reports it; the request's body must have been read from it before.
             RequestFailed: the engine failed one of the outputs.
         """
         self._num_open, self._over = len(self.choices), asyncio.get_running_loop().create_future()
         hang_up = asyncio.create_task(wait_for_hang_up(receive))
         try:
             for choice in self.choices:
-                choice.stream.listen(partial(self._read, choice, take))
+                choice.stream.set_listener(partial(self._read_delta, choice, on_piece))
             await asyncio.wait((self._over, hang_up), return_when=asyncio.FIRST_COMPLETED)
             if not self._over.done():
                 raise ClientDisconnect
@@ -103,41 +103,44 @@ class Generation:
             self._over.cancel()
             hang_up.cancel()
             for choice in self.choices:
-                choice.stream.listen(None)
-            self._service.abort([choice.stream.request_id for choice in self.choices])
+                choice.stream.set_listener(None)
+            self._service.abort_requests([choice.stream.request_id for choice in self.choices])
             await asyncio.gather(hang_up, return_exceptions=True)
 
-    def _read(self, choice: Choice, take: TakePiece, delta: Delta) -> None:
-        """Hand on what is new of an output. To wake a task for each token would take longer than all the rest."""
+    def _read_delta(self, choice: Choice, on_piece: PieceListener, delta: Delta) -> None:
+        """Pass on the new tokens of an output. Called without a task: waking one costs more than all other work."""
         try:
             if delta.token_ids or delta.finish_reason is not None:
-                piece = choice.text.take(delta)
-                take(choice, piece)
+                piece = choice.text.append_delta(delta)
+                on_piece(choice, piece)
                 if piece.finish_reason is not None:
                     self._end(choice)
                     return
             if delta.error is not None:
                 raise delta.error
         except Exception as error:
-            choice.stream.listen(None)
+            choice.stream.set_listener(None)
             if not self._over.done():
                 self._over.set_exception(error)
 
     def _end(self, choice: Choice) -> None:
-        choice.stream.listen(None)
-        self._service.end(choice.stream.request_id, "stop")  # a stop string ends it before the engine would
+        choice.stream.set_listener(None)
+        self._service.end_request(
+            choice.stream.request_id, "stop"
+        )  # needed if a stop string ended it: the engine would continue
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)
 
 
 async def wait_for_hang_up(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def with_own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
-    """The outputs of one prompt differ and can be reproduced all the same: seeds count up (and wrap, at 64 bits)."""
+    """Sampling of a prompt's output ``number``. Seeds count up, wrapping at 64 bits: outputs differ reproducibly."""
     if sampling.seed is None or number == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's, with ends where it has none."""
+"""A client's connection: uvicorn's, with a limit on header bytes and a deadline at shutdown."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from swiftllm.server.api.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024  # browsers and proxies stay far below
-LAST_BYTES_TIMEOUT_S = 5.0  # for clients to read what was sent, once all requests have ended
+LAST_BYTES_TIMEOUT_S = 5.0  # that clients get to read the last bytes after all requests have ended
 
 
-class Connection(HttpToolsProtocol):
-    """Reads a limited request line and headers, and closes with the server.
+class LimitedConnection(HttpToolsProtocol):
+    """Limits the bytes of request line and headers, and closes when the server shuts down.
 
-    The parser keeps what is no body in memory while it comes, and takes quadratic time for a long header.
+    Without the limit uvicorn's parser keeps headers of any size in memory, and takes quadratic time for a long one.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._num_bytes = 0  # read since the last of a body
+        self._num_bytes = 0  # read since the last byte of a body
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0
@@ -39,8 +39,10 @@ class Connection(HttpToolsProtocol):
             self._close_with(ApiError(431, message, code="headers_too_large"))
 
     def shutdown(self) -> None:
-        """The server ends; every request it has read has."""
-        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:  # may never come
+        """Close the connection: the server shuts down and all requests it has read have ended."""
+        if (
+            self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
+        ):  # the rest of the body may never come
             self._close_with(ApiError(503, "the server is shutting down", code="not_serving"))
         else:
             super().shutdown()

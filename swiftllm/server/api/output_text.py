@@ -1,4 +1,4 @@
-"""From the tokens of one output to its text: detokenizing, and the strings that end it."""
+"""Turns the tokens of one output into text: detokenizing, and stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftllm.server.service.service import Delta
 
 
 class StopStrings:
-    """Ends a growing text at the first of some strings; what may become one of them is held back."""
+    """Ends a growing text at the first stop string; text that may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
         self._stops = stops
@@ -24,7 +24,7 @@ class StopStrings:
         return bool(self._stops)
 
     def push(self, text: str) -> str:
-        """Take new text, return what is sure to stay. Once ``found`` is set, that was the last."""
+        """Add text and return the part that is certain to stay. Once ``found`` is set the text has ended."""
         if not self._stops:
             return text
         text = self._held + text
@@ -38,19 +38,19 @@ class StopStrings:
         return text[:sure]
 
     def finish(self) -> str:
-        """The text is over: what was held back did not become a stop string."""
+        """End the text and return the part held back: it did not become a stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def begun(stop: str, text: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    """Number of characters at the end of ``text`` that are a beginning of ``stop``."""
     most = min(len(stop) - 1, len(text))
     return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 class Piece(NamedTuple):
-    """What a delta adds to an output. ``stop_reason`` is the stop string or stop token that ended it (vLLM)."""
+    """The part of an output that a delta adds. ``stop_reason``, vLLM's, is the stop string or token that ended it."""
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 
 class NoText:
-    """Stands in for a text stream where there is no tokenizer."""
+    """A text stream for models without a tokenizer: it is always empty."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -69,9 +69,9 @@ class NoText:
 
 
 class OutputText:
-    """The text of one output while it grows. ``num_tokens`` counts the tokens so far, none after a stop string.
+    """The growing text of one output. ``num_tokens`` counts its tokens so far, up to a stop string.
 
-    A token that ends the output (end-of-sequence or stop token) is no part of the text unless stop strings shall be.
+    A token that ends the output (end-of-sequence or stop token) is part of the text only if ``include_stops`` is set.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class OutputText:
         self._include_stops = include_stops
         self._stop_token_ids = frozenset(stop_token_ids)
 
-    def take(self, delta: Delta) -> Piece:
-        """Take new tokens; a piece with a ``finish_reason`` is the last one, and may come before the engine's end."""
+    def append_delta(self, delta: Delta) -> Piece:
+        """Add new tokens. A piece with a ``finish_reason`` is the last one; a stop string may end the output early."""
         tokens, logprobs, reason, _ = delta
-        if reason is None and not self._stops.has_any:  # the rule
+        if reason is None and not self._stops.has_any:  # the common case
             self.num_tokens += len(tokens)
             return Piece(self._stream.push(tokens), logprobs)
         shown = tokens[:-1] if reason == "stop" and not self._include_stops else tokens
@@ -113,7 +113,7 @@ class OutputText:
 
 
 class NoOutput(OutputText):
-    """Of an output that nobody wants, only its end."""
+    """For a request that wants only its prompt back: no text, just the finish reason."""
 
-    def take(self, delta: Delta) -> Piece:
+    def append_delta(self, delta: Delta) -> Piece:
         return Piece("", finish_reason=delta.finish_reason)

@@ -1,4 +1,4 @@
-"""Bodies of requests: from JSON to values that are what they say."""
+"""Parses and validates JSON bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftllm.server.api.errors import ApiError
 
 
 class Lenient(BaseModel):
-    """Types are what they say (no "16" for 16), fields nobody knows are let in."""
+    """A body with strict types (no "16" for 16). Unknown fields are accepted and kept in ``model_extra``."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -23,22 +23,22 @@ def null_is_left_out(value: Any) -> Any:
 
 
 Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
-"""True or false; null is the default."""
+"""True or false; null stands for the default."""
 
 Body = TypeVar("Body", bound=Lenient)
 
 
-def parse(kind: type[Body], data: bytes) -> Body:
-    """A request's body.
+def parse_body(kind: type[Body], data: bytes) -> Body:
+    """Parse a request's body.
 
     Raises:
-        ApiError: it is no JSON, a field has a wrong type or value, or asks for what is not implemented.
+        ApiError: it is not JSON, or a field has a wrong type or value.
     """
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        # The path of a union names its members too, which tell a client nothing.
+        # For a union pydantic adds the member's type to the path, which means nothing to a client.
         path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
         where = ".".join(part for part in path if part not in ("str", "int"))
         message = f"{where}: {first['msg']}" if where else first["msg"]

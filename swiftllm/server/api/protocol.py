@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API and vLLM's additions to it: what they may say; `extras.py` has what nothing reads."""
+"""The request bodies of OpenAI's API and vLLM's additions: their fields, and the checks across fields."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
 from swiftllm.server.api.parsing import Flag, Lenient
-from swiftllm.server.api.unsupported import check_extras
+from swiftllm.server.api.unsupported import check_unsupported_fields
 
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16  # OpenAI takes four, vLLM any number, and evaluation harnesses send six
+MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
 MAX_STOP_CHARS = 1000
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
@@ -24,13 +24,13 @@ DEFAULT_TEMPERATURE = 1.0
 
 class StreamOptions(Lenient):
     include_usage: Flag = False
-    """One more chunk at the end, with the token counts of the whole request."""
+    """Add a last chunk with the token counts of the whole request."""
     continuous_usage_stats: Flag = False
-    """The token counts so far in every chunk (vLLM)."""
+    """Put the token counts so far into every chunk (vLLM)."""
 
 
 class GenerationRequest(Lenient):
-    """What completions and chat have in common; null is a field left out."""
+    """The fields that completions and chat share; null is the same as a field left out."""
 
     model: str | None = None
     temperature: float | None = None
@@ -46,14 +46,14 @@ class GenerationRequest(Lenient):
     best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    """Benchmark clients send it beside ignore_eos, where it changes nothing."""
+    """Accepted only with ignore_eos, as benchmark clients send it: there it has no effect."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
     prompt_logprobs: int | None = None
-    """How much to tell of the prompt's tokens, in vLLM's form."""
+    """Number of likely tokens to report at each position of the prompt, in vLLM's form."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -81,29 +81,29 @@ class GenerationRequest(Lenient):
         return self.prompt_logprobs
 
     def check(self) -> None:
-        """What types cannot say.
+        """Check what the types of the fields cannot express.
 
         Raises:
-            ApiError: something is not implemented, or does not go together.
+            ApiError: something is not implemented, or two fields contradict each other.
         """
-        check_extras(self.model_extra or {})
+        check_unsupported_fields(self.model_extra or {})
         if self.best_of not in (None, self.num_choices):
-            message = f"best_of={self.best_of} is not implemented, only best_of=n is: leave it out"
+            message = f"best_of={self.best_of} is not implemented unless it equals n: leave it out"
             raise ApiError(400, message, "best_of", "unsupported_parameter")
         if self.min_tokens and (self.stop_strings or not self.ignore_eos):
-            message = "min_tokens is not implemented, only with ignore_eos=true and no stop: leave it out"
+            message = "min_tokens is not implemented except with ignore_eos=true and no stop: leave it out"
             raise ApiError(400, message, "min_tokens", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options go with stream=true only", "stream_options", "invalid_value")
+            raise ApiError(400, "stream_options need stream=true", "stream_options", "invalid_value")
         if self.prompt_logprobs is not None and self.stream:
-            raise ApiError(400, "prompt_logprobs go with stream=false only", "prompt_logprobs", "invalid_value")
+            raise ApiError(400, "prompt_logprobs need stream=false", "prompt_logprobs", "invalid_value")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
             rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
             raise ApiError(400, f"stop must be {rule}", "stop", "invalid_value")
 
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """How the engine shall choose tokens.
+        """The engine's sampling parameters for this request.
 
         Raises:
             ApiError: a value lies outside its range.
@@ -113,7 +113,7 @@ class GenerationRequest(Lenient):
             return SamplingParams(
                 max_tokens=max_tokens,
                 temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
-                top_k=0 if top_k == -1 else top_k,  # vLLM's word for all
+                top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's value for all tokens
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
                 presence_penalty=self.presence_penalty or 0.0,
@@ -132,11 +132,11 @@ class GenerationRequest(Lenient):
             raise ApiError(400, f"{param}={rule}", param, "invalid_value") from None
 
     def param(self, about: str) -> str:
-        """What a client calls the prompt, or a field of :class:`SamplingParams`."""
+        """The field of this body that sets ``about``: "prompt", or a field of :class:`SamplingParams`."""
         return about
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
-        """Makes the text of one output."""
+        """A new, empty text for one output."""
         return OutputText(
             tokenizer,
             stops=self.stop_strings,
@@ -162,10 +162,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, in whichever of the four ways they were given.
+        """The prompts, from any of the four forms of ``prompt``.
 
         Raises:
-            ApiError: it is none of them.
+            ApiError: it has none of these forms.
         """
         prompt = self.prompt
         if isinstance(prompt, str) or is_list_of(int, prompt):
@@ -177,12 +177,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the prompt is wanted back and nothing else."""
+        """Whether the client wants its prompt back and no new tokens."""
         return self.echo and self.max_tokens == 0
 
     @property
     def tokens_to_make(self) -> int:
-        """Where only the prompt is wanted, one all the same: the engine has computed the prompt when it is there."""
+        """Number of tokens to generate: one if only the prompt is wanted, as the engine then computes the prompt."""
         if self.is_prompt_only:
             return 1
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -205,10 +205,10 @@ class ChatMessage(Lenient):
     content: str | list[TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: the content in one string.
+        """The message as chat templates expect it, with the content in one string.
 
         Raises:
-            ApiError: a part of it is no text.
+            ApiError: a part of the content is not text.
         """
         content = self.content
         if isinstance(content, list):
@@ -225,7 +225,7 @@ class TemplateOptions(Lenient):
 
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
-    """Go on with the last message instead of answering it (vLLM)."""
+    """Continue the last message instead of answering it (vLLM)."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template (vLLM)."""
 
@@ -249,11 +249,11 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs go with logprobs=true only", "top_logprobs", "invalid_value")
+            raise ApiError(400, "top_logprobs need logprobs=true", "top_logprobs", "invalid_value")
 
 
 class TokenizeRequest(TemplateOptions):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -268,5 +268,5 @@ class DetokenizeRequest(Lenient):
 
 
 def is_list_of(kind: type, value: Any) -> bool:
-    """A list with something in it, all exactly of this type (true is no number)."""
+    """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
     return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)

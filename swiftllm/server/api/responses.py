@@ -1,6 +1,6 @@
-"""The answer to a generation request: one JSON object, or server-sent events as the tokens come.
+"""The answer to a generation request: one JSON object, or a stream of server-sent events.
 
-An event costs one f-string and the JSON of its text: everything else of it has been written before the first token.
+An event costs one f-string and the JSON of its text: the rest is formatted before the first token.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from swiftllm.server.service.service import RequestFailed
 logger = logging.getLogger(__name__)
 
 as_json = json.JSONEncoder(separators=(",", ":")).encode
-MANY_LOGPROBS = 100  # with twenty likely tokens each they take two milliseconds to write
-LEAST_LOGPROB = -9999.0  # what vLLM says where a probability is zero
+MANY_LOGPROBS = 100  # with twenty likely tokens each these take 2 ms to format
+LEAST_LOGPROB = -9999.0  # vLLM's value for a probability of zero
 
 
 class Answer(ABC):
-    """Says the outputs of one request in the words of one endpoint."""
+    """Formats the outputs of one request for one endpoint."""
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
     text_before: ClassVar[str]
-    """JSON around the text of a chunk."""
+    """JSON before the text of a chunk; ``text_after`` follows it."""
     text_after: ClassVar[str]
 
     def __init__(self, context: ServingContext, generation: Generation, body: GenerationRequest) -> None:
         self.generation = generation
         self.tokenizer = context.tokenizer
-        self._counts_at_the_end = body.usage_wanted.include_usage
-        self._counts_as_it_goes = body.usage_wanted.continuous_usage_stats
-        self._tells_of_prompt = body.prompt_logprobs is not None
-        self._beside = context.beside
+        self._usage_at_end = body.usage_wanted.include_usage
+        self._usage_in_chunks = body.usage_wanted.continuous_usage_stats
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
+        self._run_in_thread = context.run_in_thread
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
 
     @abstractmethod
-    def opening(self, choice: Choice) -> str:
-        """What stands in a stream before the first text of a choice; chunks, or nothing."""
+    def opening_events(self, choice: Choice) -> str:
+        """The events of a stream before the first text of a choice; may be empty."""
 
-    def before(self, choice: Choice) -> list[Piece]:
-        """What stands in front of the text of a choice: its prompt, where it is to be echoed."""
+    def prompt_pieces(self, choice: Choice) -> list[Piece]:
+        """Pieces to put before the text of a choice: its prompt if it is echoed."""
         return []
 
     @abstractmethod
@@ -67,21 +67,21 @@ class Answer(ABC):
         """The log-probabilities of the next tokens of a choice."""
 
     @abstractmethod
-    def whole_text(self, choice: Choice, text: str) -> dict[str, Any]:
+    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
         """The fields of a choice that hold its text."""
 
-    def beside_choices(self) -> dict[str, Any]:
-        """What else an answer that is given at once says."""
+    def extra_fields(self) -> dict[str, Any]:
+        """Further fields of an answer that is not a stream."""
         return {}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """The field that tells of a choice's prompt as vLLM does, where that was asked for."""
-        if not self._tells_of_prompt:
+        """The field `prompt_logprobs` of a choice in vLLM's form, if the client asked for it."""
+        if not self._with_prompt_logprobs:
             return {}
         return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
 
     def _ranked(self, entry: TokenLogprob) -> dict[int, dict[str, Any]]:
-        """The prompt's own token first, then the most likely."""
+        """The prompt's token first, then the most likely ones."""
         top = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1))
         return {
             token_id: {
@@ -92,81 +92,86 @@ class Answer(ABC):
             for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
 
-    # -- at once ----------------------------------------------------------------------------------------------------
+    # -- one JSON object --------------------------------------------------------------------------------------------
 
-    async def at_once(self, request: Request) -> Response:
+    async def json_response(self, request: Request) -> Response:
+        """All outputs in one JSON object, once they are complete."""
         pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
 
-        def take(choice: Choice, piece: Piece) -> None:
+        def on_piece(choice: Choice, piece: Piece) -> None:
             pieces[choice.index].append(piece)
 
-        await self.generation.run(take, request.receive)
+        await self.generation.read_outputs(on_piece, request.receive)
         if sum(len(choice.stream.prompt_logprobs) for choice in self.generation.choices) > MANY_LOGPROBS:
-            return await self._beside(self._whole, pieces)
-        return self._whole(pieces)
+            return await self._run_in_thread(self._build_json, pieces)
+        return self._build_json(pieces)
 
-    def _whole(self, pieces: Sequence[Sequence[Piece]]) -> Response:
-        choices = [self._whole_choice(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
-        body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._usage_of_all()}
-        return JSONResponse(body | self.beside_choices())
+    def _build_json(self, pieces: Sequence[Sequence[Piece]]) -> Response:
+        choices = [self._choice_fields(*pair) for pair in zip(self.generation.choices, pieces, strict=True)]
+        body = {"object": self.object_name, **self._envelope, "choices": choices, "usage": self._total_usage()}
+        return JSONResponse(body | self.extra_fields())
 
-    def _whole_choice(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
-        pieces = [*self.before(choice), *pieces]
+    def _choice_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        pieces = [*self.prompt_pieces(choice), *pieces]
         entries = [entry for piece in pieces for entry in piece.logprobs]
         return {
             "index": choice.index,
-            **self.whole_text(choice, "".join(piece.text for piece in pieces)),
+            **self.text_fields(choice, "".join(piece.text for piece in pieces)),
             "logprobs": self.logprobs(choice, entries) if entries else None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
         }
 
-    # -- as it comes ------------------------------------------------------------------------------------------------
+    # -- a stream of events -----------------------------------------------------------------------------------------
 
-    def chunk(self, choice: Choice, piece: Piece) -> str:
+    def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
         text, entries, finish_reason, stop_reason = piece
         logprobs = as_json(self.logprobs(choice, entries)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
-        return self.event(choice, f'{self.text_before}{as_json(text)}{self.text_after},"logprobs":{logprobs},{end}')
+        return self.choice_event(
+            choice, f'{self.text_before}{as_json(text)}{self.text_after},"logprobs":{logprobs},{end}'
+        )
 
-    def event(self, choice: Choice, fields: str) -> str:
+    def choice_event(self, choice: Choice, fields: str) -> str:
+        """An event with these fields, JSON without braces, for one choice."""
         usage = ""
-        if self._counts_as_it_goes:
+        if self._usage_in_chunks:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
         return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
 
-    def closing(self) -> str:
+    def closing_events(self) -> str:
         """The last events of a stream."""
-        usage = f'{self._chunk_head}],"usage":{as_json(self._usage_of_all())}}}\n\n'
-        return f"{usage if self._counts_at_the_end else ''}data: [DONE]\n\n"
+        usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
+        return f"{usage if self._usage_at_end else ''}data: [DONE]\n\n"
 
-    def _usage_of_all(self) -> dict[str, int]:
+    def _total_usage(self) -> dict[str, int]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
         output = sum(choice.text.num_tokens for choice in self.generation.choices)
         return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """How a token is called among log-probabilities; U+FFFD stands for bytes that are no whole character."""
+    """Text of a token in log-probabilities; U+FFFD stands for bytes that are not a whole character."""
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.text_alone(token_id)
 
 
 def finite(logprob: float) -> float:
-    """JSON knows neither infinities nor NaN."""
+    """A log-probability that JSON can express: it has neither infinities nor NaN."""
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 async def respond(answer: Answer, body: GenerationRequest, request: Request) -> Response:
-    return EventStream(answer) if body.stream else await answer.at_once(request)
+    """The HTTP response: a stream if the client asked for one, else one JSON object."""
+    return EventStream(answer) if body.stream else await answer.json_response(request)
 
 
 class EventStream(Response):
-    """An answer as server-sent events. It begins with the first piece, so that what fails before gets a status."""
+    """An answer as server-sent events. It begins with the first piece, so an earlier error gets its HTTP status."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -176,15 +181,15 @@ class EventStream(Response):
         answer, writer = self._answer, EventWriter(scope[SERVER_SEND])
         opened: set[int] = set()
 
-        def take(choice: Choice, piece: Piece) -> None:
+        def on_piece(choice: Choice, piece: Piece) -> None:
             if choice.index not in opened:
                 opened.add(choice.index)
-                writer.write(answer.opening(choice))
-            writer.write(answer.chunk(choice, piece))
+                writer.write(answer.opening_events(choice))
+            writer.write(answer.chunk_event(choice, piece))
 
         try:
-            await answer.generation.run(take, receive)
-            writer.write(answer.closing())
+            await answer.generation.read_outputs(on_piece, receive)
+            writer.write(answer.closing_events())
         except ClientDisconnect:
             writer.cancel()
             return

@@ -1,7 +1,7 @@
-"""Fields of a generation request that nothing here reads: some are refused, the others ignored.
+"""Fields of a generation request that the server does not read: some are refused, the others ignored.
 
-Clients send all sorts of fields, so those nobody knows are let in. Those that would change the output and are not
-implemented are refused by name, unless they have the value that changes nothing.
+Clients send many fields, so unknown ones are ignored, with a line in the log. Known ones that would change the output
+and are not implemented are refused, unless they have a value without effect.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from swiftllm.server.api.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-MAX_IGNORED_NOTES = 100  # in the log: clients choose these names
+MAX_IGNORED_LOGGED = 100  # bounds the log: clients choose these names
 
-# Parameters that change the output and are not implemented, each with the values that leave it as it is (beside null).
+# Parameters that change the output and are not implemented, each with its values without effect (besides null).
 NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -45,23 +45,24 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-_ignored: set[str] = set()  # those the log has named already
+_ignored: set[str] = set()  # names already logged
 
 
-def check_extras(fields: Mapping[str, Any]) -> None:
-    """
+def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
+    """Log unknown fields, and refuse those not implemented.
+
     Raises:
-        ApiError: one of them is not implemented.
+        ApiError: one of the fields is not implemented.
     """
     for name, value in fields.items():
         harmless = NOT_IMPLEMENTED.get(name)
         if harmless is None:
-            note_ignored(name)
+            log_ignored_field(name)
         elif value is not None and value not in harmless:
             raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
 
 
-def note_ignored(name: str) -> None:
-    if name not in _ignored and len(_ignored) < MAX_IGNORED_NOTES:
+def log_ignored_field(name: str) -> None:
+    if name not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
         _ignored.add(name)
-        logger.warning("a request has the parameter %r, which is unknown here and ignored (said once)", name)
+        logger.warning("a request has the parameter %r, which is unknown and ignored (logged once)", name)

@@ -1,1 +1,1 @@
-"""What a server shows of itself: metrics, status page, log."""
+"""What an operator sees of a server: metrics, status page, log."""

@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds in which the engine has worked, for whoever looks after a server."""
+"""A log line every ten seconds in which the engine has worked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 10.0
 
-logger = logging.getLogger("uvicorn.error")  # uvicorn's name for what is no access
+logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for all but access lines
 
 
 class ActivityLog:
-    """While the server runs, a task compares a snapshot with the one before."""
+    """Runs a task that compares a snapshot with the one before, for as long as the server runs."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -32,12 +32,12 @@ class ActivityLog:
             await asyncio.sleep(INTERVAL_S)
             after = self._service.snapshot()
             if after.iterations > before.iterations or after.waiting:
-                logger.info(activity(before, after))
+                logger.info(activity_line(before, after))
             before = after
 
 
-def activity(before: Snapshot, after: Snapshot) -> str:
-    """What the engine has done between two snapshots, and what it has before it."""
+def activity_line(before: Snapshot, after: Snapshot) -> str:
+    """What the engine did between two snapshots, and its requests and KV cache at the second."""
     seconds = after.uptime_s - before.uptime_s
     iterations = after.iterations - before.iterations
     parts = [

@@ -1,4 +1,4 @@
-"""Work beside the server, for as long as it runs."""
+"""A background task for as long as the server runs."""
 
 from __future__ import annotations
 

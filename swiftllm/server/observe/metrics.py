@@ -1,7 +1,7 @@
-"""`/metrics` for Prometheus: vLLM's names where they mean the same, and `apex:` names for what only this engine has.
+"""`/metrics` for Prometheus: vLLM's names where the meaning is the same, `apex:` names for the rest.
 
-Gauges and counters are read from the service's snapshot when somebody scrapes. Only the histograms are fed by the
-engine's thread, once for each token and each request that ends.
+Gauges and counters are read from the service's snapshot at a scrape. Only the histograms are updated on the engine's
+thread, once for each token and each request that ends.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from swiftllm.server.service.snapshot import Snapshot
 
 WAITING = RequestStatus.WAITING.value
-# vLLM counts an abort as a success too; what failed has a counter of its own.
+# vLLM counts an abort as a success too; failures have their own counter.
 FINISHED_WELL = ("stop", "length", "abort")
 
-# Upper ends of the buckets, vLLM's: what is drawn from one server can be drawn from the other.
+# Upper bounds of the buckets, equal to vLLM's, so that one dashboard serves both.
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                  40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -39,14 +39,14 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
-Labelled = tuple[str, Mapping[str, float]]  # a label, and values by its values
+Labelled = tuple[str, Mapping[str, float]]  # a label's name, and a value for each of its values
 Row = tuple[str, str, float | Labelled]
 
 
 class Histogram:
-    """Counts by bucket, each with the upper end of its ``bounds``.
+    """Counts of observations by bucket; ``bounds`` are the buckets' upper bounds.
 
-    A fifth of the cost of the library's own, which takes a lock for each number: the caller holds one for many.
+    It costs a fifth of the library's own, which takes a lock for each number. Here the caller holds one for many.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
@@ -77,16 +77,16 @@ def one_two_five(largest: int) -> list[int]:
 
 
 class Metrics(Collector):
-    """Observes a service and answers `/metrics`. ``model_name`` is the label that all series carry.
+    """Observes a service and answers `/metrics`. All series have the label ``model_name``.
 
-    The registry is its own: several servers in one process do not meet in it.
+    Each instance has its own registry, so several servers may run in one process.
     """
 
     def __init__(self, service: EngineService, model_name: str) -> None:
         self._service = service
         self._labels = {"model_name": model_name}
         self._refused: Counter[int] = Counter()
-        self._lock = threading.Lock()  # the engine's thread writes what the server's reads
+        self._lock = threading.Lock()  # the engine's thread writes, the server's reads
         self._histograms: list[Histogram] = []
         add, lengths = self._add_histogram, one_two_five(service.engine.scheduler.limits.max_model_len)
         self._first_token = add(
@@ -96,10 +96,10 @@ class Metrics(Collector):
             "vllm:inter_token_latency_seconds", "From a token of a request to its next.", TOKEN_S
         )
         self._per_token = add(
-            "vllm:request_time_per_output_token_seconds", "Mean of that, of each request that ended.", TOKEN_S
+            "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request that ended.", TOKEN_S
         )
         self._latency = add(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, whatever it was.", REQUEST_S
+            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, whatever the reason.", REQUEST_S
         )
         self._queued = add(
             "vllm:request_queue_time_seconds", "From a request's arrival to its first KV blocks.", REQUEST_S
@@ -110,7 +110,9 @@ class Metrics(Collector):
             "vllm:iteration_tokens_total", "Tokens prefilled and sampled in an iteration.", ITERATION_TOKENS
         )
         self._over_prediction = add(
-            "apex:iteration_over_predicted", "Seconds of an iteration over those predicted.", OVER_PREDICTION
+            "apex:iteration_over_predicted",
+            "Measured time of an iteration divided by its predicted time.",
+            OVER_PREDICTION,
         )
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -128,13 +130,13 @@ class Metrics(Collector):
         with self._lock:
             self._refused[status_code] += 1
 
-    def _answer(self) -> Response:  # not async: a scrape of a thousand lines is built beside the event loop
+    def _answer(self) -> Response:  # not async: FastAPI runs it in a thread, as a scrape has a thousand lines
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
-        """Put an iteration, and the tokens it sampled, into the histograms."""
+        """Record an iteration, and the tokens it sampled, in the histograms."""
         predicted_s = plan.predicted.get("iteration_s", 0.0)
         num_tokens = len(result.tokens) + sum(item.num_tokens for item in plan.prefills)
         with self._lock:
@@ -150,12 +152,12 @@ class Metrics(Collector):
                     self._first_token.observe(times_s[0] - request.arrival_s)
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """Put a request that has ended, for whatever ``reason``, into the histograms."""
+        """Record a request that has ended, for any ``reason``, in the histograms."""
         times_s = request.token_times_s
         with self._lock:
             self._prompt.observe(request.prompt_len)
             self._output.observe(request.output_len)
-            # A stop string, or an error of the service's, ends a request before the engine does.
+            # A stop string or an error of the service ends a request before the engine does.
             end_s = request.finish_s if request.finish_s is not None else times_s[-1] if times_s else None
             if end_s is not None:
                 self._latency.observe(end_s - request.arrival_s)
@@ -164,10 +166,10 @@ class Metrics(Collector):
             if len(times_s) > 1:
                 self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
 
-    # -- when somebody scrapes -------------------------------------------------------------------------------------
+    # -- on a scrape -----------------------------------------------------------------------------------------------
 
     def describe(self) -> list[Metric]:
-        """Nothing: the library then takes the names as they come, without collecting once at registration."""
+        """Nothing, so that the library does not collect once at registration to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -188,50 +190,54 @@ class Metrics(Collector):
 
 
 def gauges(now: Snapshot) -> list[Row]:
-    """Names, what they mean, and values."""
+    """Names, descriptions and values."""
     return [
         ("vllm:num_requests_running", "Requests that hold KV blocks, in either tier.",
          now.running_gpu + now.running_cpu),
-        ("vllm:num_requests_waiting", "Requests that hold none yet, or had to give them back.", now.waiting),
-        ("vllm:kv_cache_usage_perc", "Part of the GPU tier's KV blocks in use, 0 to 1.",
+        ("vllm:num_requests_waiting", "Requests that hold no KV blocks yet, or were preempted.", now.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of the GPU tier's KV blocks in use, 0 to 1.",
          now.gpu_blocks_used / max(1, now.gpu_blocks_total)),
         ("apex:num_requests_running", "Requests by the tier their KV cache is in.",
          ("tier", {"gpu": now.running_gpu, "cpu": now.running_cpu})),
         ("apex:kv_blocks_used", "KV blocks in use.",
          ("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
-        ("apex:kv_blocks", "KV blocks there are.",
+        ("apex:kv_blocks", "KV blocks in total.",
          ("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
-        ("apex:healthy", "1 while requests are taken and served, else 0.", now.health.status == "ok"),
+        ("apex:healthy", "1 while requests are accepted and served, else 0.", now.health.status == "ok"),
         ("apex:uptime_seconds", "Since the service was started.", now.uptime_s),
     ]  # fmt: skip
 
 
 def counters(now: Snapshot, refused: Mapping[str, int]) -> list[Row]:
-    """Names without the `_total` that they get, what they mean, and values."""
+    """Names (Prometheus appends `_total`), descriptions and values."""
     well = {reason: now.finished.get(reason, 0) for reason in FINISHED_WELL}
     failed = {reason: count for reason, count in now.finished.items() if reason not in FINISHED_WELL}
     return [
-        ("vllm:prompt_tokens", "Prompt tokens computed; those computed again count again.", now.prompt_tokens),
+        ("vllm:prompt_tokens", "Prompt tokens computed; recomputed ones count again.", now.prompt_tokens),
         ("vllm:generation_tokens", "Tokens sampled.", now.output_tokens),
-        ("vllm:num_preemptions", "Requests that had to give all their KV blocks back.", now.preemptions),
-        ("vllm:request_success", "Requests that ended, by why.", ("finished_reason", well)),
-        ("apex:request_failures", "Requests the engine failed, by why.", ("reason", failed)),
+        ("vllm:num_preemptions", "Preemptions: requests that had to release all their KV blocks.", now.preemptions),
+        ("vllm:request_success", "Requests that ended, by reason.", ("finished_reason", well)),
+        ("apex:request_failures", "Requests that the engine failed, by reason.", ("reason", failed)),
         ("apex:requests_refused", "Requests answered with an error, by HTTP status code.", ("status", refused)),
         ("apex:iterations", "Iterations by strategy.", ("strategy", now.strategy_iterations)),
         ("apex:iteration_seconds", "Time of all iterations.", now.duration_s),
         ("apex:predicted_iteration_seconds", "Time predicted for them, by schedulers that predict.", now.predicted_s),
-        ("apex:lane_busy_seconds", "Time the lane computed, rather than waited for the CPU.", now.lane_busy_s),
+        (
+            "apex:lane_busy_seconds",
+            "Time the lane computed; the rest of an iteration it waited for the CPU.",
+            now.lane_busy_s,
+        ),
         ("apex:cpu_worker_busy_seconds", "Time the CPU worker computed attention.", now.cpu_busy_s),
         ("apex:swapped_blocks", "KV blocks moved from one tier to the other.", now.swapped_blocks),
         ("apex:step_failures", "Iterations that raised an error.", now.step_failures),
-        ("apex:worker_restarts", "CPU workers that died and were replaced.", now.worker_restarts),
+        ("apex:worker_restarts", "CPU workers that died and were restarted.", now.worker_restarts),
     ]
 
 
 def requests_with_new_tokens(plan: IterationPlan, result: StepResult) -> Iterator[Request]:
-    """Those for which the iteration sampled a token; a cohort's requests get theirs all at once, at the end."""
+    """Requests for which the iteration sampled a token; a cohort's get theirs when it has crossed all layers."""
     finished = (cohort.requests for cohort in plan.cohorts if cohort.cohort_id not in result.cohort_layers)
     for request in chain(plan.decodes, (item.request for item in plan.prefills), *finished):
-        # Aborted while its token was under way: it did not get it.
+        # A request aborted during the iteration does not get its token.
         if request.request_id in result.tokens and request.finish_reason is not FinishReason.ABORT:
             yield request

@@ -1,7 +1,7 @@
-"""The status page at `/`: what the engine does, as it does it, for people who have not read the papers.
+"""The status page at `/`: what the engine is doing, for people who have not read the papers.
 
-One self-contained page, put together once from the files in `page/`: no CDN, no build step, nothing from other hosts,
-which its content security policy holds it to. It asks for `/status.json` once a second while it is looked at.
+One self-contained page, assembled once from the files in `page/`: no CDN, no build step. Its content security policy
+forbids everything from other hosts. While the page is visible it fetches `/status.json` once a second.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ ENGINE_FACTS = (
 
 
 class IterationRecorder(Protocol):
-    """Records single iterations of the engine. Another package's: here nothing knows how."""
+    """Records single iterations of the engine. Another package implements it."""
 
     def latest(self) -> Mapping[str, Any] | None:
-        """The last iteration recorded, as the page draws it; asking orders the next one. Never blocks, any thread."""
+        """The last recorded iteration, in the page's format; requests the next one. Never blocks; any thread."""
 
 
 class StatusPage:
-    """Serves the page and what it shows. ``model_name`` is shown as it is; ``recorder`` gives it the timeline.
+    """Serves the page and its data. ``model_name`` is shown as it is; ``recorder`` provides the timeline.
 
-    While the server runs, a task takes a snapshot a second, so that a page just opened has the last minutes to show.
+    A task takes a snapshot a second while the server runs, so a newly opened page shows the last minutes.
     """
 
     def __init__(self, service: EngineService, model_name: str, recorder: IterationRecorder | None = None) -> None:
@@ -72,13 +72,13 @@ class StatusPage:
         return HTMLResponse(self._page, headers=self._headers)
 
     async def _json(self, since_s: float = float("-inf"), iteration: int = -1) -> JSONResponse:
-        """Everything of now, samples later than ``since_s``, and the timeline unless it is that of ``iteration``."""
+        """The current state, samples later than ``since_s``, and the timeline unless it is that of ``iteration``."""
         timeline = self._recorder.latest() if self._recorder else None
         if timeline is not None and timeline["iteration"] == iteration:
             timeline = None
-        told = self._service.engine.describe()
-        engine = {name: told[name] for name in ENGINE_FACTS if name in told}
-        engine["decodes_on_cpu"] = "strategy" in told  # systems without one store there at most
+        description = self._service.engine.describe()
+        engine = {name: description[name] for name in ENGINE_FACTS if name in description}
+        engine["decodes_on_cpu"] = "strategy" in description  # systems without strategies at most store KV cache there
         answer = {
             "model": self._model_name,
             "engine": engine,
@@ -92,14 +92,14 @@ class StatusPage:
 
 
 def sample(snapshot: Snapshot) -> list[float]:
-    """The :data:`COLUMNS` of this moment. Its time is the server's: the engine's clock stands while nothing runs."""
+    """The values of :data:`COLUMNS`. The time is the server's, as the engine's clock stops while it is idle."""
     numbers = [getattr(snapshot, name) for name in (*LEVELS, *TOTALS)]
     strategies = [snapshot.strategy_iterations.get(name, 0) for name in STRATEGIES]
     return [round(number, 3) for number in (time.monotonic(), *numbers, *strategies)]
 
 
 def assemble_page() -> tuple[str, str]:
-    """The page with its style and script inside, and the policy that allows these two and nothing else."""
+    """The page with its style and script inlined, and the policy that allows only these two."""
     page = (PAGE_DIR / "status.html").read_text()
     digests = {}
     for kind, names in (("style", ["status.css"]), ("script", ["charts.js", "status.js"])):

@@ -1,1 +1,1 @@
-"""The engine on a thread of its own, served to asyncio."""
+"""The engine on its own thread, with an asyncio interface."""

@@ -1,4 +1,4 @@
-"""The engine's thread: takes orders, steps, hands out tokens, and goes on after whatever a step raises."""
+"""The engine's thread: carries out orders, steps, delivers tokens, and recovers from steps that raise."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request, RequestOutput
 from swiftllm.engine.engine import Engine, EngineStalled
 from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.server.service.fault_isolation import Isolation
-from swiftllm.server.service.open_requests import Entry, Ledger, Order
+from swiftllm.server.service.fault_isolation import FaultIsolation
+from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order
 from swiftllm.server.service.snapshot import Health, Snapshot, take_snapshot
-from swiftllm.server.service.state_dump import report
-from swiftllm.server.service.token_streams import Delta, Mailbox, Parcel, RequestFailed
+from swiftllm.server.service.state_dump import dump_state
+from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, StreamDelta
 
 logger = logging.getLogger(__name__)
 
@@ -25,60 +25,62 @@ PAST_DEADLINE = ("deadline", "the request was not done by its deadline")
 
 
 class Observer(Protocol):
-    """Told of everything on the engine's thread, so it must be quick. What it raises is logged once and ignored."""
+    """Is called on the engine's thread, so it must be quick. What it raises is logged once and ignored."""
 
     def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
-        """After every iteration."""
+        """Called after every iteration."""
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """A request has ended: stop, length, abort, or a reason of :class:`RequestFailed`."""
+        """Called when a request has ended. ``reason``: stop, length, abort, or one of :class:`RequestFailed`."""
 
 
 class EngineLoop:
-    """Owns the engine: no other thread may touch what changes in it.
+    """Owns the engine: no other thread may read or write its mutable state.
 
     Attributes:
-        observers: whom to tell.
-        busy_since_s: when the turn under way began, by the service's clock; None while there is nothing to do.
+        observers: called after every step and every end of a request.
+        busy_since_s: start of the current pass of the loop, by the service's clock; None while the thread waits.
     """
 
-    def __init__(self, engine: Engine, ledger: Ledger, clock: Callable[[], float], stall_timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, open_requests: OpenRequests, clock: Callable[[], float], stall_timeout_s: float
+    ) -> None:
         self.observers: list[Observer] = []
         self.busy_since_s: float | None = None
         self._engine = engine
-        self._ledger = ledger
+        self._open_requests = open_requests
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
-        self._isolation = Isolation(engine)
+        self._isolation = FaultIsolation(engine)
         self._orders: deque[Order] = deque()
         self._next_deadline_s = math.inf
-        self._done, self._done_s = (0, 0.0), clock()  # how far the engine has got, and when it last got further
+        self._done, self._done_s = (0, 0.0), clock()  # progress counters, and when they last changed
         self._num_failures = 0
-        self._complaints: set[tuple[Observer, str]] = set()
+        self._reported_errors: set[tuple[Observer, str]] = set()
         self._is_broken = False
         self._start_s = clock()
         self._snapshot = self._take_snapshot()
 
     def run(self) -> None:
-        """The engine's thread."""
-        while (orders := self._ledger.wait_for_orders(self._has_work)) is not None:
+        """Body of the engine's thread; returns after :meth:`OpenRequests.close`."""
+        while (orders := self._open_requests.wait_for_orders(self._has_work)) is not None:
             self.busy_since_s = self._clock()
             self._orders += orders
             try:
-                self._take_turn()
+                self._run_once()
                 self._snapshot = self._take_snapshot()
             except BaseException as error:
-                self._give_up(error)
-            for ended in self._ledger.take_ended():
-                self._tell("on_finish", *ended)
+                self._fail_engine(error)
+            for ended in self._open_requests.take_ended():
+                self._notify_observers("on_finish", *ended)
             self.busy_since_s = None
-            self._ledger.set_health("stalled", Health())  # if it was, it is over
+            self._open_requests.set_health("stalled", Health())  # this pass has ended, so a stall is over
 
     def _has_work(self) -> bool:
         return not self._is_broken and self._engine.has_unfinished()
 
-    def _take_turn(self) -> None:
-        """Carry out orders and step once. Raises only what there is no way back from."""
+    def _run_once(self) -> None:
+        """Carry out orders and step once. Raises only what the engine cannot recover from."""
         if self._is_broken:
             self._orders.clear()
             return
@@ -95,14 +97,14 @@ class EngineLoop:
                 self._recover(error)
             else:
                 self._break_stall(str(error))
-        except BaseException as error:  # a step that wants to end its thread has no right to this one
+        except BaseException as error:  # SystemExit and the like included: a step must not end this thread
             self._recover(error)
         else:
             self._deliver(output.request_id for output in outputs)
             self._isolation.step_done()
             self._watch_progress(bool(outputs))
             if self._engine.last_iteration is not None:
-                self._tell("on_step", *self._engine.last_iteration, outputs)
+                self._notify_observers("on_step", *self._engine.last_iteration, outputs)
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class EngineLoop:
         while self._orders:
             order = self._orders.popleft()
             if isinstance(order, str):
-                self._isolation.bring_back(order)
+                self._isolation.release_request(order)
                 self._engine.abort(order)
                 continue
             if order.deadline_s is not None:
@@ -121,89 +123,91 @@ class EngineLoop:
             try:
                 self._engine.queue_request(order.request)
             except BaseException as error:
-                self.fail([order], "engine_error", f"{type(error).__name__}: {error}")
+                self.fail_requests([order], "engine_error", f"{type(error).__name__}: {error}")
                 raise
 
     def _fail_overdue(self) -> None:
         now_s = self._clock()
         if now_s < self._next_deadline_s:
             return
-        with self._ledger.lock:
-            entries = [entry for entry in self._ledger.entries.values() if entry.deadline_s is not None]
-            self.fail([entry for entry in entries if entry.deadline_s <= now_s], *PAST_DEADLINE)
+        with self._open_requests.lock:
+            entries = [entry for entry in self._open_requests.entries.values() if entry.deadline_s is not None]
+            self.fail_requests([entry for entry in entries if entry.deadline_s <= now_s], *PAST_DEADLINE)
         self._next_deadline_s = min([e.deadline_s for e in entries if e.deadline_s > now_s], default=math.inf)
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def _deliver(self, request_ids: Iterable[str]) -> None:
-        """Hand out what is new of these requests: their own state tells, so that no failure between loses a token."""
-        parcels: dict[Mailbox, list[Parcel]] = {}
-        with self._ledger.lock:
+        """Deliver the new tokens of these requests.
+
+        The requests themselves hold the tokens, so an exception in a step loses none."""
+        deltas: dict[DeltaDispatcher, list[StreamDelta]] = {}
+        with self._open_requests.lock:
             for request_id in request_ids:
-                entry = self._ledger.entries.get(request_id)
+                entry = self._open_requests.entries.get(request_id)
                 if entry is None:
                     continue
                 request, start = entry.request, entry.num_delivered
                 reason = request.finish_reason.value if request.finish_reason else None
                 delta = Delta(request.output_token_ids[start:], request.logprobs[start:], reason)
                 entry.num_delivered = request.output_len
-                parcels.setdefault(entry.stream.mailbox, []).append((entry.stream, delta))
+                deltas.setdefault(entry.stream.dispatcher, []).append((entry.stream, delta))
                 if reason is not None:
-                    self._ledger.end(entry, reason)
-            self._post(parcels)
-        for mailbox in parcels:
-            mailbox.keep_pace()
+                    self._open_requests.end_request(entry, reason)
+            self._post(deltas)
+        for dispatcher in deltas:
+            dispatcher.apply_backpressure()
 
-    def fail(self, entries: Iterable[Entry], reason: str, message: str) -> None:
-        """End the streams of these requests with an error and have the engine drop them. From any thread."""
-        parcels: dict[Mailbox, list[Parcel]] = {}
-        with self._ledger.lock:
+    def fail_requests(self, entries: Iterable[OpenRequest], reason: str, message: str) -> None:
+        """End the streams of these requests with an error and abort them in the engine. From any thread."""
+        deltas: dict[DeltaDispatcher, list[StreamDelta]] = {}
+        with self._open_requests.lock:
             for entry in entries:
-                if self._ledger.end(entry, reason):
-                    self._ledger.abort([entry.request.request_id])
+                if self._open_requests.end_request(entry, reason):
+                    self._open_requests.abort_requests([entry.request.request_id])
                     delta = Delta(error=RequestFailed(reason, message))
-                    parcels.setdefault(entry.stream.mailbox, []).append((entry.stream, delta))
-            self._post(parcels)
+                    deltas.setdefault(entry.stream.dispatcher, []).append((entry.stream, delta))
+            self._post(deltas)
 
-    def _post(self, parcels: dict[Mailbox, list[Parcel]]) -> None:
-        for mailbox, of_mailbox in parcels.items():
-            if not mailbox.post(of_mailbox):  # the event loop is closed: nobody will ever read them
-                self._ledger.abort([stream.request_id for stream, _ in of_mailbox])
+    def _post(self, deltas: dict[DeltaDispatcher, list[StreamDelta]]) -> None:
+        for dispatcher, stream_deltas in deltas.items():
+            if not dispatcher.post_deltas(stream_deltas):  # the event loop is closed, so these streams have no reader
+                self._open_requests.abort_requests([stream.request_id for stream, _ in stream_deltas])
 
-    def _tell(self, what: str, *event: Any) -> None:
+    def _notify_observers(self, what: str, *event: Any) -> None:
         for observer in self.observers:
             try:
                 getattr(observer, what)(*event)
             except Exception:
-                if (observer, what) not in self._complaints:
-                    self._complaints.add((observer, what))
+                if (observer, what) not in self._reported_errors:
+                    self._reported_errors.add((observer, what))
                     logger.exception("%s.%s raised; it will not be reported again", observer, what)
 
-    # -- when something goes wrong ----------------------------------------------------------------------------------
+    # -- failures and stalls -----------------------------------------------------------------------------------------
 
     def _recover(self, error: BaseException) -> None:
         self._num_failures += 1
         logger.error("a step failed; its requests are computed again", exc_info=error)
         blamed = self._isolation.step_failed()
-        self._deliver(list(self._ledger.entries))  # what the step gave before it raised
+        self._deliver(list(self._open_requests.entries))  # tokens sampled before the step raised
         if blamed is not None:
             logger.error("request %s makes steps fail and is given up", blamed.request_id)
-            self._fail_request(blamed, "engine_error", f"{type(error).__name__}: {error}")
+            self._fail_one(blamed, "engine_error", f"{type(error).__name__}: {error}")
 
-    def _fail_request(self, request: Request, reason: str, message: str) -> None:
-        with self._ledger.lock:
-            entry = self._ledger.entries.get(request.request_id)
+    def _fail_one(self, request: Request, reason: str, message: str) -> None:
+        with self._open_requests.lock:
+            entry = self._open_requests.entries.get(request.request_id)
             if entry is not None:
-                self.fail([entry], reason, message)
+                self.fail_requests([entry], reason, message)
 
-    def _give_up(self, error: BaseException) -> None:
-        """There is no way to go on: nobody shall wait for what never comes."""
+    def _fail_engine(self, error: BaseException) -> None:
+        """Fail all open requests and refuse new ones: the engine cannot recover."""
         self._is_broken = True
         reason = f"the engine has failed: {error}"
-        logger.critical("%s\n%s", reason, report(self._engine), exc_info=error)
-        with self._ledger.lock:
-            self._ledger.health = Health("failed", reason)
-            self.fail(list(self._ledger.entries.values()), "engine_error", reason)
+        logger.critical("%s\n%s", reason, dump_state(self._engine), exc_info=error)
+        with self._open_requests.lock:
+            self._open_requests.health = Health("failed", reason)
+            self.fail_requests(list(self._open_requests.entries.values()), "engine_error", reason)
 
     def _watch_progress(self, has_outputs: bool) -> None:
         stats, now_s = self._engine.stats(), self._clock()
@@ -215,8 +219,8 @@ class EngineLoop:
             self._break_stall(f"no progress for {self._stall_timeout_s:g} s")
 
     def _break_stall(self, why: str) -> None:
-        """Steps work and nothing comes of them: give up the request that seems to be in the way of the others."""
-        logger.error("%s\n%s", why, report(self._engine))
+        """Steps return but make no progress: fail the request that appears to block the others."""
+        logger.error("%s\n%s", why, dump_state(self._engine))
         scheduler = self._engine.scheduler
         plan = self._engine.last_iteration[0] if self._engine.last_iteration else IterationPlan()
         stuck = [request for request in plan.requests() if not request.is_finished]
@@ -224,9 +228,9 @@ class EngineLoop:
             unfinished = [request for request in scheduler.requests.values() if not request.is_finished]
             stuck = scheduler.waiting[:1] or sorted(unfinished, key=arrival_order)[:1]
         if stuck:
-            self._ledger.abort([stuck[0].request_id])
-            self._fail_request(stuck[0], "stalled", f"the engine could not go on with this request: {why}")
-        else:  # what is left has been aborted and does not leave
+            self._open_requests.abort_requests([stuck[0].request_id])
+            self._fail_one(stuck[0], "stalled", f"the engine could not go on with this request: {why}")
+        else:  # only aborted requests are left, and they are not removed
             self._recover(RuntimeError(why))
 
     # -- snapshots --------------------------------------------------------------------------------------------------
@@ -235,8 +239,12 @@ class EngineLoop:
         return take_snapshot(self._engine, num_held=len(self._isolation.held), step_failures=self._num_failures)
 
     def snapshot(self) -> Snapshot:
-        """From any thread: the state after the last turn, and what other threads have changed since."""
-        ledger = self._ledger
-        with ledger.lock:
-            changes = {"health": ledger.health, "finished": dict(ledger.finished), "refused": ledger.num_refused}
+        """The state after the last pass of the loop, and what other threads have changed since. From any thread."""
+        open_requests = self._open_requests
+        with open_requests.lock:
+            changes = {
+                "health": open_requests.health,
+                "finished": dict(open_requests.finished),
+                "refused": open_requests.num_refused,
+            }
         return replace(self._snapshot, uptime_s=self._clock() - self._start_s, **changes)

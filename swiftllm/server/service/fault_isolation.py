@@ -1,12 +1,12 @@
-"""Finds the request that makes steps fail, so that all others go on.
+"""Finds the request that makes steps fail, by bisection, so that all others continue.
 
-After a step that raised, everything is taken out of the engine. The requests it was working on are tried again by
-themselves: mostly that works, the fault has passed, and nobody is to blame. If they fail again, halves of them are
-tried, down to single requests. One that fails alone, and again after a harmless request of our own has passed, is to
-blame. If the harmless one keeps failing, the engine itself is broken.
+After a step that raised, all requests are removed from the engine. The requests of that step (the suspects) run again
+without the others. Mostly this succeeds: the fault was transient, and no request is blamed. If they fail again, halves
+of them are tried, down to single requests. A request is blamed if it fails alone, a harmless request of our own then
+passes, and it fails alone again. If the harmless request keeps failing, the engine itself is broken.
 
-A trial goes on until each of its requests has been computed as a prompt and as a decode, in the tier in which it was
-when the fault came up. That gives each of them two tokens: there is progress even if the search finds nothing.
+A trial lasts until each of its requests has been computed as a prompt and as a decode, in the tier of its failure. Each
+gets two tokens by then, so there is progress even if the search finds nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from swiftllm.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-TRIAL_TOKENS = 2  # one that the prompt leads to, one decoded
+TRIAL_TOKENS = 2  # one sampled from the prompt, one decoded
 FAILURES_TO_BLAME = 2
-MAX_FAILURES = 5  # in a row, and no request to blame for them
+MAX_FAILURES = 5  # in a row, with no request to blame
 
 
 class EngineBroken(RuntimeError):
-    """Steps fail whatever they work on."""
+    """Steps fail with any request."""
 
 
 @dataclass(eq=False)
 class Trial:
-    """Requests to run by themselves. ``tier`` is where they stood when they failed, if all in one."""
+    """Requests to run without the others. ``tier`` is the one they failed in, None if they were in both."""
 
     requests: Sequence[Request]
     tier: Tier | None = None
@@ -44,8 +44,8 @@ class Trial:
         return all(request.is_finished or request.output_len >= n for request, n in self.wanted_tokens.items())
 
 
-class Isolation:
-    """The search, from one step to the next. ``held`` are the unfinished requests kept out of the engine meanwhile."""
+class FaultIsolation:
+    """State of the search. ``held`` are the unfinished requests kept out of the engine during a trial."""
 
     def __init__(self, engine: Engine) -> None:
         self.held: dict[str, Request] = {}
@@ -53,26 +53,26 @@ class Isolation:
         self._usual_tiers = engine.scheduler.decode_tiers
         self._trial: Trial | None = None
         self._harmless: Trial | None = None
-        self._to_try: list[Trial] = []  # the next one last
+        self._to_try: list[Trial] = []  # a stack: the next one is last
         self._num_unexplained = 0
 
     @property
     def is_under_way(self) -> bool:
         return self._trial is not None
 
-    def bring_back(self, request_id: str) -> None:
-        """Give a request to the engine if it is held, so that it can be aborted there."""
+    def release_request(self, request_id: str) -> None:
+        """Queue a held request in the engine; ignored if it is not held."""
         request = self.held.pop(request_id, None)
         if request is not None:
             self._engine.queue_request(request)
 
     def step_failed(self) -> Request | None:
-        """Make the engine whole again and begin the next trial.
+        """Recover the engine and begin the next trial.
 
-        Returns the request that is to blame, once that is clear: neither the engine nor ``held`` has it any more.
+        Returns the blamed request once there is one; it is then neither in the engine nor in ``held``.
 
         Raises:
-            EngineBroken: it is the engine's own fault.
+            EngineBroken: steps fail with any request.
         """
         suspects = self._engine.at_work()
         tiers = {request: request.tier for request in suspects}
@@ -82,7 +82,7 @@ class Isolation:
         if failed is None:
             self._num_unexplained += 1
             if self._num_unexplained > MAX_FAILURES:
-                raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, though none of their requests does alone")
+                raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, though none of their requests fails alone")
             self._to_try = [_trial(suspects, tiers)]
         elif len(failed.requests) > 1:
             self._to_try += _halves([request for request in failed.requests if request in tiers], tiers)
@@ -90,18 +90,18 @@ class Isolation:
             failed.num_failures += 1
             if failed is self._harmless:
                 if failed.num_failures == MAX_FAILURES:
-                    raise EngineBroken("even a request that can do no harm fails")
+                    raise EngineBroken("even a harmless request fails")
                 self._to_try.append(failed)
             elif failed.num_failures < FAILURES_TO_BLAME:
                 self._to_try += [failed, self._make_harmless(failed.tier)]
             else:
-                blamed = self.held.pop(failed.requests[0].request_id, None)  # None: it has got to its end all the same
+                blamed = self.held.pop(failed.requests[0].request_id, None)  # None: it has finished
                 self._num_unexplained = 0
         self._begin_next()
         return blamed
 
     def step_done(self) -> None:
-        """A step has worked: if that ends the trial under way, begin the next."""
+        """A step has succeeded: if that ends the current trial, begin the next."""
         if self._trial is None:
             self._num_unexplained = 0
         elif self._trial.is_passed:
@@ -116,7 +116,7 @@ class Isolation:
         sampling = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
         try:
             request = self._engine.make_request(f"harmless-{uuid.uuid4().hex}", [0], sampling)
-        except RequestRefused:  # pools too small for anything else: the accused has to do without
+        except RequestRefused:  # the pools are too small for it: blame without this check
             return Trial([])
         self.held[request.request_id] = request
         self._harmless = Trial([request], tier)
@@ -127,7 +127,7 @@ class Isolation:
         while self._to_try and self._trial is None:
             trial = self._to_try.pop()
             trial.requests = [request for request in trial.requests if request.request_id in self.held]
-            if trial.requests:  # else all have been aborted
+            if trial.requests:  # else all of them have been aborted
                 self._trial = trial
         released = list(self.held.values())
         tiers = self._usual_tiers
@@ -138,7 +138,7 @@ class Isolation:
                 tiers = (Tier.CPU,)
         self._engine.scheduler.decode_tiers = tiers
         for request in released:
-            self.bring_back(request.request_id)
+            self.release_request(request.request_id)
 
 
 def _trial(requests: Sequence[Request], tiers: Mapping[Request, Tier | None]) -> Trial:
@@ -147,7 +147,7 @@ def _trial(requests: Sequence[Request], tiers: Mapping[Request, Tier | None]) ->
 
 
 def _halves(requests: Sequence[Request], tiers: Mapping[Request, Tier | None]) -> list[Trial]:
-    """Two parts, by tier if they stand in both."""
+    """Two parts: by tier if the requests are in both, else the first and second half."""
     parts = [[request for request in requests if (tiers[request] is Tier.CPU) is in_cpu] for in_cpu in (True, False)]
     if not all(parts):
         middle = len(requests) // 2

@@ -1,4 +1,4 @@
-"""The requests the service has taken and not answered to their end, and what other threads want of the engine's."""
+"""The open requests (accepted, not finished), and the orders of other threads to the engine's thread."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MAX_RETRY_AFTER_S = 60
 class QueueFull(RuntimeError):
     """As many requests as allowed are waiting or running.
 
-    ``retry_after_s`` is when there should be room, by the rate at which requests have ended of late.
+    ``retry_after_s`` estimates when there is room, from the rate at which the last requests ended.
     """
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
-        super().__init__(f"{limit} requests are waiting or running and no more are taken: try again in a while")
+        super().__init__(f"{limit} requests are waiting or running and no more are accepted: try again later")
         self.limit = limit
         self.retry_after_s = retry_after_s
 
 
 class ServiceStopping(RuntimeError):
-    """Nothing new is taken: the service stops, or its engine is stalled or has failed. The message says which."""
+    """The service accepts no new requests: it stops, or its engine is stalled or has failed. The message says which."""
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
-    """A request and who waits for it. ``deadline_s`` is a time of the service's clock."""
+class OpenRequest:
+    """A request and its client's stream. ``deadline_s`` is a time of the service's clock."""
 
     request: Request
     stream: TokenStream
@@ -41,16 +41,16 @@ class Entry:
     num_delivered: int = 0
 
 
-Order = Entry | str
+Order = OpenRequest | str
 """A new request for the engine, or the id of one to abort."""
 
 
-class Ledger:
-    """Shared by all threads. Hold ``lock`` over anything that reads and then writes."""
+class OpenRequests:
+    """Shared by all threads. Hold ``lock`` around any read that a write depends on."""
 
     def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
         self.lock = threading.Condition(threading.RLock())
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, OpenRequest] = {}
         self.health = Health()
         self.finished: Counter[str] = Counter()
         self.num_refused = 0
@@ -63,8 +63,8 @@ class Ledger:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def take(self, entries: Sequence[Entry]) -> None:
-        """Take all of them or none.
+    def accept_requests(self, entries: Sequence[OpenRequest]) -> None:
+        """Accept all of them or none, and order the engine to queue them.
 
         Raises:
             ServiceStopping, QueueFull, RequestRefused: see :meth:`EngineService.submit`.
@@ -84,14 +84,14 @@ class Ledger:
             self.lock.notify_all()
 
     def _retry_after_s(self, num_requests: int) -> int:
-        """How long so many requests take to end, by the pace of the last ones; the engine's first ones are unknown."""
+        """Seconds that so many requests take to end at the rate of the last ones; 1 before any has ended."""
         if not self._end_times_s:
             return 1
         elapsed_s = self._clock() - self._end_times_s[0]
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * elapsed_s / len(self._end_times_s))))
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Order these requests aborted; those unknown or over are ignored."""
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Order these requests aborted; unknown and finished ones are ignored."""
         with self.lock:
             self._orders += request_ids
             self.lock.notify_all()
@@ -103,8 +103,8 @@ class Ledger:
                 if self.health.status == old_status:
                     self.health = health
 
-    def end(self, entry: Entry, reason: str) -> bool:
-        """Strike an entry out; False if another thread was faster. The caller tells the stream, holding the lock."""
+    def end_request(self, entry: OpenRequest, reason: str) -> bool:
+        """Remove an entry; False if another thread has. The caller holds the lock until it has posted to the stream."""
         with self.lock:
             request_id = entry.request.request_id
             if self.entries.get(request_id) is not entry:
@@ -118,10 +118,12 @@ class Ledger:
             return True
 
     def wait_until_empty(self, timeout_s: float) -> bool:
+        """Whether all requests have ended within ``timeout_s``."""
         with self.lock:
             return self.lock.wait_for(lambda: not self.entries, timeout_s)
 
     def close(self) -> None:
+        """End the engine's thread once all orders and other work are done."""
         with self.lock:
             self._is_closed = True
             self.lock.notify_all()
@@ -129,8 +131,10 @@ class Ledger:
     # -- from the engine's thread -----------------------------------------------------------------------------------
 
     def wait_for_orders(self, has_work: Callable[[], bool]) -> list[Order] | None:
-        """What has been ordered since the last call; blocks while there is neither that nor other work. None, once all
-        is done after :meth:`close`."""
+        """The orders since the last call. Blocks while there are none and ``has_work`` is false.
+
+        Returns None after :meth:`close`, once no orders and no work are left.
+        """
         with self.lock:
             self.lock.wait_for(lambda: self._orders or self._is_closed or has_work())
             if self._is_closed and not self._orders and not has_work():
@@ -139,7 +143,7 @@ class Ledger:
             return orders
 
     def take_ended(self) -> list[tuple[Request, str]]:
-        """Requests that have ended since the last call, and why."""
+        """Requests that have ended since the last call, with their reasons."""
         if not self._ended:
             return []
         with self.lock:

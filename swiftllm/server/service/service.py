@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, served to asyncio: requests in from any event loop, streams of tokens out."""
+"""An engine on its own thread: any asyncio event loop submits requests and gets token streams."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from swiftllm.core.request import RequestRefused, SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
-from swiftllm.server.service.open_requests import Entry, Ledger, QueueFull, ServiceStopping
+from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
 from swiftllm.server.service.snapshot import Health, Snapshot
-from swiftllm.server.service.token_streams import Delta, Mailbox, RequestFailed, TokenStream
+from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, TokenStream
 from swiftllm.server.service.watchdog import Watchdog
 
 __all__ = [
@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What the service puts up with.
+    """Limits of the service.
 
     Raises:
         ValueError: a field lies outside its range; the message names the field and the value.
     """
 
     max_queued_requests: int = 1024
-    """Requests waiting or running at once; one more is refused."""
+    """Maximum number of requests waiting or running; further ones are refused."""
     request_timeout_s: float | None = None
-    """Seconds after which a request that is not done fails, unless it brings a time of its own; by default never."""
+    """Seconds after which an unfinished request fails, unless it sets its own timeout; by default never."""
     stall_timeout_s: float = 60.0
-    """Seconds without any progress after which the watchdog reports the state of things and acts."""
+    """Seconds without progress after which the watchdog logs the engine's state and acts."""
     drain_timeout_s: float = 30.0
-    """Seconds that requests under way are given to end when the service stops."""
+    """Seconds that running requests get to finish when the service stops."""
 
     def __post_init__(self) -> None:
         if self.max_queued_requests < 1:
@@ -64,93 +64,95 @@ class ServiceLimits:
 
 @dataclass(frozen=True)
 class NewRequest:
+    """A request to submit to the service."""
+
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     timeout_s: float | None = None
-    """Seconds until its deadline; None: the service's own."""
+    """Seconds until its deadline; None takes the service's ``request_timeout_s``."""
 
 
 class EngineService:
     """One engine for any number of clients.
 
-    ``engine`` belongs to the engine's thread from :meth:`start` to :meth:`close`: other threads may read only what
-    never changes, which is ``tokenizer``, ``describe()`` and ``scheduler.limits``.
+    ``engine`` belongs to the engine's thread from :meth:`start` to :meth:`close`. Other threads may read only its
+    constants: ``tokenizer``, ``describe()`` and ``scheduler.limits``.
     """
 
     def __init__(
         self, engine: Engine, limits: ServiceLimits = ServiceLimits(), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``clock`` (seconds) is what deadlines and stalls are measured by."""
+        """``clock`` (seconds) measures deadlines and stalls."""
         self.engine = engine
         self.limits = limits
         self._clock = clock
-        self._ledger = Ledger(limits.max_queued_requests, clock)
-        self._loop = EngineLoop(engine, self._ledger, clock, limits.stall_timeout_s)
-        self._watchdog = Watchdog(engine, self._ledger, self._loop, clock, limits.stall_timeout_s)
-        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._open_requests = OpenRequests(limits.max_queued_requests, clock)
+        self._loop = EngineLoop(engine, self._open_requests, clock, limits.stall_timeout_s)
+        self._watchdog = Watchdog(engine, self._open_requests, self._loop, clock, limits.stall_timeout_s)
+        self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
         self._threads = [
             threading.Thread(target=self._loop.run, name="engine", daemon=True),
             threading.Thread(target=self._watchdog.run, name="watchdog", daemon=True),
         ]
 
     def start(self) -> None:
-        """Start the engine's thread, and the one that watches it."""
+        """Start the engine's thread and the watchdog's."""
         for thread in self._threads:
             thread.start()
 
     def submit(self, requests: Sequence[NewRequest]) -> list[TokenStream]:
-        """Take all of these requests or none; their streams belong to the running event loop.
+        """Accept all of these requests or none; their streams belong to the running event loop.
 
-        Reads only what never changes of the engine, and so never waits for a step.
+        Reads only constants of the engine, so it never waits for a step.
 
         Raises:
             RequestRefused: one of them can never be served; the message names the limit it hits.
-            QueueFull: too many are waiting or running.
-            ServiceStopping: nothing new is taken any more.
+            QueueFull: too many requests are waiting or running.
+            ServiceStopping: the service accepts no new requests.
         """
         try:
-            mailbox = self._mailbox(asyncio.get_running_loop())
-            entries = [self._entry(request, mailbox) for request in requests]
-            self._ledger.take(entries)
+            dispatcher = self._dispatcher_of(asyncio.get_running_loop())
+            entries = [self._entry(request, dispatcher) for request in requests]
+            self._open_requests.accept_requests(entries)
         except (RequestRefused, QueueFull, ServiceStopping):
-            with self._ledger.lock:
-                self._ledger.num_refused += len(requests)
+            with self._open_requests.lock:
+                self._open_requests.num_refused += len(requests)
             raise
         return [entry.stream for entry in entries]
 
-    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        with self._ledger.lock:
-            self._mailboxes = {loop: box for loop, box in self._mailboxes.items() if not loop.is_closed()}
-            return self._mailboxes.setdefault(loop, Mailbox(loop))
+    def _dispatcher_of(self, loop: asyncio.AbstractEventLoop) -> DeltaDispatcher:
+        with self._open_requests.lock:
+            self._dispatchers = {loop: box for loop, box in self._dispatchers.items() if not loop.is_closed()}
+            return self._dispatchers.setdefault(loop, DeltaDispatcher(loop))
 
-    def _entry(self, new: NewRequest, mailbox: Mailbox) -> Entry:
+    def _entry(self, new: NewRequest, dispatcher: DeltaDispatcher) -> OpenRequest:
         request = self.engine.make_request(new.request_id, new.prompt_token_ids, new.sampling)
-        if new.request_id in self.engine.scheduler.requests:  # aborted, and CPU attention still holds its blocks
+        if new.request_id in self.engine.scheduler.requests:  # aborted, but CPU attention still uses its blocks
             raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
         timeout_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
-        return Entry(request, TokenStream(new.request_id, mailbox, request.prompt_logprobs), deadline_s)
+        return OpenRequest(request, TokenStream(new.request_id, dispatcher, request.prompt_logprobs), deadline_s)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Have these requests ended, wherever they stand; those already over are ignored. From any thread."""
-        self._ledger.abort(request_ids)
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Abort these requests, waiting or running; finished ones are ignored. From any thread."""
+        self._open_requests.abort_requests(request_ids)
 
-    def end(self, request_id: str, reason: str) -> None:
-        """What was wanted of a request is there, for ``reason``; ignored if the engine has ended it. Any thread."""
-        with self._ledger.lock:
-            entry = self._ledger.entries.get(request_id)
-            if entry is not None and self._ledger.end(entry, reason):
-                self._ledger.abort([request_id])
+    def end_request(self, request_id: str, reason: str) -> None:
+        """End a request whose output is complete, for ``reason``; ignored if it has ended. From any thread."""
+        with self._open_requests.lock:
+            entry = self._open_requests.entries.get(request_id)
+            if entry is not None and self._open_requests.end_request(entry, reason):
+                self._open_requests.abort_requests([request_id])
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` of every step and every end of a request."""
+        """Have ``observer`` called after every step and every end of a request."""
         self._loop.observers.append(observer)
 
     @property
     def is_serving(self) -> bool:
-        """Tokens are on their way to an event loop, or from it to clients."""
-        return any(mailbox.is_serving for mailbox in list(self._mailboxes.values()))
+        """Whether tokens are on their way to an event loop, or from it to clients."""
+        return any(dispatcher.is_serving for dispatcher in list(self._dispatchers.values()))
 
     def snapshot(self) -> Snapshot:
         """The state after the last step. From any thread."""
@@ -158,34 +160,34 @@ class EngineService:
 
     @property
     def health(self) -> Health:
-        return self._ledger.health
+        return self._open_requests.health
 
     async def drain(self) -> None:
-        """Take nothing new, wait for what is under way, and fail what is not done after ``drain_timeout_s``."""
-        with self._ledger.lock:
-            self._ledger.set_health("ok", Health("stopping", "the server is shutting down"))
-        if not await asyncio.to_thread(self._ledger.wait_until_empty, self.limits.drain_timeout_s):
+        """Refuse new requests, wait for the open ones, and fail those not done after ``drain_timeout_s``."""
+        with self._open_requests.lock:
+            self._open_requests.set_health("ok", Health("stopping", "the server is shutting down"))
+        if not await asyncio.to_thread(self._open_requests.wait_until_empty, self.limits.drain_timeout_s):
             self._fail_all()
 
     def _fail_all(self) -> None:
-        with self._ledger.lock:
-            entries = list(self._ledger.entries.values())
-            self._loop.fail(entries, "shutdown", "the server shut down before the request was done")
+        with self._open_requests.lock:
+            entries = list(self._open_requests.entries.values())
+            self._loop.fail_requests(entries, "shutdown", "the server shut down before the request was done")
 
     def close(self) -> None:
-        """Fail what is still under way, end the engine's thread and close the engine.
+        """Fail all open requests, end the engine's thread and close the engine.
 
-        A step that hangs is waited for ``drain_timeout_s``; then engine and thread are left as they are.
+        Waits ``drain_timeout_s`` for a step that hangs; then the thread is left running and the engine open.
         """
-        with self._ledger.lock:
-            self._ledger.health = Health("stopping", "the server has shut down")
+        with self._open_requests.lock:
+            self._open_requests.health = Health("stopping", "the server has shut down")
             self._fail_all()
-            self._ledger.close()
+            self._open_requests.close()
         self._watchdog.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(self.limits.drain_timeout_s)
         if self._threads[0].is_alive():
-            logger.critical("the engine's thread hangs and is left behind")
+            logger.critical("the engine's thread hangs and is left running")
         else:
             self.engine.close()

@@ -1,4 +1,4 @@
-"""What an engine's service is doing, as one immutable value that any thread may read."""
+"""The state of a service as one immutable value that any thread may read."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from swiftllm.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Health:
-    """``ok``: requests are taken and served. ``stopping``: those under way are served to their end.
+    """Whether the service accepts new requests (only with status ``ok``), and why not.
 
-    ``stalled``: a step does not come back. ``failed``: every step fails. Neither takes new requests.
+    ``stopping``: open requests finish. ``stalled``: a step hangs. ``failed``: every step fails.
     """
 
     status: Literal["ok", "stopping", "stalled", "failed"] = "ok"
     reason: str = ""
-    """One line, empty while all is well."""
+    """One line; empty while the status is ``ok``."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The service after its last step. Times are in seconds, counts since the start unless they say otherwise."""
+    """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
 
     time_s: float = 0.0
-    """Of the engine's clock."""
+    """Time of the engine's clock."""
     uptime_s: float = 0.0
     health: Health = Health()
 
     waiting: int = 0
-    """Requests at this moment, as the next two."""
+    """Current number of requests, as in the next two fields."""
     running_gpu: int = 0
     running_cpu: int = 0
     gpu_blocks_used: int = 0
@@ -42,28 +42,28 @@ class Snapshot:
 
     iterations: int = 0
     prompt_tokens: int = 0
-    """Computed, so a prompt computed again counts again."""
+    """Prompt tokens computed; recomputed ones count again."""
     output_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.service.token_streams.RequestFailed`."""
     refused: int = 0
-    """At the door, for whatever reason."""
+    """Requests refused before queueing, for any reason."""
     preemptions: int = 0
     swapped_blocks: int = 0
     step_failures: int = 0
-    """Steps that raised; their requests went on all the same, but for those in ``finished["engine_error"]``."""
+    """Steps that raised; their requests continued, except those in ``finished["engine_error"]``."""
     worker_restarts: int = 0
 
     lane_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     duration_s: float = 0.0
-    """Of all iterations together."""
+    """Time of all iterations together."""
     predicted_s: float = 0.0
     strategy_iterations: Mapping[str, int] = field(default_factory=dict)
 
 
 def take_snapshot(engine: Engine, num_held: int, step_failures: int) -> Snapshot:
-    """What its own thread can tell of an engine, and of ``num_held`` requests that wait outside."""
+    """Reads the engine, so only on its thread. ``num_held`` requests wait outside the engine."""
     scheduler, stats, pools = engine.scheduler, engine.stats(), engine.kv.allocators
     return Snapshot(
         time_s=engine.now(),

@@ -1,4 +1,4 @@
-"""The whole state of an engine as text, for the log when something has gone wrong."""
+"""The state of an engine as text, for the log after a failure or a stall."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swiftllm.engine.engine import Engine
 MAX_REQUESTS = 50
 
 
-def report(engine: Engine) -> str:
-    """Queues, cohorts and what every thread is doing. From any thread; never raises."""
+def dump_state(engine: Engine) -> str:
+    """Queues, cohorts and the stack of every thread. From any thread; never raises."""
     try:
         return "\n".join([*_engine_lines(engine), *_thread_lines()])
     except Exception as error:  # the engine's thread may be changing what is read here

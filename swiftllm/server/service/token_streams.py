@@ -1,4 +1,4 @@
-"""The way of tokens from the engine's thread to the event loops that wait for them."""
+"""Carries tokens from the engine's thread to the event loops of its clients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_LAG_S = 0.05
 
 
 class RequestFailed(RuntimeError):
-    """The engine failed a request that it had taken.
+    """The engine failed a request that the service had accepted.
 
-    ``reason`` is one of ``deadline``, ``engine_error``, ``stalled`` and ``shutdown``; the message says more.
+    ``reason`` is one of ``deadline``, ``engine_error``, ``stalled`` and ``shutdown``; the message has the details.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -26,9 +26,9 @@ class RequestFailed(RuntimeError):
 
 
 class Delta(NamedTuple):
-    """What one or more engine steps gave one request.
+    """Output of one request from one or more engine steps.
 
-    ``logprobs`` has one entry for each token where the request asked for them, else none. ``finish_reason`` is stop,
+    ``logprobs`` has one entry a token if the request asked for them, else none. ``finish_reason`` is stop,
     length or abort; None while the request runs. ``error``: the engine has failed the request, after these tokens.
     """
 
@@ -37,64 +37,68 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     error: RequestFailed | None = None
 
-    def then(self, later: Delta) -> Delta:
-        """Both as one."""
+    def merged_with(self, later: Delta) -> Delta:
+        """This delta and the one after it as one delta."""
         token_ids, logprobs = [*self.token_ids, *later.token_ids], [*self.logprobs, *later.logprobs]
         return Delta(token_ids, logprobs, later.finish_reason, later.error)
 
 
 class TokenStream:
-    """The output of one request, on the event loop that submitted it. A ``finish_reason`` or an error is the end.
+    """The output of one request, on the event loop that submitted it. A ``finish_reason`` or an error ends it.
 
-    ``prompt_logprobs``: the request's own, all there when its first token is.
+    ``prompt_logprobs`` is the request's own list, complete when its first token arrives.
     """
 
-    def __init__(self, request_id: str, mailbox: Mailbox, prompt_logprobs: Sequence[TokenLogprob] = ()) -> None:
+    def __init__(
+        self, request_id: str, dispatcher: DeltaDispatcher, prompt_logprobs: Sequence[TokenLogprob] = ()
+    ) -> None:
         self.request_id = request_id
-        self.mailbox = mailbox
+        self.dispatcher = dispatcher
         self.prompt_logprobs = prompt_logprobs
         self._listener: Callable[[Delta], None] | None = None
-        self._kept: Delta | None = None  # what came while nobody listened
+        self._kept: Delta | None = None  # deltas that arrived while there was no listener
 
-    def listen(self, listener: Callable[[Delta], None] | None) -> None:
-        """Have ``listener`` called with what has come already and with whatever comes; None: no longer."""
+    def set_listener(self, listener: Callable[[Delta], None] | None) -> None:
+        """Call ``listener`` with the deltas that have arrived and with every later one; None removes the listener."""
         self._listener = listener
         if listener is not None and self._kept is not None:
             kept, self._kept = self._kept, None
             listener(kept)
 
-    def put(self, delta: Delta) -> None:
-        """On the stream's own event loop."""
+    def push_delta(self, delta: Delta) -> None:
+        """Pass a delta to the listener, or keep it for the next one. Must be called on the stream's event loop."""
         if self._listener is not None:
             self._listener(delta)
         else:
-            self._kept = delta if self._kept is None else self._kept.then(delta)
+            self._kept = delta if self._kept is None else self._kept.merged_with(delta)
 
 
-Parcel = tuple[TokenStream, Delta]
+StreamDelta = tuple[TokenStream, Delta]
 
 
-class Mailbox:
-    """Brings deltas to the streams of one event loop: one wake-up, and one delta a stream, for all since the last.
+class DeltaDispatcher:
+    """Passes deltas to the streams of one event loop.
+
+    One wake-up of the loop serves all posts since the last one, merged into one delta a stream.
 
     Attributes:
-        is_serving: something is posted, or on its way out.
+        is_serving: deltas are posted, or the loop has not finished serving the last ones.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._parcels: list[Parcel] = []
-        self._num_posts = 0  # that the event loop has not taken
+        self._posted: list[StreamDelta] = []
+        self._num_posts = 0  # not yet taken by the event loop
         self.is_serving = False
-        self._post_s = 0.0  # when the last post was made ...
-        self._serving_s = 0.0  # ... and how long it took to serve the last one that has been served
-        self._go_on_s = -math.inf  # when the engine was let go on
+        self._post_s = 0.0  # time of the first post that the loop serves
+        self._serving_s = 0.0  # how long the last serving took, from that post on
+        self._go_on_s = -math.inf  # when the engine last continued
         self._changed = threading.Condition()
 
-    def post(self, parcels: Sequence[Parcel]) -> bool:
-        """From any thread. False if the event loop is closed: nobody will ever read this."""
+    def post_deltas(self, deltas: Sequence[StreamDelta]) -> bool:
+        """Queue deltas for the event loop; False if the loop is closed. From any thread."""
         with self._changed:
-            self._parcels += parcels
+            self._posted += deltas
             self._num_posts += 1
             if self._num_posts > 1:
                 return True
@@ -107,12 +111,12 @@ class Mailbox:
             return False
         return True
 
-    def keep_pace(self) -> None:
-        """Called by an engine after each post: wait for the event loop where the engine is faster.
+    def apply_backpressure(self) -> None:
+        """Wait for the event loop if the engine is faster; the engine calls this after each post.
 
-        It is if there is a post that has not even been taken when the next one comes, or if the engine's own part of a
-        step was shorter than serving one. It would then hold the interpreter's lock against the very thread that
-        serves its tokens, and nothing would be gained. After ``MAX_LAG_S`` the loop has other troubles.
+        The engine is faster if it posts again before the loop has taken the last post, or if its part of a step was
+        shorter than serving one. Without the wait the engine would hold the interpreter's lock while the loop needs it
+        to serve the tokens. The wait ends after ``MAX_LAG_S``: then something else delays the loop.
         """
         with self._changed:
             is_faster = self._post_s - self._go_on_s < self._serving_s
@@ -120,19 +124,19 @@ class Mailbox:
                 self._changed.wait_for(lambda: not self.is_serving, MAX_LAG_S)
             self._go_on_s = time.perf_counter()
 
-    def _take(self) -> list[Parcel]:
+    def _take(self) -> list[StreamDelta]:
         with self._changed:
-            parcels, self._parcels, self._num_posts = self._parcels, [], 0
-        return parcels
+            deltas, self._posted, self._num_posts = self._posted, [], 0
+        return deltas
 
     def _deliver(self) -> None:
         deltas: dict[TokenStream, Delta] = {}
         for stream, delta in self._take():
             earlier = deltas.get(stream)
-            deltas[stream] = delta if earlier is None else earlier.then(delta)
+            deltas[stream] = delta if earlier is None else earlier.merged_with(delta)
         for stream, delta in deltas.items():
-            stream.put(delta)
-        self.loop.call_soon(self._end_serving)  # after what the streams' listeners have put off to the next turn
+            stream.push_delta(delta)
+        self.loop.call_soon(self._end_serving)  # after the callbacks that the listeners have scheduled
 
     def _end_serving(self) -> None:
         with self._changed:

@@ -8,7 +8,7 @@ import pytest
 
 from apex.cli import COMMANDS, main
 from apex.cli.bench import Bench
-from apex.cli.config_file import options, parse, read
+from apex.cli.config_file import option_types, parse_command, read_config_file
 from apex.cli.errors import InputError
 from apex.cli.generate import Generate
 from apex.cli.serve import Serve
@@ -29,32 +29,35 @@ def test_a_file_gives_what_the_command_line_does_not(write):
         "model: /models/llama\nsystem: neo\nport: 8001\napi_key: 'secret'\nmax-model-len: 4096\nsynchronous: true\n"
         "stall-timeout-s: 5\nstrategy: asynchronous-overlap\nnum-gpu-blocks: null\n"
     )
-    command = parse(Serve, "apex serve", ["--config", path, "--port", "8002", "--block-size", "32"])
+    command = parse_command(Serve, "apex serve", ["--config", path, "--port", "8002", "--block-size", "32"])
     assert command.model == "/models/llama" and command.system == "neo" and command.config == Path(path)
     assert (command.server.port, command.server.api_key, command.server.host) == (8002, "secret", "127.0.0.1")
     assert command.limits.stall_timeout_s == 5.0 and command.strategy.strategy == "asynchronous-overlap"
     engine = command.engine
     assert (engine.max_model_len, engine.block_size, engine.synchronous) == (4096, 32, True)
     assert engine.num_gpu_blocks is None and engine.max_num_seqs == 256 and engine.model == ""
-    assert parse(Serve, "apex serve", ["/other", f"--config={path}"]).model == "/other"
-    assert not parse(Serve, "apex serve", [f"--config={path}", "--no-synchronous"]).engine.synchronous
+    assert parse_command(Serve, "apex serve", ["/other", f"--config={path}"]).model == "/other"
+    assert not parse_command(Serve, "apex serve", [f"--config={path}", "--no-synchronous"]).engine.synchronous
 
 
 def test_lists_and_single_values(write):
     path = write("system: [swiftllm, apex]\noutput: out.json\n")
-    command = parse(Bench, "apex bench", ["folder", "--config", path])
+    command = parse_command(Bench, "apex bench", ["folder", "--config", path])
     assert command.system == ("swiftllm", "apex") and command.output == Path("out.json")
-    assert parse(Bench, "apex bench", ["folder", "--config", path, "--system", "neo"]).system == ("neo",)
-    assert parse(Bench, "apex bench", ["folder", "--config", write("system: vllm\n")]).system == ("vllm",)
-    assert parse(Generate, "apex generate", ["folder", "--config", write("prompts: [a, b]\n")]).prompts == ("a", "b")
+    assert parse_command(Bench, "apex bench", ["folder", "--config", path, "--system", "neo"]).system == ("neo",)
+    assert parse_command(Bench, "apex bench", ["folder", "--config", write("system: vllm\n")]).system == ("vllm",)
+    assert parse_command(Generate, "apex generate", ["folder", "--config", write("prompts: [a, b]\n")]).prompts == (
+        "a",
+        "b",
+    )
 
 
 def test_a_file_may_be_empty_and_what_is_missing_is_still_asked_for(write, capsys):
-    assert parse(Serve, "apex serve", ["folder", "--config", write("# nothing yet\n")]) == parse(
+    assert parse_command(Serve, "apex serve", ["folder", "--config", write("# nothing yet\n")]) == parse_command(
         Serve, "apex serve", ["folder", "--config", write("")]
     )
     with pytest.raises(SystemExit) as end:
-        parse(Serve, "apex serve", ["--config", write("port: 1\n")])
+        parse_command(Serve, "apex serve", ["--config", write("port: 1\n")])
     assert end.value.code == 2 and "MODEL" in capsys.readouterr().err
 
 
@@ -74,7 +77,7 @@ def test_a_file_may_be_empty_and_what_is_missing_is_still_asked_for(write, capsy
         ("just words\n", ["must hold one `name: value` a line"]),
     ],
 )
-def test_mistakes_are_told_by_their_line(write, capsys, text, parts):
+def test_mistakes_name_their_line(write, capsys, text, parts):
     path = write(text)
     assert main(["serve", "folder", "--config", path]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -95,7 +98,7 @@ def test_every_option_of_every_command_may_come_from_a_file(verb, write, capsys,
     words = capsys.readouterr().out.replace(",", " ").split()
     flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     positional = {"model", "prompts"}
-    names = dict(options(COMMANDS[verb]))
+    names = dict(option_types(COMMANDS[verb]))
     assert set(names) - positional - {"config"} <= flags
     with pytest.raises(InputError, match="did you mean seed"):
-        read(Path(write("sead: 1\n")), COMMANDS[verb])
+        read_config_file(Path(write("sead: 1\n")), COMMANDS[verb])

@@ -65,7 +65,7 @@ def test_a_bare_machine_gets_a_whole_report(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("ISPC", raising=False)
-    monkeypatch.setattr(doctor, "load", lambda name: (None, "not installed"))
+    monkeypatch.setattr(doctor, "try_import", lambda name: (None, "not installed"))
     report = doctor.examine()
     assert not doctor.can_run(report)
     assert found(report["Software"])["torch"].status == "missing"

@@ -49,7 +49,7 @@ class RunningServer:
     def drain(self) -> None:
         """What a signal does, on a server that has come up."""
         loop = self.server.servers[0].get_loop()
-        loop.call_soon_threadsafe(self.server.begin_to_drain)
+        loop.call_soon_threadsafe(self.server.start_draining)
 
 
 @contextmanager

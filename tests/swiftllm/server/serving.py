@@ -37,7 +37,7 @@ class Outcome:
 async def deltas_of(stream: TokenStream) -> AsyncIterator[Delta]:
     """Up to the last one; raises the error that a delta brings."""
     deltas: asyncio.Queue[Delta] = asyncio.Queue()
-    stream.listen(deltas.put_nowait)
+    stream.set_listener(deltas.put_nowait)
     is_over = False
     while not is_over:
         delta = await deltas.get()

@@ -1,5 +1,5 @@
 "use strict";
-// Drawing in SVG. Text goes into text nodes only: whatever a model or request is called, it is never markup.
+// Draws in SVG. Text goes into text nodes only, so the name of a model or request is never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,7 +28,7 @@ function legendItem(series, value) {
   return item;
 }
 
-// 1, 2, 5, 10, ...: the least of these that is no smaller.
+// The smallest of 1, 2, 5, 10, ... that is not below the argument.
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -41,8 +41,8 @@ function format(value, unit = "") {
   return value.toLocaleString("en", { maximumFractionDigits: digits }) + unit;
 }
 
-// A chart over time, a card of its own. `series` have a title, a colour and a value(before, after) of two samples;
-// stacked series are areas one upon the other, the others lines.
+// A card with one chart over time. `series` have a title, a colour and a value(before, after) of two samples;
+// stacked series are areas on top of each other, the others lines.
 class Chart {
   constructor(parent, { title, unit = "", series, stacked = false, largest = null, onHover }) {
     Object.assign(this, { unit, series, stacked, largest });
@@ -58,7 +58,7 @@ class Chart {
     this.holder.addEventListener("pointerleave", () => onHover(null));
   }
 
-  // `samples`: rows as objects; `span_s`: what the width stands for; `cursor`: 0 to 1 across it, or null.
+  // `samples`: rows as objects; `span_s`: seconds across the width; `cursor`: 0 to 1 across it, or null.
   draw(samples, span_s, cursor) {
     const width = this.holder.clientWidth || 340, height = 108, top = 6, bottom = 16;
     const svg = svgElement("svg", { viewBox: `0 0 ${width} ${height + bottom}`, height: height + bottom, "aria-hidden": true });
@@ -106,8 +106,8 @@ class Chart {
   }
 }
 
-// What a sample is compared with for rates: the one three seconds before, or where an iteration takes longer, the last
-// with fewer iterations.
+// The earlier sample of a rate: the one three seconds before, or, if an iteration takes longer, the last one with
+// fewer iterations.
 function sampleBefore(samples, index) {
   const after = samples[index], works = after.running_gpu + after.running_cpu + after.waiting > 0;
   let before = Math.max(0, index - 3);
@@ -123,9 +123,9 @@ const SPAN_COLOURS = {
   linear: "c-gpu", attention: "c-gpu-soft", step: "c-pipe", wait: "c-bad", swap: "c-swap", other: "c-line",
   to_host: "c-swap", to_gpu: "c-swap",
 };
-const COHORT_COLOURS = ["c-cpu", "c-cpu-soft"]; // neighbours in time are told apart, and by their letters
+const COHORT_COLOURS = ["c-cpu", "c-cpu-soft"]; // successive cohorts alternate; letters name them too
 
-// One iteration: a row for each thing that works, and what it did when.
+// One iteration: a row for each worker, with its activity over time.
 function drawGantt(holder, timeline) {
   const width = holder.clientWidth || 1100, beside = width > 700; // titles stand beside the rows, or else above them
   const label = beside ? 190 : 0, head = beside ? 0 : 16, row = 26, gap = 7;

@@ -1,18 +1,18 @@
-// Asks the server once a second, while somebody looks, and shows the answer.
+// Fetches the server's numbers once a second while the page is visible, and shows them.
 
 const POLL_MS = 1000, SPAN_S = 300;
 const STRATEGIES = {
-  "gpu-only": "GPU-only: nothing was computed on the CPU. Either nobody's cache is in host memory, or it would not have paid off.",
+  "gpu-only": "GPU-only: nothing was computed on the CPU. Either no request's cache is in host memory, or its attention would have slowed the iteration down.",
   "asymmetric-pipelining": "Asymmetric pipelining: CPU requests go through all layers in step with the lane. Their attention runs on the CPU while the other requests' linear layers run in the lane; where the CPU is late, the lane waits.",
   "asynchronous-overlap": "Asynchronous overlap: CPU requests ride along when the lane passes their layer and their attention is ready, one layer an iteration. The lane never waits for them.",
 };
 const TIMELINE_LEGEND = [
-  { title: "linear layers, of all requests at once", colour: "c-gpu" }, { title: "attention of GPU requests", colour: "c-gpu-soft" },
+  { title: "linear layers of all requests", colour: "c-gpu" }, { title: "attention of GPU requests", colour: "c-gpu-soft" },
   { title: "attention of CPU requests (a stripe below: they ride along)", colour: "c-cpu" },
   { title: "CPU requests' linear layers by themselves", colour: "c-pipe" }, { title: "the lane waits", colour: "c-bad" },
 ];
 const FINISHED = {
-  stop: "ended by themselves", length: "ended at their length", abort: "cut off by the client", deadline: "past their deadline",
+  stop: "ended by a stop", length: "ended at their length limit", abort: "aborted by the client", deadline: "past their deadline",
   engine_error: "failed", stalled: "stalled", shutdown: "ended by shutdown",
 };
 
@@ -36,7 +36,7 @@ const charts = [
   { title: "Strategy of the iterations", unit: "%", largest: 100, stacked: true, series: [
     { title: "GPU-only", colour: "c-gpu", value: share("gpu-only") }, { title: "pipelining", colour: "c-pipe", value: share("asymmetric-pipelining") },
     { title: "overlap", colour: "c-overlap", value: share("asynchronous-overlap") }] },
-  { title: "Time at work", unit: "%", largest: 100, series: [
+  { title: "Busy time", unit: "%", largest: 100, series: [
     { title: "lane", colour: "c-gpu", value: busy("lane_busy_s") }, { title: "CPU worker", colour: "c-cpu", value: busy("cpu_busy_s") }] },
   { title: "Time of an iteration", unit: " ms", series: [
     { title: "measured", colour: "c-gpu", value: perIteration("duration_s") }, { title: "predicted", colour: "c-ink", dashed: true, value: perIteration("predicted_s") }] },
@@ -74,9 +74,9 @@ function showNow({ model, engine, now }) {
   pill.title = now.health.reason;
   byId("facts").textContent =
     `System ${engine.system}, ${engine.dtype}, lane on ${engine.device}, CPU attention with ${counted(engine.cpu_threads, "", "thread")} of kernel ` +
-    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". There is no GPU here: the CPU's cores play its part." : ".");
+    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". Without a GPU, the CPU's cores run the lane." : ".");
   byId("cpu-note").textContent = engine.decodes_on_cpu
-    ? "Their attention is computed by the CPU worker, while the lane goes on."
+    ? "Their attention is computed by the CPU worker, while the lane continues."
     : "They wait here until GPU memory is free again: this system computes nothing on the CPU.";
   showBig("waiting", now.waiting);
   showBig("running-gpu", now.running_gpu);
@@ -86,7 +86,7 @@ function showNow({ model, engine, now }) {
   const finished = Object.entries(now.finished).map(([reason, count]) => [`requests ${FINISHED[reason] || reason}`, count]);
   const totals = [
     ["prompt tokens", now.prompt_tokens], ["output tokens", now.output_tokens], ["iterations", now.iterations], ...finished,
-    ["requests refused", now.refused], ["requests put off (preempted)", now.preemptions], ["blocks moved between tiers", now.swapped_blocks],
+    ["requests refused", now.refused], ["requests preempted", now.preemptions], ["blocks moved between tiers", now.swapped_blocks],
     ["iterations that failed", now.step_failures], ["CPU workers restarted", now.worker_restarts],
   ];
   byId("totals").replaceChildren(...totals.map(([title, value]) => {
@@ -118,7 +118,7 @@ function showTimeline(records) {
 }
 
 function take(answer) {
-  if (state.samples.length && answer.now.time_s < state.samples.at(-1).time_s) state.samples = []; // another server
+  if (state.samples.length && answer.now.time_s < state.samples.at(-1).time_s) state.samples = []; // the server has been restarted
   state.engine = answer.engine;
   for (const row of answer.history) state.samples.push(Object.fromEntries(answer.columns.map((name, i) => [name, row[i]])));
   state.samples = state.samples.filter((sample) => sample.time_s >= answer.now.time_s - SPAN_S);

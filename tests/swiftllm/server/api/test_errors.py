@@ -7,12 +7,11 @@ import openai
 import pytest
 
 from swiftllm import LLM, RequestRefused, SamplingParams
-from swiftllm.server.api import protocol
-from swiftllm.server.api import unsupported as extras
+from swiftllm.server.api import protocol, unsupported
 from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, as_api_error
-from swiftllm.server.api.parsing import parse
+from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.service.service import EngineService, QueueFull, RequestFailed, ServiceLimits, ServiceStopping
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
@@ -138,7 +137,7 @@ def test_bodies_that_are_no_requests(server, data):
 
 
 def test_values_that_change_nothing_are_let_in(server):
-    harmless = {name: values[0] for name, values in extras.NOT_IMPLEMENTED.items() if values}
+    harmless = {name: values[0] for name, values in unsupported.NOT_IMPLEMENTED.items() if values}
     answer = server.post(COMPLETIONS, {"prompt": "a", **harmless, "user": None, "n": None, "logit_bias": None})
     assert answer.status_code == 200
     answer = server.post(COMPLETIONS, {"prompt": "a", "min_tokens": 3, "max_tokens": 3, "ignore_eos": True})
@@ -151,7 +150,7 @@ def test_values_that_change_nothing_are_let_in(server):
 def test_null_is_a_field_left_out(kind):
     least = {"prompt": "a"} if kind is not protocol.ChatRequest else {"messages": HELLO}
     nulls = dict.fromkeys(kind.model_fields.keys() - least.keys())
-    assert parse(kind, json.dumps(least | nulls).encode()) == parse(kind, json.dumps(least).encode())
+    assert parse_body(kind, json.dumps(least | nulls).encode()) == parse_body(kind, json.dumps(least).encode())
 
 
 def test_unknown_parameters_are_ignored_and_logged_once(server, caplog):

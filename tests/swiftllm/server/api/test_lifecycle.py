@@ -27,7 +27,7 @@ class Watched:
 
     def __init__(self, service):
         self.submitted, self.aborted, self.ended = (threading.Semaphore(0) for _ in range(3))
-        submit, abort = service.submit, service.abort
+        submit, abort = service.submit, service.abort_requests
 
         def watched_submit(requests):
             streams = submit(requests)
@@ -38,7 +38,7 @@ class Watched:
             abort(request_ids)
             self.aborted.release()
 
-        service.submit, service.abort = watched_submit, watched_abort
+        service.submit, service.abort_requests = watched_submit, watched_abort
         service.add_observer(self)
 
     def on_step(self, plan, result, outputs):

@@ -1,70 +1,70 @@
-"""Who may go on in which turn of the event loop."""
+"""In which pass of the event loop a request may start."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 
-from swiftllm.server.api.request_starts import MOST_TURNS_HELD, Turns
+from swiftllm.server.api.request_starts import MAX_LOOP_PASSES_HELD, RequestStarts
 
 
 class Clock:
-    """Counts the turns of the running event loop."""
+    """Counts the passes of the running event loop."""
 
     def __init__(self) -> None:
-        self.num_turns = 0
+        self.num_passes = 0
         self._tick()
 
     def _tick(self) -> None:
-        self.num_turns += 1
+        self.num_passes += 1
         self._handle = asyncio.get_running_loop().call_soon(self._tick)
 
     def stop(self) -> None:
         self._handle.cancel()
 
 
-async def turns_of(num_tasks: int, turns: Turns) -> list[int]:
-    """In which turn each of some tasks, begun together, went on."""
-    clock, went_on = Clock(), []
+async def start_passes(num_tasks: int, starts: RequestStarts) -> list[int]:
+    """The pass in which each of some tasks, begun together, started."""
+    clock, passes = Clock(), []
 
     async def task() -> None:
-        await turns.wait()
-        went_on.append(clock.num_turns)
+        await starts.wait_for_start()
+        passes.append(clock.num_passes)
 
     await asyncio.gather(*(task() for _ in range(num_tasks)))
     clock.stop()
-    return went_on
+    return passes
 
 
-def test_a_burst_goes_on_one_per_turn() -> None:
+def test_a_burst_goes_on_one_per_pass() -> None:
     async def run() -> None:
-        turns = Turns(lambda: False)
-        for _ in range(2):  # it comes to rest in between
-            went_on = await turns_of(5, turns)
-            assert went_on[0] <= 2
-            assert all(1 <= later - earlier <= 2 for earlier, later in itertools.pairwise(went_on))
+        starts = RequestStarts(lambda: False)
+        for _ in range(2):  # it is idle in between
+            passes = await start_passes(5, starts)
+            assert passes[0] <= 2
+            assert all(1 <= later - earlier <= 2 for earlier, later in itertools.pairwise(passes))
 
     asyncio.run(run())
 
 
-def test_nobody_goes_on_while_it_is_busy_but_not_for_ever() -> None:
+def test_no_task_starts_while_it_is_busy_but_not_for_ever() -> None:
     async def run() -> None:
-        went_on = await turns_of(3, Turns(lambda: True))
-        assert all(later - earlier >= MOST_TURNS_HELD for earlier, later in itertools.pairwise([0, *went_on]))
+        passes = await start_passes(3, RequestStarts(lambda: True))
+        assert all(later - earlier >= MAX_LOOP_PASSES_HELD for earlier, later in itertools.pairwise([0, *passes]))
 
     asyncio.run(run())
 
 
-def test_who_has_gone_takes_no_turn() -> None:
+def test_a_cancelled_task_takes_no_pass() -> None:
     async def run() -> None:
         busy = True
-        turns = Turns(lambda: busy)
-        tasks = [asyncio.create_task(turns.wait()) for _ in range(3)]
+        starts = RequestStarts(lambda: busy)
+        tasks = [asyncio.create_task(starts.wait_for_start()) for _ in range(3)]
         await asyncio.sleep(0)
         tasks[0].cancel()
         tasks[2].cancel()
         busy = False
         await asyncio.wait_for(tasks[1], 10.0)
-        await asyncio.wait_for(turns.wait(), 10.0)
+        await asyncio.wait_for(starts.wait_for_start(), 10.0)
 
     asyncio.run(run())

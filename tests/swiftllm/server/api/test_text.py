@@ -72,7 +72,7 @@ def test_the_first_of_two_stop_strings_at_one_place_counts():
 def take_all(output, deltas):
     text, logprobs = "", []
     for delta in deltas:
-        piece = output.take(delta)
+        piece = output.append_delta(delta)
         text += piece.text
         logprobs += piece.logprobs
         if piece.finish_reason is not None:
@@ -116,14 +116,14 @@ def test_half_characters_wait_for_their_other_half(tokenizer):
     token_ids = tokenizer.encode("a🍰é")
     assert len(token_ids) == 7
     output = OutputText(tokenizer)
-    pieces = [output.take(Delta((token,))).text for token in token_ids]
+    pieces = [output.append_delta(Delta((token,))).text for token in token_ids]
     assert pieces == ["a", "", "", "", "🍰", "", "é"]
 
 
 def test_a_text_cut_within_a_character_says_so_at_the_end(tokenizer):
     token_ids = tokenizer.encode("a🍰")[:-1]
     output = OutputText(tokenizer)
-    assert output.take(Delta(tuple(token_ids), finish_reason="length")).text == "a\ufffd"
+    assert output.append_delta(Delta(tuple(token_ids), finish_reason="length")).text == "a\ufffd"
 
 
 def test_bytes_that_are_no_text_do_not_pile_up(tokenizer):
@@ -137,8 +137,8 @@ def test_bytes_that_are_no_text_do_not_pile_up(tokenizer):
 
 def test_special_tokens_show_only_when_asked_for(tokenizer):
     token_ids = (1, *tokenizer.encode("the"), EOS, *tokenizer.encode("inn"))
-    assert OutputText(tokenizer).take(Delta(token_ids, finish_reason="length")).text == "theinn"
-    shown = OutputText(tokenizer, skip_special_tokens=False).take(Delta(token_ids, finish_reason="length"))
+    assert OutputText(tokenizer).append_delta(Delta(token_ids, finish_reason="length")).text == "theinn"
+    shown = OutputText(tokenizer, skip_special_tokens=False).append_delta(Delta(token_ids, finish_reason="length"))
     assert shown.text == "<s>the</s>inn"
-    ended = OutputText(tokenizer, skip_special_tokens=False).take(Delta(token_ids[:3], finish_reason="stop"))
+    ended = OutputText(tokenizer, skip_special_tokens=False).append_delta(Delta(token_ids[:3], finish_reason="stop"))
     assert ended.text == "<s>the", "the token that ends an output is no part of it"

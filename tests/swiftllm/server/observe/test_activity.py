@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from swiftllm.server.observe import activity as module
-from swiftllm.server.observe.activity import ActivityLog, activity
+from swiftllm.server.observe.activity import ActivityLog, activity_line
 from swiftllm.server.service.snapshot import Snapshot
 
 BEFORE = Snapshot(uptime_s=10.0, iterations=5, prompt_tokens=100, output_tokens=50, strategy_iterations={"gpu-only": 5})
@@ -32,7 +32,7 @@ AFTER = Snapshot(
 
 
 def test_the_line_is_about_what_has_happened_since_the_one_before() -> None:
-    assert activity(BEFORE, AFTER) == (
+    assert activity_line(BEFORE, AFTER) == (
         "prompts 20 tokens/s, outputs 100 tokens/s; requests: 3 in the GPU tier, 12 in the CPU tier, 2 waiting; "
         "KV cache: GPU 98%, CPU 1%; gpu-only 25%, asynchronous-overlap 75%"
     )
@@ -40,7 +40,7 @@ def test_the_line_is_about_what_has_happened_since_the_one_before() -> None:
 
 def test_a_system_without_a_cpu_tier_says_nothing_of_strategies() -> None:
     after = Snapshot(uptime_s=20.0, iterations=6, gpu_blocks_total=50, strategy_iterations={"gpu-only": 6})
-    assert activity(BEFORE, after).endswith("KV cache: GPU 0%, CPU none")
+    assert activity_line(BEFORE, after).endswith("KV cache: GPU 0%, CPU none")
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -152,7 +152,7 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
     assert text_of(browser, "#running-cpu") == "1 request" and text_of(browser, "#health") == "serving for 1 min"
     assert text_of(browser, "#gpu-blocks") == "4 of 8 blocks in use, 4 MiB"
     assert browser.evaluate("byId('gpu-meter').firstElementChild.style.width") == "50%"
-    assert "the CPU's cores play its part" in text_of(browser, "#facts")
+    assert "the CPU's cores run the lane" in text_of(browser, "#facts")
     assert "Nothing has run" in text_of(browser, "#strategy")
     assert "this system computes nothing on the CPU" in text_of(browser, "#cpu-note")
 

@@ -92,7 +92,7 @@ def test_a_request_can_be_aborted_in_any_state(system: str) -> None:
         outcomes = {}
 
         async def client(service: EngineService, number=number, requests=requests, outcomes=outcomes) -> None:
-            service.add_observer(AtStep(number, lambda: service.abort(["r2", "r5", "r2", "nobody"])))
+            service.add_observer(AtStep(number, lambda: service.abort_requests(["r2", "r5", "r2", "nobody"])))
             outcomes.update(await read_all(service.submit(requests)))
 
         with_service(make_engine(system), client)
@@ -115,7 +115,7 @@ def test_a_client_that_stops_listening_disturbs_nobody() -> None:
         listener = asyncio.create_task(read(streams[0]))
         await asyncio.sleep(0)
         listener.cancel()
-        service.abort([streams[0].request_id])
+        service.abort_requests([streams[0].request_id])
         outcomes.update(await read_all(streams[1:]))
 
     with_service(make_engine(), client)
@@ -329,17 +329,17 @@ def test_a_step_that_hangs_is_reported_and_waited_for_with_limits(caplog) -> Non
         service._watchdog.stop()  # its own time is not the clock's
         streams = service.submit([hurried, NewRequest("whenever", (2, 3), LONG), patient])
         await asyncio.to_thread(gate.reached.wait)
-        service._watchdog.check()
+        service._watchdog.check_engine()
         assert service.health.status == "ok"
         clock.now_s = 11.0
-        service._watchdog.check()
+        service._watchdog.check_engine()
         assert service.health.status == "stalled"
         assert "thread engine" in caplog.text and "hurried (0/2 tokens)" in caplog.text
         assert (await read(streams[0])).error.reason == "deadline"
         with pytest.raises(ServiceStopping, match="has not come back"):
             service.submit(make_requests(1))
         clock.now_s = 21.0
-        service._watchdog.check()
+        service._watchdog.check_engine()
         assert (await read(streams[1])).error.reason == "stalled"
         gate.opened.set()
         assert (await read(streams[2])).token_ids == expected(patient)
@@ -377,7 +377,7 @@ def test_anything_at_any_time(system: str) -> None:
                 tokens += delta.token_ids
                 patience -= 1
                 if patience == 0:
-                    service.abort([new.request_id])
+                    service.abort_requests([new.request_id])
             assert delta.finish_reason == "abort" or tokens == expected(new)
             assert tokens == expected(new)[: len(tokens)]
 
