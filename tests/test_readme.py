@@ -11,7 +11,7 @@ from swiftllm.files import cache_dir
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_ten_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
