@@ -13,7 +13,7 @@ from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.runtime.build import assemble, build_gpu_only, make_kv_manager, scheduler_limits
+from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_kv_manager, scheduler_limits
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.torch_backend import InlineWorker, TorchBackend
 from swiftllm.runtime.workers.thread import CpuWorker
@@ -42,7 +42,7 @@ def build_system(
     """
     system = find_system(name)
     if not system.offloads:
-        return build_gpu_only(name, config)
+        return build_gpu_only(name, system.scheduler, config)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config)
     with closed_on_failure(backend):
@@ -55,7 +55,7 @@ def build_system(
             "profile": dict(table.identity),
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
-        return assemble(name, config, backend, scheduler, details)
+        return assemble_engine(name, config, backend, scheduler, details)
 
 
 def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchBackend:

@@ -25,10 +25,10 @@ PLUGINS = ("apex.schedulers",)
 """Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""
 
 
-def _build_gpu_only(name: str, config: EngineConfig) -> Engine:
+def _build_gpu_only(system: System, config: EngineConfig) -> Engine:
     from swiftllm.runtime.build import build_gpu_only  # loads torch
 
-    return build_gpu_only(name, config)
+    return build_gpu_only(system.name, system.scheduler, config)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class System:
     summary: str
     scheduler: Callable[..., Scheduler]
     offloads: bool = False
-    build: Callable[[str, EngineConfig], Engine] = _build_gpu_only
+    build: Callable[[System, EngineConfig], Engine] = _build_gpu_only
 
 
 _systems: dict[str, System] = {}
@@ -83,7 +83,8 @@ def build_engine(name: str, config: EngineConfig) -> Engine:
     Raises:
         ValueError: no such system; the message lists those there are.
     """
-    return find_system(name).build(name, config)
+    system = find_system(name)
+    return system.build(system, config)
 
 
 @functools.cache

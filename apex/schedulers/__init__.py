@@ -24,10 +24,10 @@ def register_scheduler(name: str, summary: str, scheduler: type[OffloadScheduler
     register_system(System(name, summary, scheduler, offloads=True, build=_build))
 
 
-def _build(name: str, config: EngineConfig) -> Engine:
+def _build(system: System, config: EngineConfig) -> Engine:
     from apex.systems import build_system  # loads torch
 
-    return build_system(name, config)
+    return build_system(system.name, config)
 
 
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", NeoScheduler)

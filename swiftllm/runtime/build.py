@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pacpu
@@ -13,7 +13,6 @@ from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
-from swiftllm.systems import find_system
 
 
 def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
@@ -36,7 +35,7 @@ def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
     return kv
 
 
-def assemble(
+def assemble_engine(
     name: str,
     config: EngineConfig,
     backend: TorchBackend,
@@ -73,8 +72,8 @@ def assemble(
     )
 
 
-def build_gpu_only(name: str, config: EngineConfig) -> Engine:
-    """An engine whose scheduler needs no predictions."""
+def build_gpu_only(name: str, make_scheduler: Callable[..., Scheduler], config: EngineConfig) -> Engine:
+    """An engine of the system ``name``, whose scheduler needs no predictions."""
     backend = TorchBackend(config)
-    scheduler = find_system(name).scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-    return assemble(name, config, backend, scheduler)
+    scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
+    return assemble_engine(name, config, backend, scheduler)
