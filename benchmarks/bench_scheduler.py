@@ -1,4 +1,4 @@
-"""What scheduling costs: seconds of ``schedule()`` and ``update()`` together, per iteration, at 1,000 running requests.
+"""What scheduling costs: seconds of ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
 
 The engine runs on predicted times, so the executor's work is not in the way; the scheduler is the real one. Counted is
 the CPU time of its thread: it never waits, so that is its real time on a core of its own. What else runs here still
@@ -134,8 +134,8 @@ def _start(system: str, mix: Mix) -> None:
 def _run_round() -> dict[str, list[float]]:
     """Of each iteration: seconds scheduled, requests running in each tier, prompt tokens computed."""
     scheduler, stopwatch = _engine.scheduler, Stopwatch()
-    schedule, update = scheduler.schedule, scheduler.update
-    scheduler.schedule, scheduler.update = stopwatch.wrap(schedule), stopwatch.wrap(update)
+    schedule, apply_result = scheduler.schedule, scheduler.apply_result
+    scheduler.schedule, scheduler.apply_result = stopwatch.wrap(schedule), stopwatch.wrap(apply_result)
     values: dict[str, list[float]] = {"seconds": [], "gpu": [], "cpu": [], "prefill_tokens": []}
     for _ in range(ITERATIONS):
         stopwatch.seconds, prefills_before = 0.0, _engine.stats().prefill_tokens
@@ -144,7 +144,7 @@ def _run_round() -> dict[str, list[float]]:
         for tier, queue in scheduler.running.items():
             values[tier.value].append(len(queue))
         values["prefill_tokens"].append(_engine.stats().prefill_tokens - prefills_before)
-    scheduler.schedule, scheduler.update = schedule, update
+    scheduler.schedule, scheduler.apply_result = schedule, apply_result
     return values
 
 

@@ -28,6 +28,7 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
+PARTS = "schedule", "run", "apply_result"  # functions of which a step's time is made
 COLUMNS = (
     ("system", "system", "{}"),
     ("gpu_requests", "requests on the GPU", "{}"),
@@ -35,7 +36,7 @@ COLUMNS = (
     ("iterations_per_s", "iterations/s", "{:.0f}"),
     ("schedule_share", "in schedule", "{:.0%}"),
     ("run_share", "in run", "{:.0%}"),
-    ("update_share", "in update", "{:.0%}"),
+    ("apply_result_share", "in apply_result", "{:.0%}"),
 )
 
 
@@ -95,7 +96,7 @@ def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
         engine.step()
     profiler.disable()
     parts = pstats.Stats(profiler).get_stats_profile().func_profiles
-    shares = {f"{name}_share": parts[name].cumtime / parts["step"].cumtime for name in ("schedule", "run", "update")}
+    shares = {f"{name}_share": parts[name].cumtime / parts["step"].cumtime for name in PARTS}
     return {
         "system": system,
         "backend": "measured: simulator speed",
@@ -118,7 +119,7 @@ def main(options: Options) -> None:
         for system in SIMULATED_SYSTEMS:
             record = flat_record(measure(system, num_gpu, num_cpu))
             records.append(record)
-            spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in ("schedule", "run", "update"))
+            spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in PARTS)
             rate = record["iterations_per_s"]
             print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {rate:6.0f} iterations/s; {spent}", flush=True)
     folder.save_summary(records, markdown_table(records, COLUMNS))

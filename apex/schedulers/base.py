@@ -81,7 +81,7 @@ class OffloadScheduler(Scheduler, ABC):
     def _decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         """Turn the draft and the CPU decodes that may start a token into a plan; ``ready.overdue`` does not wait."""
 
-    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+    def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         for request_id in result.left:
             self._come_to_rest(self._leaving.pop(request_id))
         for cohort_id, cohort in list(self._cohorts.items()):
@@ -97,7 +97,7 @@ class OffloadScheduler(Scheduler, ABC):
             if batch.rule is not SteppingRule.RIDE_IF_READY:  # waited for, so its token is done
                 for request in batch.requests:
                     request.last_served = self._iteration
-        return super().update(plan, result)
+        return super().apply_result(plan, result)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         super()._move(request, target, draft)
@@ -215,7 +215,7 @@ class OffloadScheduler(Scheduler, ABC):
         iteration_s: float,
         predicted: dict[str, float] | None,
     ) -> IterationPlan:
-        return draft.plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
+        return draft.build_plan(strategy, cohorts, self._leaving, {"iteration_s": iteration_s, **(predicted or {})})
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 

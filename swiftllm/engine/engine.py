@@ -177,7 +177,7 @@ class Engine:
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 request.logprobs.append(logprob)
-        touched = self.scheduler.update(plan, result)
+        touched = self.scheduler.apply_result(plan, result)
         self._stats.record_iteration(plan, result)
         self.last_iteration = (plan, result)
         return touched

@@ -37,7 +37,7 @@ def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> No
     if needed > free_bytes:
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "
-            f"{free_bytes / GIB:.2f} GiB can be had: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
+            f"{free_bytes / GIB:.2f} GiB is available: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
             "take a narrower dtype or a smaller model"
         )
 
@@ -101,6 +101,6 @@ def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, dev
         if needed > there:
             raise InsufficientMemory(
                 f"a KV cache of {what} = {blocks} blocks takes {needed / GIB:.2f} GiB of {where} memory and "
-                f"{there / GIB:.2f} GiB can be had: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
+                f"{there / GIB:.2f} GiB is available: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
             )
     return KVPlan(num_blocks, config.block_size, bytes_per_block)

@@ -33,7 +33,7 @@ class PlanDraft:
         self.prefills.remove(item)
         self.tokens_left += item.num_tokens
 
-    def plan(
+    def build_plan(
         self,
         strategy: Strategy = Strategy.GPU_ONLY,
         cohorts: Sequence[CohortPlan] = (),

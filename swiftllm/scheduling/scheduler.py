@@ -111,9 +111,9 @@ class Scheduler:
         self._schedule_running_prefills(draft)
         if not self.running[Tier.CPU]:  # preempted requests are older than waiting ones
             self._admit(draft)
-        return draft.plan()
+        return draft.build_plan()
 
-    def update(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+    def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         """Apply the result of a plan. Returns the requests that got a token."""
         now_s = self.now()
         for item in plan.prefills:

@@ -31,7 +31,7 @@ class VllmScheduler(Scheduler):
         self._schedule_running_prefills(draft)
         if self.num_preemptions == preemptions_before:
             self._admit(draft)
-        return draft.plan()
+        return draft.build_plan()
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
         self._recompute(request, draft)

@@ -173,7 +173,7 @@ def test_faults_that_pass_blame_nobody(system: str) -> None:
         assert service.snapshot().step_failures == glitches.num_raised
 
 
-@pytest.mark.parametrize("method", ["schedule", "update"])
+@pytest.mark.parametrize("method", ["schedule", "apply_result"])
 @pytest.mark.parametrize("system", ["swiftllm", "apex-overlap"])
 def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, method: str, monkeypatch) -> None:
     engine = make_engine(system)

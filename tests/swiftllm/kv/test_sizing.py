@@ -48,10 +48,10 @@ def test_on_a_host_both_tiers_share_its_memory():
 @pytest.mark.parametrize(
     "device_gib, host_gib, options, message",
     [
-        (1, 100, {"num_gpu_blocks": 522}, r"1.02 GiB of GPU memory and 1.00 GiB can be had: ask for 10 blocks less"),
-        (1, 4, {"num_cpu_blocks": 1802}, r"host memory and 3.50 GiB can be had: ask for 10 blocks less"),
+        (1, 100, {"num_gpu_blocks": 522}, r"1.02 GiB of GPU memory and 1.00 GiB is available: ask for 10 blocks less"),
+        (1, 4, {"num_cpu_blocks": 1802}, r"host memory and 3.50 GiB is available: ask for 10 blocks less"),
         (-0.25, 100, {}, r"leave no room .* 0.25 GiB are missing for the first"),
-        (-1, 100, {"num_gpu_blocks": 1}, r"0.00 GiB can be had: ask for 1 blocks less"),
+        (-1, 100, {"num_gpu_blocks": 1}, r"0.00 GiB is available: ask for 1 blocks less"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_shortfall(device_gib, host_gib, options, message):
