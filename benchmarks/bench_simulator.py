@@ -29,6 +29,7 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
+PARTS = "schedule", "run", "apply_result"  # functions of which a step's time is made
 COLUMNS = (
     ("system", "system", "{}"),
     ("gpu_requests", "requests on the GPU", "{}"),
