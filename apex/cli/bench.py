@@ -94,7 +94,7 @@ class Bench(ConfigFile):
         for name in ("num_requests", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        self.timeline.check(self.system)
+        self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
         check_output_folder("--results-dir", self.results_dir)
         results = self.results_dir and optional_module("evaluation.results.bench", "apex bench --results-dir")

@@ -125,7 +125,7 @@ class TimelineFlags:
     timeline_start: int | None = None
     """First iteration to record, from 0; by default those nearest to the middle of the run that move CPU requests."""
 
-    def check(self, systems: Sequence[str]) -> None:
+    def check_flags(self, systems: Sequence[str]) -> None:
         """Check the flags before anything runs.
 
         Raises:

@@ -129,7 +129,7 @@ class Simulate(ConfigFile):
                 raise InputError(f"{name}={getattr(self, name)} must not be negative")
         if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
             raise InputError(f"request_rate={self.request_rate} must be a positive number")
-        self.timeline.check(self.system)
+        self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
 
     def _engine(

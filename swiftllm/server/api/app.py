@@ -88,7 +88,7 @@ def api_routes(context: ServingContext) -> APIRouter:
         body = parse_body(kind, await read_body(request, context.settings.max_body_bytes))
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
-            body.check()
+            body.check_fields()
         return body
 
     @router.post("/v1/completions")

@@ -80,7 +80,7 @@ class GenerationRequest(Lenient):
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Check what the types of the fields cannot express.
 
         Raises:
@@ -246,8 +246,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
             names["max_tokens"] = "max_completion_tokens"
         return names.get(about, about)
 
-    def check(self) -> None:
-        super().check()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs=true", "top_logprobs", "invalid_value")
 
