@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
+from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
+from apex.replay.records import RequestRecord
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import warm_up, workload_values
-from evaluation.results.metrics import DEFAULT_TARGETS, Targets, compute_metrics
 from evaluation.results.progress import TokenProgress
-from evaluation.results.records import RequestRecord
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
-from evaluation.replay.inprocess import Replay
+from apex.replay.records import Replay, ReplayRequest, RequestRecord
 from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal
 from evaluation.results.progress import TokenProgress
-from evaluation.results.records import RequestRecord
-from evaluation.traces.workloads import Workload, WorkloadRequest
+from evaluation.traces.workloads import Workload
 
 LOOK_EVERY_S = 0.1
 SPARE_FILES = 256
@@ -44,7 +43,7 @@ class Stream:
     spread evenly over the chunks, the first and the last on the first and the last chunk.
     """
 
-    def __init__(self, request: WorkloadRequest) -> None:
+    def __init__(self, request: ReplayRequest) -> None:
         self.request = request
         self.arrival_s = request.arrival_s  # in a closed loop, once it is sent, that moment
         self.sent_s: float | None = None

@@ -11,6 +11,7 @@ import time
 import pytest
 from rich.console import Console
 
+from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.replay.http import replay
 from evaluation.replay.server import connect
@@ -56,10 +57,8 @@ def test_a_closed_loop_keeps_so_many_under_way():
 
 
 def test_an_engine_in_this_process_knows_no_closed_loop():
-    from evaluation.replay.inprocess import replay as replay_here
-
     with pytest.raises(ValueError, match="closed loop"):
-        replay_here(None, closed_loop(2, 1))
+        open_loop_requests(closed_loop(2, 1))
 
 
 @pytest.mark.parametrize(

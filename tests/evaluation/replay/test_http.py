@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from apex.replay.metrics import compute_metrics
 from evaluation.replay.http import replay, spread_over
 from evaluation.replay.server import ServerNotReady, connect
-from evaluation.results.metrics import compute_metrics
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
 
