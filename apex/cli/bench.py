@@ -129,7 +129,7 @@ class Bench(ConfigFile):
                 for i in range(WARM_UP_REQUESTS)
             ]
             check_requests(engine, [*warm_up, *requests])
-        # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
+        # First calls pay for caches and lazy initialisation, which no measurement may contain.
         replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
         start_tokens, start_s = engine.stats().output_tokens, engine.now()
         total = self.num_requests * self.output_len

@@ -55,7 +55,7 @@ def run_torch_point(
     requests = open_loop_requests(workload)
     engine = engine_factory(task.system, task.engine)
     try:
-        # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
+        # First calls pay for caches and lazy initialisation, which no measurement may contain.
         replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
         with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
             others = OtherWork()
@@ -96,7 +96,7 @@ def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
 
 
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:
-    """Summary fields that tell which work was done and how sure we are of its lengths."""
+    """Summary fields that say which work was done and where its lengths come from."""
     spec = lengths.spec
     return {
         "workload": spec.name,

@@ -103,9 +103,9 @@ def model_folder(case: Case) -> Iterator[Path]:
 def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Measure one system, record a timeline where the CPU takes part, simulate the same.
 
-    Yields the record after each of these, so that what is done is not lost with what is not. All of it has
-    ``limit_s``; a measurement that this cuts short is told as it stands, and its simulated twin ends at the same
-    second. What fails after the measurement is told in ``failed``.
+    Yields the record after each of these, so that a later failure loses nothing. All of it has ``limit_s``; a
+    measurement that this cuts short is recorded as it stands, and its simulated twin ends at the same second. Parts
+    that fail after the measurement are listed in ``failed``.
     """
     end_s = time.monotonic() + limit_s
     import torch
@@ -147,9 +147,9 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[
             with ThreadPoolExecutor(usable_cores()) as pool:
                 list(pool.map(torch.Tensor.zero_, engine.backend.kv_pools.layers[Tier.CPU]))
             warm_up = replace(case, num_requests=WARM_UP_REQUESTS, output_len=min(case.output_len, WARM_UP_TOKENS))
-            replay(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
+            replay_case(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
             share = MEASURED_ALONE_SHARE if system == "swiftllm" else MEASURED_SHARE
-            measured = replay(engine, case, "measured", part_of_rest_s(share))
+            measured = replay_case(engine, case, "measured", part_of_rest_s(share))
             description, num_layers = engine.describe(), engine.backend.num_layers
             record = {
                 "system": system,
@@ -188,7 +188,7 @@ def most_cpu_blocks(model: Path) -> int:
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
 
-def replay(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
+def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
     """Send the requests all at once and step until they are done, or for ``limit_s`` of the engine's clock."""
     draw, vocab_size = random.Random(0), 500
     requests = []
@@ -235,7 +235,7 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
 
     name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
     with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
-        replay(engine, shorter, "timeline", limit_s)
+        replay_case(engine, shorter, "timeline", limit_s)
     try:
         setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
         timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
@@ -268,7 +268,7 @@ def simulate(
         max_num_seqs=config.max_num_seqs,
         max_model_len=case.max_model_len,
     )
-    return replay(engine, case, "simulated", limit_s)
+    return replay_case(engine, case, "simulated", limit_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -294,8 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  skipped: {error}")
         return 0
     measured, error = record["measured"], record["simulated_error"]
-    told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
-    print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
+    line = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
+    print(line + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
     return 1 if record["failed"] else 0
 
 
