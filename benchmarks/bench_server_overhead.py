@@ -39,6 +39,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
+from apex.replay.metrics import output_tokens_per_s, per_token_latency_s, spread
+from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
 from evaluation.replay.launch import free_port
@@ -170,19 +172,17 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     try:
         connect("simulated", f"http://127.0.0.1:{port}", 60.0)
         stream_all(port, options.streams, options.output_len)  # first calls pay for lazy initialisation
-        start_s = time.perf_counter()
         streams = stream_all(port, options.streams, options.output_len)
-        seconds = time.perf_counter() - start_s
         process.terminate()
         ready = here.recv()
     finally:
         process.kill()
         process.join()
-    return summarise(options, pace_ms, streams, ready, seconds)
+    return summarise(options, pace_ms, streams, ready)
 
 
 def summarise(
-    options: Options, pace_ms: float, streams: Sequence[Stream], ready: Mapping[str, Sequence[float]], seconds: float
+    options: Options, pace_ms: float, streams: Sequence[Stream], ready: Mapping[str, Sequence[float]]
 ) -> FlatRecord:
     """The figures of a run from when each token was ready, by the engine's name of its request, and had arrived.
 
@@ -206,20 +206,23 @@ def summarise(
             f"no token came while all {options.streams} streams were open, the first being over before the last began: "
             f"use more tokens than --output-len {options.output_len}, or fewer --streams"
         )
-    sent_s = np.array([stream.sent_s for stream in streams])
-    per_token_ms = 1e3 * (arrived_s[:, -1] - sent_s) / options.output_len
+    records = [
+        RequestRecord(str(number), stream.sent_s, PROMPT_LEN, options.output_len, tuple(arrived_s[number].tolist()))
+        for number, stream in enumerate(streams)
+    ]
+    latency_s = spread("per_token_s", [per_token_latency_s(record) for record in records])
     p50, p90, p99 = np.percentile(added_ms[all_are_open], (50, 90, 99))
     return flat_record(
         {
             "system": options.system, "backend": "measured: server overhead", "num_requests": options.streams,
             "pace_ms": pace_ms, "pace": pace_name(pace_ms),
-            "output_len": options.output_len, "output_tokens_per_s": options.streams * options.output_len / seconds,
+            "output_len": options.output_len, "output_tokens_per_s": output_tokens_per_s(records),
             "added_ms_p50": float(p50), "added_ms_p90": float(p90), "added_ms_p99": float(p99),
             "added_ms_max": float(added_ms[all_are_open].max()),
             "added_ms_p99_of_all": float(np.percentile(added_ms, 99)),
             "fraction_all_open": float(all_are_open.mean()),
-            "per_token_ms_p50": float(np.percentile(per_token_ms, 50)),
-            "per_token_ms_p99": float(np.percentile(per_token_ms, 99)),
+            "per_token_ms_p50": 1e3 * latency_s["per_token_s_p50"],
+            "per_token_ms_p99": 1e3 * latency_s["per_token_s_p99"],
         }
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
+from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
@@ -33,7 +34,6 @@ from evaluation.figures.table import LATENCY_COLUMNS, cell
 from evaluation.replay.launch import ServerCommand, launched, stop_on_sigterm
 from evaluation.replay.server import Server, connect
 from evaluation.results.folder import FlatRecord
-from evaluation.results.metrics import DEFAULT_TARGETS, Targets
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace

@@ -20,6 +20,7 @@ from rich.table import Table
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.parser import parse_options
 from apex.cli.profile import attention_rate
+from apex.replay.metrics import predicted_over_actual
 from apex.schedulers.inequality import offload_bound_tokens_per_s
 from apex.strategy import StrategyConfig
 from evaluation.experiments.options import Folder
@@ -175,7 +176,7 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
     values = {
         **result.values,
         "strategy_mix": strategy_mix(stats["strategy_iterations"]),
-        "predicted_over_actual": ratio(stats["predicted_s"] or None, stats["duration_s"]),
+        "predicted_over_actual": predicted_over_actual(stats),
         **predictions,
     }
     return replace(result, values=values)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import tyro
 
 from apex.cli.config_file import ConfigFile
@@ -31,26 +28,26 @@ from apex.cli.flags import (
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.validate import optional_module
 from apex.perf.progress import progress_bar
-from swiftllm.core.request import Request, SamplingParams
+from apex.replay.loop import check_requests, replay_requests
+from apex.replay.metrics import compute_metrics, predicted_over_actual
+from apex.replay.records import Replay, ReplayRequest, RequestRecord
 from swiftllm.model.hub import model_name
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swiftllm.engine.engine import Engine, EngineStats
+    from swiftllm.engine.engine import Engine
 
-WARM_UP = SamplingParams(max_tokens=4, ignore_eos=True)
-WARM_UP_REQUESTS = 2
-WARM_UP_INPUT_LEN = 32
+WARM_UP_REQUESTS, WARM_UP_INPUT_LEN, WARM_UP_OUTPUT_LEN = 2, 32, 4
+STALL_TIMEOUT_S = 3600.0  # one iteration of a large model on one core takes minutes
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One system's run: its figures, its requests, when it began on the engine's clock, and what the engine says."""
+    """One system's run: its figures, a record per request, and the engine's description of itself."""
 
     figures: dict[str, Any]
-    requests: list[Request]
-    start_s: float
+    records: Sequence[RequestRecord]
     description: Mapping[str, Any]
 
 
@@ -119,40 +116,40 @@ class Bench(ConfigFile):
             prompts = self.prompt_file and str(self.prompt_file)
             setting = {"engine": engine_options, "strategy": asdict(strategy), **sizes, "prompt_file": prompts}
             with input_errors():
-                folder = results.keep(Path(config.model), setting, runs, self.output_len, self.results_dir)
+                folder = results.save_bench(Path(config.model), setting, runs, self.results_dir)
             print(f"summary, raw records and provenance: {folder}")
         return 0
 
     def _measure(self, engine: Engine) -> BenchRun:
         with input_errors():
             prompts = self._prompts(engine)
-            for index in range(WARM_UP_REQUESTS):
-                engine.add_request(f"warm-up-{index}", prompts[0][:WARM_UP_INPUT_LEN], WARM_UP)
-        # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
-        while engine.has_unfinished():
-            engine.step()
-        before = replace(engine.stats(), strategy_iterations=Counter(engine.stats().strategy_iterations))
-        sampling = SamplingParams(max_tokens=self.output_len, ignore_eos=True)
-        start_s = engine.now()
-        with input_errors():
-            requests = [engine.add_request(str(i), prompt, sampling, start_s) for i, prompt in enumerate(prompts)]
+            requests = [ReplayRequest(str(i), 0.0, prompt, self.output_len) for i, prompt in enumerate(prompts)]
+            warm_up = [
+                ReplayRequest(f"warm-up-{i}", 0.0, prompts[0][:WARM_UP_INPUT_LEN], WARM_UP_OUTPUT_LEN)
+                for i in range(WARM_UP_REQUESTS)
+            ]
+            check_requests(engine, [*warm_up, *requests])
+        # First calls pay for caches and lazy initialisation, which no measurement may contain.
+        replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
+        start_tokens, start_s = engine.stats().output_tokens, engine.now()
         total = self.num_requests * self.output_len
-
-        def num_done() -> int:
-            return engine.stats().output_tokens - before.output_tokens
-
         description = engine.describe()
         on_cpu = engine.backend.device.type == "cpu"
         clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"
+
+        def fraction_done() -> float:
+            return (engine.stats().output_tokens - start_tokens) / total
+
         with (
-            self.timeline.traced(engine, self._setting(engine) + clock, lambda: num_done() / total),
+            self.timeline.traced(engine, self._setting(engine) + clock, fraction_done),
             progress_bar(description["system"]) as report,
         ):
-            while engine.has_unfinished():
-                engine.step()
-                done = num_done()
-                report(done / total, f"{done}/{total} tokens, {done / (engine.now() - start_s):.0f}/s")
-        told = {
+
+            def show(tokens: int) -> None:
+                report(tokens / total, f"{tokens}/{total} tokens, {tokens / (engine.now() - start_s):.0f}/s")
+
+            replay = replay_requests(engine, requests, show, stall_timeout_s=STALL_TIMEOUT_S)
+        values = {
             "system": description["system"],
             "backend": f"torch-{engine.backend.device.type}",
             "gpu": None if on_cpu else description["device"],
@@ -161,16 +158,16 @@ class Bench(ConfigFile):
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
-            **figures(requests, engine.now() - start_s, engine.stats(), before),
+            **figures(replay),
         }
-        return BenchRun(told, requests, start_s, description)
+        return BenchRun(values, replay.records, description)
 
-    def _prompts(self, engine: Engine) -> list[list[int]]:
+    def _prompts(self, engine: Engine) -> list[tuple[int, ...]]:
         """Prompts that begin differently: random tokens, or the text of a file read round and round."""
         if self.prompt_file is None:
             draw = random.Random(self.engine.seed)
             size = engine.backend.model_config.vocab_size
-            return [[draw.randrange(size) for _ in range(self.input_len)] for _ in range(self.num_requests)]
+            return [tuple(draw.randrange(size) for _ in range(self.input_len)) for _ in range(self.num_requests)]
         if engine.tokenizer is None:
             raise ValueError("the model folder has no tokenizer (tokenizer.json) to read --prompt-file with")
         text = engine.tokenizer.encode(self.prompt_file.read_text())
@@ -180,15 +177,15 @@ class Bench(ConfigFile):
                 "that begin differently"
             )
         starts = [i * len(text) // self.num_requests for i in range(self.num_requests)]
-        return [[text[(start + i) % len(text)] for i in range(self.input_len)] for start in starts]
+        return [tuple(text[(start + i) % len(text)] for i in range(self.input_len)) for start in starts]
 
     def _print_setting(self, engine: Engine) -> None:
         """What runs, and how many of the requests each tier holds at once."""
-        told = engine.describe()
-        per_request = -(-(self.input_len + self.output_len - 1) // told["block_size"])
+        description = engine.describe()
+        per_request = -(-(self.input_len + self.output_len - 1) // description["block_size"])
         tiers = ", ".join(
             f"{blocks} {tier} blocks ({blocks // per_request} requests)"
-            for tier, blocks in (("GPU", told["num_gpu_blocks"]), ("CPU", told["num_cpu_blocks"]))
+            for tier, blocks in (("GPU", description["num_gpu_blocks"]), ("CPU", description["num_cpu_blocks"]))
         )
         print(
             f"{self._setting(engine)}\n"
@@ -196,31 +193,21 @@ class Bench(ConfigFile):
         )
 
     def _setting(self, engine: Engine) -> str:
-        told = engine.describe()
+        description = engine.describe()
         return (
-            f"{model_name(told['model'])} ({told['dtype']}) on {told['device']}; "
-            f"{told['cpu_threads']} CPU attention thread(s), kernel {told['cpu_kernel']}"
+            f"{model_name(description['model'])} ({description['dtype']}) on {description['device']}; "
+            f"{description['cpu_threads']} CPU attention thread(s), kernel {description['cpu_kernel']}"
         )
 
 
-def figures(requests: Sequence[Request], wall_s: float, stats: EngineStats, before: EngineStats) -> dict[str, Any]:
-    """Flat figures of one run: its requests, its seconds, the engine's counters after and before it."""
-    latencies = [(request.token_times_s[-1] - request.arrival_s) / request.output_len for request in requests]
-    tokens = sum(request.output_len for request in requests)
-    predicted_s = stats.predicted_s - before.predicted_s
+def figures(replay: Replay) -> dict[str, Any]:
+    """Flat figures of one run: every metric, and what the engine counted."""
+    stats = replay.stats
     return {
-        "output_tokens_per_s": tokens / wall_s,
-        "requests_per_s": len(requests) / wall_s,
-        "per_token_latency_s_mean": statistics.fmean(latencies),
-        "per_token_latency_s_p99": float(np.percentile(latencies, 99)),
-        "completed": len(requests),
-        "failed": 0,
-        "wall_s": wall_s,
-        "lane_busy_fraction": (stats.lane_busy_s - before.lane_busy_s) / wall_s,
-        "cpu_busy_fraction": (stats.cpu_busy_s - before.cpu_busy_s) / wall_s,
-        "preemptions": stats.preemptions - before.preemptions,
-        "predicted_over_actual": ratio(predicted_s or None, stats.duration_s - before.duration_s),
-        "strategy_mix": strategy_mix(Counter(stats.strategy_iterations) - Counter(before.strategy_iterations)),
+        **compute_metrics(replay.records, replay.wall_s, stats),
+        "preemptions": stats["preemptions"],
+        "predicted_over_actual": predicted_over_actual(stats),
+        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
     }
 
 

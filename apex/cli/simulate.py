@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,13 +15,14 @@ from apex.cli.errors import InputError
 from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags, check_output_file
 from apex.cli.output import stdout_console
 from apex.perf.progress import progress_bar
+from apex.replay.loop import check_requests, replay_requests
+from apex.replay.records import ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.request import Request, SamplingParams
-from swiftllm.engine.engine import Engine, EngineStats
 
 if TYPE_CHECKING:
     from apex.simulator.predicted_machine import PredictedMachine
+    from swiftllm.engine.engine import Engine
 
 Dtype = Literal["float16", "bfloat16"]
 
@@ -102,13 +103,13 @@ class Simulate(ConfigFile):
             f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}; "
             f"{gpu_blocks} GPU and {cpu_blocks} CPU blocks of {self.block_size} tokens"
         )
-        records = []
+        requests, records = self._requests(), []
         for system in self.system:
             with _input_errors():
                 engine = self._engine(system, machine, blocks, strategy)
-            records.append(
-                self._measure(engine, machine) | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks}
-            )
+                check_requests(engine, requests[:1])  # all are of one size
+            measured = self._measure(engine, requests, machine)
+            records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(figures_table(records))
@@ -148,19 +149,21 @@ class Simulate(ConfigFile):
             strategy=strategy,
         )
 
-    def _add_request(self, engine: Engine, request_id: str, arrival_s: float) -> Request:
-        sampling = SamplingParams(max_tokens=self.output_len, ignore_eos=True)
-        return engine.add_request(request_id, (0,) * self.input_len, sampling, arrival_s)
+    def _requests(self) -> list[ReplayRequest]:
+        prompt = (0,) * self.input_len
+        return [ReplayRequest(str(i), at_s, prompt, self.output_len) for i, at_s in enumerate(self._arrivals())]
 
-    def _measure(self, engine: Engine, machine: PredictedMachine) -> dict[str, Any]:
+    def _measure(self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine) -> dict[str, Any]:
         total, stats = self.num_requests * self.output_len, engine.stats()
         with (
             self.timeline.traced(engine, machine.description, lambda: stats.output_tokens / total, simulated=True),
             progress_bar(f"simulating {engine.describe()['system']}") as report,
         ):
-            requests = self._serve(
-                engine, lambda: report(stats.output_tokens / total, f"{stats.output_tokens}/{total} tokens")
-            )
+
+            def show(tokens: int) -> None:
+                report(tokens / total, f"{tokens}/{total} tokens")
+
+            replay = replay_requests(engine, requests, show, wait=engine.backend.sleep)
         description = engine.describe()
         return {
             "system": description["system"],
@@ -172,25 +175,9 @@ class Simulate(ConfigFile):
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
-            **figures(requests, engine.now(), engine.stats(), EngineStats()),
+            **figures(replay),
             "extrapolated": sorted(engine.backend.extrapolated),
         }
-
-    def _serve(self, engine: Engine, report: Callable[[], None]) -> list[Request]:
-        """Let the requests come when they come, and run until all are done."""
-        requests: list[Request] = []
-        arrivals = self._arrivals()
-        while len(requests) < len(arrivals) or engine.has_unfinished():
-            while len(requests) < len(arrivals) and arrivals[len(requests)] <= engine.now():
-                number = len(requests)
-                with _input_errors():  # too long for the model or the tiers: the first is refused, as all would be
-                    requests.append(self._add_request(engine, str(number), arrivals[number]))
-            if engine.has_unfinished():
-                engine.step()
-            else:
-                engine.backend.sleep(arrivals[len(requests)] - engine.now())
-            report()
-        return requests
 
     def _arrivals(self) -> list[float]:
         if self.request_rate is None:

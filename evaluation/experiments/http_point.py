@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
+from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
+from apex.replay.records import RequestRecord
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import warm_up, workload_values
-from evaluation.results.metrics import DEFAULT_TARGETS, Targets, compute_metrics
 from evaluation.results.progress import TokenProgress
-from evaluation.results.records import RequestRecord
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class NothingServed(RuntimeError):
 
 
 def run_http_point(point: Point, label: str, console: Console) -> PointResult:
-    """Check that the server is still there, warm it up, send the workload.
+    """Check that the server still runs, warm it up, send the workload.
 
     Raises:
         ServerNotReady: it is not ready, or not the one it was when the run began.
-        NothingServed: no request was completed: there is nothing to save, and the point is to be tried again.
+        NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
-    from evaluation.replay.http import replay  # the HTTP client is needed only where a point really runs
+    from evaluation.replay.http import replay_workload  # the HTTP client is needed only where a point really runs
     from evaluation.replay.server import connect
 
     task: HttpTask = point.task
@@ -60,15 +60,15 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
     prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
     workload = make_workload(task.lengths, prompt_tokens)
     limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}
-    warmed = replay(server, with_fresh_prompts(warm_up(workload), prompt_tokens.vocab_size), **limits)
+    warmed = replay_workload(server, with_fresh_prompts(warm_up(workload), prompt_tokens.vocab_size), **limits)
     check_served(server, warmed.records)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        result = replay(server, with_fresh_prompts(workload, prompt_tokens.vocab_size), progress, **limits)
+        result = replay_workload(server, with_fresh_prompts(workload, prompt_tokens.vocab_size), progress, **limits)
     check_served(server, result.records)
     values = {
         "system": server.name,
         "backend": "http",
-        "gpu": None,  # as the rest of what the server runs with: its own affair
+        "gpu": None,  # what the server runs on is unknown here
         "model": Path(server.model).name,
         "server": server.url if server.version is None else f"{server.url} (version {server.version})",
         **dict.fromkeys(("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")),
@@ -84,8 +84,8 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
 def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
     """The workload with the first tokens of each prompt drawn anew, from no seed.
 
-    A server may keep the KV cache of prompts it has seen (vLLM does unless told not to), and the points of a figure
-    share prompts. A prompt that begins otherwise has no cached prefix: every point finds the cache cold.
+    A server may keep the KV cache of earlier prompts (vLLM does by default), and the points of a figure share prompts.
+    A prompt with another beginning has no cached prefix, so every point finds the cache cold.
     """
     rng = np.random.default_rng()
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from apex.replay.records import summary_of
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.results.records import summary_of
 
 
 def run_point(point: Point, label: str, console: Console) -> PointResult:

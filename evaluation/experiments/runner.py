@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import stdout_console
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES
 from evaluation.results.progress import RunProgress
-from evaluation.results.records import RequestRecord, RequestSummary
 from swiftllm.machine import usable_cores
 
 BUSY_LOAD_PER_CORE = 0.75

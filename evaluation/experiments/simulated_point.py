@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from apex.perf.model import ProfileTable
+from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import workload_values
-from evaluation.replay.inprocess import replay
-from evaluation.results.metrics import compute_metrics
+from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload, WorkloadRequest
+from evaluation.traces.workloads import Lengths, PromptTokens, Workload
 from swiftllm.scheduling.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class SimulatedTask:
     block_size: int = 16
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -83,8 +84,9 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        workload = placeholder_workload(task.lengths)
-        result = replay(engine, workload, progress, task.stall_timeout_s, wait=engine.backend.sleep)
+        requests = open_loop_requests(placeholder_workload(task.lengths))
+        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
+        result = replay_requests(engine, requests, progress.update, **limits)
     busy, wall_s = engine.backend.busy, result.wall_s
     values = {
         "system": task.system,
@@ -113,7 +115,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
 def placeholder_workload(lengths: Lengths) -> Workload:
     """A workload whose prompts have lengths and nothing else: a simulation never looks at the tokens."""
     requests = tuple(
-        WorkloadRequest(f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens)
+        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens)
         for index, row in enumerate(lengths.rows)
     )
     return Workload(lengths, requests)

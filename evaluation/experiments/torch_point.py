@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import ReplayRequest
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.replay.inprocess import replay
-from evaluation.results.metrics import compute_metrics
 from evaluation.results.other_work import OtherWork
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
@@ -35,7 +36,7 @@ class TorchTask:
     engine: EngineConfig
     lengths: Lengths
     values: Mapping[str, Any]
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 def build_engine(system: str, config: EngineConfig) -> Engine:
@@ -51,13 +52,14 @@ def run_torch_point(
     task: TorchTask = point.task
     prompt_tokens = load_prompt_tokens(Path(task.engine.model))
     workload = make_workload(task.lengths, prompt_tokens)
+    requests = open_loop_requests(workload)
     engine = engine_factory(task.system, task.engine)
     try:
-        # First calls pay for caches and lazy initialisation: no system shall pay for having come first.
-        replay(engine, warm_up(workload), stall_timeout_s=task.stall_timeout_s)
+        # First calls pay for caches and lazy initialisation, which no measurement may contain.
+        replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
         with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
             others = OtherWork()
-            result = replay(engine, workload, progress, task.stall_timeout_s)
+            result = replay_requests(engine, requests, progress.update, stall_timeout_s=task.stall_timeout_s)
             others_busy_cores = others.busy_cores()
         description, device_type = engine.describe(), engine.backend.device.type
     finally:
@@ -82,8 +84,19 @@ def run_torch_point(
     return PointResult(values, result.records, {"engine": description, "engine_stats": dict(result.stats)})
 
 
+def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
+    """What an engine in this process is given of a workload.
+
+    Raises:
+        ValueError: the workload is a closed loop, which only servers are sent.
+    """
+    if workload.lengths.spec.concurrency is not None:
+        raise ValueError("a closed loop is for servers; in this process requests come at their arrivals")
+    return workload.requests
+
+
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:
-    """Summary fields that tell which work was done and how sure we are of its lengths."""
+    """Summary fields that say which work was done and where its lengths come from."""
     spec = lengths.spec
     return {
         "workload": spec.name,

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
+from apex.replay.metrics import per_token_latency_s
+from apex.replay.records import RequestSummary
 from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, colour
@@ -141,4 +143,4 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
 def per_token_latencies_s(path: Path) -> list[float]:
     """Latency over output tokens of every completed request of a point, from its records."""
     requests = read_records(path)
-    return [(r["last_token_s"] - r["arrival_s"]) / r["output_len"] for r in requests if r["failure"] is None]
+    return [per_token_latency_s(RequestSummary(**r)) for r in requests if r["failure"] is None]

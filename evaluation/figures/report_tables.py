@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from apex.replay.metrics import compute_metrics
 from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
-from evaluation.results.metrics import compute_metrics
 
 SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
 

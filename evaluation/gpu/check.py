@@ -27,8 +27,11 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from apex.replay.loop import check_requests, replay_requests
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import ReplayRequest
 from evaluation.results.paths import REPO_ROOT
-from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
 from swiftllm.machine import usable_cores
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 SYSTEMS = ("swiftllm", "neo", "apex")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 TIMELINE_ITERATIONS = 3
-TELL_EVERY_S = 5.0
+PRINT_EVERY_S = 5.0
 # Of the time that is left when it begins, each may take so much; a measurement more where no timeline is to follow.
 # What is simulated takes well below a second.
 WARM_UP_SHARE, MEASURED_SHARE, MEASURED_ALONE_SHARE, TIMELINE_SHARE = 0.2, 0.7, 0.95, 0.8
@@ -100,9 +103,9 @@ def model_folder(case: Case) -> Iterator[Path]:
 def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Measure one system, record a timeline where the CPU takes part, simulate the same.
 
-    Yields the record after each of these, so that what is done is not lost with what is not. All of it has
-    ``limit_s``; a measurement that this cuts short is told as it stands, and its simulated twin ends at the same
-    second. What fails after the measurement is told in ``failed``.
+    Yields the record after each of these, so that a later failure loses nothing. All of it has ``limit_s``; a
+    measurement that this cuts short is recorded as it stands, and its simulated twin ends at the same second. Parts
+    that fail after the measurement are listed in ``failed``.
     """
     end_s = time.monotonic() + limit_s
     import torch
@@ -145,9 +148,9 @@ def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[
             with ThreadPoolExecutor(usable_cores()) as pool:
                 list(pool.map(torch.Tensor.zero_, engine.backend.kv_pools.layers[Tier.CPU]))
             warm_up = replace(case, num_requests=WARM_UP_REQUESTS, output_len=min(case.output_len, WARM_UP_TOKENS))
-            replay(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
+            replay_case(engine, warm_up, "warm-up", part_of_rest_s(WARM_UP_SHARE))
             share = MEASURED_ALONE_SHARE if system == "swiftllm" else MEASURED_SHARE
-            measured = replay(engine, case, "measured", part_of_rest_s(share))
+            measured = replay_case(engine, case, "measured", part_of_rest_s(share))
             description, num_layers = engine.describe(), engine.backend.num_layers
             record = {
                 "system": system,
@@ -186,43 +189,34 @@ def most_cpu_blocks(model: Path) -> int:
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
 
-def replay(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
+def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
     """Send the requests all at once and step until they are done, or for ``limit_s`` of the engine's clock."""
     draw, vocab_size = random.Random(0), 500
-    sampling = SamplingParams(max_tokens=case.output_len, ignore_eos=True)
-    before = engine.stats()
-    tokens, lane_s, cpu_s, strategies = (
-        before.output_tokens,
-        before.lane_busy_s,
-        before.cpu_busy_s,
-        dict(before.strategy_iterations),
-    )
-    start_s, told_s = engine.now(), time.monotonic()
+    requests = []
     for index in range(case.num_requests):
-        prompt = [draw.randrange(3, vocab_size) for _ in range(case.input_len)]
-        engine.add_request(f"{name}-{index}", prompt, sampling, start_s)
-    while engine.has_unfinished() and engine.now() - start_s < limit_s:
-        engine.step()
-        if time.monotonic() - told_s > TELL_EVERY_S:
-            told_s = time.monotonic()
-            print(f"  {name}: {engine.stats().output_tokens - tokens} tokens", flush=True)
-    completed = not engine.has_unfinished()
-    seconds = engine.now() - start_s
-    if not completed:
-        for index in range(case.num_requests):
-            engine.abort(f"{name}-{index}")
-        while engine.has_unfinished():
-            engine.step()
-    stats = engine.stats()
-    output_tokens = stats.output_tokens - tokens
+        prompt = tuple(draw.randrange(3, vocab_size) for _ in range(case.input_len))
+        requests.append(ReplayRequest(f"{name}-{index}", 0.0, prompt, case.output_len))
+    check_requests(engine, requests[:1])  # all are of one size
+    printed_s = time.monotonic()
+
+    def show(tokens: int) -> None:
+        nonlocal printed_s
+        if time.monotonic() - printed_s > PRINT_EVERY_S:
+            printed_s = time.monotonic()
+            print(f"  {name}: {tokens} tokens", flush=True)
+
+    done = replay_requests(engine, requests, show, limit_s=limit_s)
+    metrics = compute_metrics(done.records, done.wall_s, done.stats)
+    completed, output_tokens = metrics["completed"] == case.num_requests, done.stats["output_tokens"]
     return {
         "completed": completed,
-        "seconds": seconds,
+        "seconds": done.wall_s,
         "output_tokens": output_tokens,
-        "output_tokens_per_s": output_tokens / seconds,
-        "lane_busy_fraction": (stats.lane_busy_s - lane_s) / seconds,
-        "cpu_busy_fraction": (stats.cpu_busy_s - cpu_s) / seconds,
-        "strategy_iterations": {k: n - strategies.get(k, 0) for k, n in stats.strategy_iterations.items()},
+        # Of a run that the limit cuts short, the tokens so far: few of its requests, or none, are complete.
+        "output_tokens_per_s": metrics["output_tokens_per_s"] if completed else output_tokens / done.wall_s,
+        "lane_busy_fraction": metrics["lane_busy_fraction"],
+        "cpu_busy_fraction": metrics["cpu_busy_fraction"],
+        "strategy_iterations": done.stats["strategy_iterations"],
     }
 
 
@@ -242,7 +236,7 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
 
     name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
     with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
-        replay(engine, shorter, "timeline", limit_s)
+        replay_case(engine, shorter, "timeline", limit_s)
     try:
         setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
         timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
@@ -275,7 +269,7 @@ def simulate(
         max_num_seqs=config.max_num_seqs,
         max_model_len=case.max_model_len,
     )
-    return replay(engine, case, "simulated", limit_s)
+    return replay_case(engine, case, "simulated", limit_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -301,8 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  skipped: {error}")
         return 0
     measured, error = record["measured"], record["simulated_error"]
-    told = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
-    print(told + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
+    line = f"  {measured['output_tokens_per_s']:.0f} tokens/s" + ("" if measured["completed"] else ", cut short")
+    print(line + ("" if error is None else f"; SIMULATED {error:+.1%}"), flush=True)
     return 1 if record["failed"] else 0
 
 

@@ -1,1 +1,1 @@
-"""Drivers replay a workload against a system and return what happened to each request."""
+"""Servers and their clients: starts servers, replays workloads against them over HTTP, draws the requests of a soak."""

@@ -1,9 +1,9 @@
 """Replays a workload against a running OpenAI-compatible server; every token is timed here, at the client.
 
-Open loop: a request is sent when its arrival has come, however busy the server is, over a connection of its own.
-Closed loop: so many are under way at any time, and a request arrives at the moment it is sent. Output lengths are
-forced (end-of-sequence ignored) and decoding is greedy, so every server does the same work. All runs on one event loop
-in one thread. Whatever a server does, each request ends as a record: with all its tokens, or with the reason why not.
+Open loop: a request is sent at its arrival, however busy the server is, over a connection of its own. Closed loop: a
+fixed number of requests is in flight, and a request arrives at the moment it is sent. Output lengths are forced
+(end-of-sequence ignored) and decoding is greedy, so every server does the same work. Everything runs on one event loop
+in one thread. Each request ends as a record, whatever the server does: with all its tokens, or with the reason why not.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
-from evaluation.replay.inprocess import Replay
+from apex.replay.records import Replay, ReplayRequest, RequestRecord
 from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal
 from evaluation.results.progress import TokenProgress
-from evaluation.results.records import RequestRecord
-from evaluation.traces.workloads import Workload, WorkloadRequest
+from evaluation.traces.workloads import Workload
 
 LOOK_EVERY_S = 0.1
 SPARE_FILES = 256
 
 
 class BadAnswer(Exception):
-    """A server's answer to one request is no completion; the message says what it is."""
+    """The answer to a request is not a valid completion; the message says what it is."""
 
 
 # -- one request ------------------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """A request on its way and what has come of it. Times are seconds from the start of the replay.
+    """A request in flight and what has come of it. Times are seconds from the start of the replay.
 
-    How many tokens a chunk carries is the server's count so far (``continuous_usage_stats`` of vLLM and SGLang); the
-    tokens of one chunk share its time. A server that counts only at the end leaves that open: then the tokens are
-    spread evenly over the chunks, the first and the last on the first and the last chunk.
+    The server's running count says how many tokens a chunk carries (``continuous_usage_stats`` of vLLM and SGLang);
+    the tokens of one chunk share its time. Where the server counts only at the end, the tokens are spread evenly over
+    the chunks, the first and the last on the first and the last chunk.
     """
 
-    def __init__(self, request: WorkloadRequest) -> None:
+    def __init__(self, request: ReplayRequest) -> None:
         self.request = request
         self.arrival_s = request.arrival_s  # in a closed loop, once it is sent, that moment
         self.sent_s: float | None = None
@@ -68,10 +67,11 @@ class Stream:
         }
 
     def receive(self, data: str, now_s: float) -> None:
-        """Take in an event.
+        """Record an event.
 
         Raises:
-            BadAnswer: it is an error or no completion chunk, or the server counts more tokens than were asked for.
+            BadAnswer: the event is an error or not a completion chunk, or the server counts more tokens than were asked
+                for.
         """
         try:
             chunk = json.loads(data)
@@ -98,7 +98,7 @@ class Stream:
         """The stream is complete: check the server's count.
 
         Raises:
-            BadAnswer: it told no count, or not the one asked for.
+            BadAnswer: the server gave no count, or not the one asked for.
         """
         wanted = self.request.output_len
         if self.num_tokens is None:
@@ -133,7 +133,7 @@ class Stream:
 
 
 def spread_over(chunk_times_s: list[float], num_tokens: int) -> tuple[float, ...]:
-    """A time for each of ``num_tokens`` tokens that came in these chunks, nobody knows which in which."""
+    """A time for each of ``num_tokens`` tokens, where it is unknown which of these chunks carried which token."""
     last = len(chunk_times_s) - 1
     gaps = max(1, num_tokens - 1)
     return tuple(chunk_times_s[round(token * last / gaps)] for token in range(num_tokens))
@@ -142,19 +142,19 @@ def spread_over(chunk_times_s: list[float], num_tokens: int) -> tuple[float, ...
 # -- all requests -----------------------------------------------------------------------------------------------------
 
 
-def replay(
+def replay_workload(
     server: Server,
     workload: Workload,
     progress: TokenProgress | None = None,
     stall_timeout_s: float = 120.0,
     request_timeout_s: float = 1800.0,
 ) -> Replay:
-    """Send all requests of ``workload`` at their arrivals, or in a closed loop, and see them to their end.
+    """Send all requests of ``workload`` at their arrivals, or in a closed loop, and read their answers to the end.
 
     A request that the server refuses, breaks off, answers wrongly or does not end within ``request_timeout_s`` becomes
-    a failed record. When requests are under way and none of them gets a token or ends for ``stall_timeout_s``, all that
-    are not finished fail. ``stats["max_send_lag_s"]`` is how late this client began to send a request at worst,
-    time that the server's latencies contain and the server did not take.
+    a failed record. If requests are in flight and none of them gets a token or ends for ``stall_timeout_s``, all
+    unfinished ones fail. ``stats["max_send_lag_s"]`` is the largest delay of this client in sending a request; measured
+    latencies contain it although the server did not cause it.
     """
     return asyncio.run(HttpReplay(server, workload, request_timeout_s).run(progress, stall_timeout_s))
 
@@ -210,7 +210,7 @@ class HttpReplay:
                 task.add_done_callback(lambda _: self.free.release())
 
     async def complete(self, stream: Stream) -> None:
-        """Send a request and take in its answer; whatever goes wrong is its record's failure."""
+        """Send a request and read its answer; whatever goes wrong becomes its record's failure."""
         stream.sent_s = self.now()
         if self.concurrency is not None:
             stream.arrival_s = stream.sent_s
@@ -241,9 +241,9 @@ class HttpReplay:
             if not source.response.is_success:
                 await source.response.aread()
                 raise BadAnswer(refusal(source.response))
-            await self.take_in(stream, source)
+            await self.read_events(stream, source)
 
-    async def take_in(self, stream: Stream, source: EventSource) -> None:
+    async def read_events(self, stream: Stream, source: EventSource) -> None:
         async with contextlib.aclosing(source.aiter_sse()) as events:
             async for event in events:
                 now_s = self.now()
@@ -273,7 +273,7 @@ class HttpReplay:
 
 
 def allow_open_files(count: int) -> None:
-    """Every request under way is an open file; many systems allow 1,024 unless asked."""
+    """Every request in flight is an open file; many systems allow 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)

@@ -1,7 +1,7 @@
-"""Starts OpenAI-compatible servers for a measurement, and stops them surely.
+"""Starts OpenAI-compatible servers for a measurement, and stops them with all their processes.
 
-A server runs in a session of its own, bound to the cores it is given (Linux). What the session uses of processor and
-memory is read from /proc, so that a measurement can tell what its server took and what the idle ones beside it did.
+A server runs in a session of its own, bound to the cores it is given (Linux). The session's processor time and memory
+are read from /proc, for the measured server as well as for the idle ones beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ LOOK_AGAIN_S = 0.01
 ZOMBIE = "Z"  # ended; whoever started it has not asked how
 SHOWN_LOG_LINES = 15
 # Variables of the surrounding environment that may change what a server does or how fast.
-TELLING_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "VLLM_", "TORCH", "APEX_", "HF_", "LD_PRELOAD", "MALLOC_", "CUDA_")
+SHOWN_PREFIXES = (
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "VLLM_",
+    "TORCH",
+    "APEX_",
+    "HF_",
+    "LD_PRELOAD",
+    "MALLOC_",
+    "CUDA_",
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,8 @@ class ServerCommand:
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
 
     def describe(self) -> dict[str, Any]:
-        """The command as provenance files tell it, with the surrounding variables that may matter."""
-        surrounding = {name: value for name, value in os.environ.items() if name.startswith(TELLING_PREFIXES)}
+        """The command for provenance files, with the surrounding variables that may matter."""
+        surrounding = {name: value for name, value in os.environ.items() if name.startswith(SHOWN_PREFIXES)}
         environment = {**surrounding, **self.environment}
         return {"arguments": list(self.arguments), "environment": environment, "cores": list(self.cores)}
 
@@ -95,8 +107,8 @@ def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) 
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the whole session that it leads. Who is interrupted meanwhile waits no longer, and leaves
-    nothing behind either."""
+    """End a process and the whole session that it leads; an interrupt (Ctrl-C) shortens the wait and kills the rest at
+    once."""
     try:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

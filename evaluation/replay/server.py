@@ -23,7 +23,7 @@ class ServerNotReady(ConnectionError):
 class Server:
     """A running server as it describes itself; ``name`` is what results call it.
 
-    ``max_model_len`` and ``version`` are None where the server does not tell them.
+    ``max_model_len`` and ``version`` are None where the server does not report them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Server:
 
 
 def still_running() -> str | None:
-    """Of a server that somebody else started nothing is known but its answers."""
+    """For servers started elsewhere: whether they have ended is unknown."""
 
 
 def connect(
@@ -46,7 +46,7 @@ def connect(
 ) -> Server:
     """Wait until the server at ``url`` (no trailing /v1) is ready, and ask what it serves.
 
-    ``ended`` tells why it never will be, once that is known.
+    ``ended`` returns the reason why it never will be, once that is known.
 
     Raises:
         ServerNotReady: not ready in time, no OpenAI-compatible server, or not the ``expected`` one; the message says

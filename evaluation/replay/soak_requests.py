@@ -1,4 +1,4 @@
-"""What a soak sends: requests that a server must serve, refuse or be left with, and how each of them may end."""
+"""What a soak sends: requests that a server must serve or refuse, or whose client hangs up, and how each may end."""
 
 from __future__ import annotations
 

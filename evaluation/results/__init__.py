@@ -1,1 +1,1 @@
-"""Results: records, metrics, provenance, claims, and the folders that keep them."""
+"""Results: provenance, claims, progress, and the folders that keep them."""

@@ -8,14 +8,12 @@ from typing import Any
 
 from apex.cli.bench import BenchRun
 from evaluation.results.folder import ResultFolder, flat_record
-from evaluation.results.metrics import compute_metrics
 from evaluation.results.provenance import model_identity
-from evaluation.results.records import record_of
 
 NAME = "bench"
 
 
-def keep(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], output_len: int, results_dir: Path) -> Path:
+def save_bench(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], results_dir: Path) -> Path:
     """Keep what was measured of each system in bench/<run>/ of ``results_dir``; returns that folder.
 
     ``setting`` is JSON-able and holds whatever decides the numbers beside the model. Measuring the same again takes the
@@ -25,11 +23,9 @@ def keep(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], outp
     folder.note_invocation()
     summary = []
     for run in runs:
-        records = [record_of(request, output_len, run.start_s) for request in run.requests]
-        values = flat_record({**compute_metrics(records, run.figures["wall_s"]), **run.figures})
-        system = run.figures["system"]
+        values, system = flat_record(run.figures), run.figures["system"]
         details = {"engine": run.description}
-        folder.save_point(system, {"group": system, "values": values, "details": details}, records)
+        folder.save_point(system, {"group": system, "values": values, "details": details}, run.records)
         summary.append(values)
     folder.save_summary(summary)
     return folder.path

@@ -26,8 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.results.provenance import fingerprint, git_state, machine_identity, software, source_hash
-from evaluation.results.records import RequestRecord, RequestSummary
 from swiftllm.files import write_atomically
 
 FlatRecord = dict[str, Any]

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
+from apex.replay.records import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
 from evaluation.traces.corpus import corpus
 
@@ -82,19 +83,9 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class WorkloadRequest:
-    """``arrival_s`` is seconds from the start of the replay; exactly ``output_len`` tokens are generated."""
-
-    request_id: str
-    arrival_s: float
-    prompt_token_ids: tuple[int, ...]
-    output_len: int
-
-
-@dataclass(frozen=True)
 class Workload:
     lengths: Lengths
-    requests: tuple[WorkloadRequest, ...]
+    requests: tuple[ReplayRequest, ...]
 
 
 class HasWorkloadName(Protocol):
@@ -146,7 +137,7 @@ def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
     """Give each request of ``lengths`` a prompt of its own."""
     prompts = prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed)
     requests = tuple(
-        WorkloadRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens)
+        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens)
         for index, (row, prompt) in enumerate(zip(lengths.rows, prompts, strict=True))
     )
     return Workload(lengths, requests)

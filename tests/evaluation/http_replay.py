@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.replay.http import replay
+from evaluation.replay.http import replay_workload
 from evaluation.replay.server import connect
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
@@ -18,7 +18,9 @@ def workload(*rows):
 def replayed(behave, *rows, **limits):
     """The result of a workload (input, output, arrival) on a server with that behaviour, and what it was sent."""
     with FakeServer(behave) as fake:
-        return replay(connect("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits), fake.requests
+        return replay_workload(
+            connect("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits
+        ), fake.requests
 
 
 def only_record(behave, **limits):

@@ -15,7 +15,7 @@ from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.torch_point import run_torch_point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
-from tests.evaluation.fake_engine import FakeEngine
+from tests.apex.replay.fake_engine import FakeEngine
 
 SPEEDS = {"swiftllm": 0.5, "neo": 0.4, "apex": 0.25}
 

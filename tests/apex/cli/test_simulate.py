@@ -39,7 +39,7 @@ def test_table_and_figures(capsys, tmp_path):
     assert [record["system"] for record in records] == ["swiftllm", "neo", "apex"]
     for record in records:
         assert record["backend"] == "simulated" and record["completed"] == 12
-        assert record["output_tokens_per_s"] * record["wall_s"] == pytest.approx(12 * 20)
+        assert record["output_tokens_per_s"] * record["makespan_s"] == pytest.approx(12 * 20)
         assert 0 < record["lane_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
     # Memory is what is short: the CPU must help.
     assert records[1]["output_tokens_per_s"] > records[0]["output_tokens_per_s"]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from apex.perf.model import Curve, ProfileTable, Surface
+from apex.replay.records import RequestRecord
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
@@ -18,7 +19,6 @@ from evaluation.experiments.profile_check import ProfiledMachine, mean_table, op
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
 from evaluation.results.folder import SUMMARY_FIELDS
-from evaluation.results.records import RequestRecord
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.scheduling.scheduler import SchedulerLimits

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from evaluation.replay.http import replay, spread_over
+from apex.replay.metrics import compute_metrics
+from evaluation.replay.http import replay_workload, spread_over
 from evaluation.replay.server import ServerNotReady, connect
-from evaluation.results.metrics import compute_metrics
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
 
@@ -18,7 +18,7 @@ def test_a_normal_run():
     work = workload((4, 6, 0.0), (5, 1, 0.0), (3, 9, 0.0))
     with FakeServer() as fake:
         server = connect("fake", fake.url, 5.0)
-        result = replay(server, work)
+        result = replay_workload(server, work)
     assert (server.model, server.max_model_len, server.version) == ("some/Tiny-Llama", 4096, "9.9")
     assert [record.request_id for record in result.records] == ["osc-0", "osc-1", "osc-2"]
     for record, request in zip(result.records, work.requests, strict=True):

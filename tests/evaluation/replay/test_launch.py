@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from evaluation.replay.http import replay
+from evaluation.replay.http import replay_workload
 from evaluation.replay.launch import ServerCommand, launched, session_stats, stop
 from evaluation.replay.server import ServerNotReady
 from evaluation.results.paths import REPO_ROOT
@@ -40,7 +40,7 @@ def test_a_server_runs_where_it_is_bound_and_is_gone_afterwards(tmp_path):
         assert running.server.version == "9.9" and is_running(pid)
         used_s = running.processor_s()
         lengths = Lengths(WorkloadSpec("x", 2), "X", Origin("fitted", "for tests"), (TraceRow(4, 300, 0.0),) * 2)
-        records = replay(running.server, make_workload(lengths, PromptTokens(100))).records
+        records = replay_workload(running.server, make_workload(lengths, PromptTokens(100))).records
         assert all(record.completed for record in records)
         assert running.processor_s() >= used_s > 0.0 and running.resident_bytes() > 2**20
     assert not is_running(pid) and session_stats(pid) == {}

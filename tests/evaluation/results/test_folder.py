@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import RequestRecord
 from evaluation.experiments.runner import Point, PointResult, run_experiment
 from evaluation.results import folder as results
 from evaluation.results.folder import (
@@ -17,8 +19,6 @@ from evaluation.results.folder import (
     records_file,
     span_of,
 )
-from evaluation.results.metrics import compute_metrics
-from evaluation.results.records import RequestRecord
 from swiftllm.files import write_atomically
 
 REQUIRED = {

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.results.metrics import Targets, compute_metrics
-from evaluation.results.records import RequestRecord, record_of, summary_of
+from apex.replay.metrics import Targets, compute_metrics, per_token_latency_s, predicted_over_actual
+from apex.replay.records import RequestRecord, record_of, summary_of
 from swiftllm.core.request import Request, SamplingParams
 
 
@@ -56,6 +56,7 @@ def test_every_latency_has_the_same_spread():
 def test_a_request_in_short_keeps_what_its_latencies_need():
     short = summary_of(record("a", 1.0, 2.0, 3.0, 5.5))
     assert (short.arrival_s, short.first_token_s, short.last_token_s, short.output_len) == (1.0, 2.0, 5.5, 3)
+    assert per_token_latency_s(short) == 1.5
     assert summary_of(record("d", 0.0, failure="refused")).failure == "refused"
 
 
@@ -81,3 +82,9 @@ def test_record_of_a_request_is_relative_to_the_start():
     assert (whole.arrival_s, whole.first_token_s, whole.finish_s) == (1.0, 2.0, 4.0)
     assert whole.token_times_s == (2.0, 4.0) and whole.tier_history == ((1.5, "cpu"),)
     assert whole.output_digest != half.output_digest
+
+
+def test_predictions_are_held_against_what_the_iterations_took():
+    assert predicted_over_actual({"predicted_s": 3.0, "duration_s": 4.0}) == 0.75
+    assert predicted_over_actual({"predicted_s": 0.0, "duration_s": 4.0}) is None
+    assert predicted_over_actual({"predicted_s": 0.0, "duration_s": 0.0}) is None

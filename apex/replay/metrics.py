@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evaluation.results.records import RequestRecord
+from apex.replay.records import RequestRecord, RequestSummary
 
 MID_WINDOW = (0.2, 0.8)
 
@@ -76,9 +76,9 @@ def keeps(record: RequestRecord, targets: Targets) -> bool:
     return time_to_first_token_s(record) <= targets.ttft_s and tpot_s <= targets.tpot_s
 
 
-def per_token_latency_s(record: RequestRecord) -> float:
+def per_token_latency_s(record: RequestRecord | RequestSummary) -> float:
     """Latency of the whole request, waiting included, over its output tokens (APEX, caption of Fig. 6)."""
-    return (record.token_times_s[-1] - record.arrival_s) / record.output_len
+    return (record.last_token_s - record.arrival_s) / record.output_len
 
 
 def time_to_first_token_s(record: RequestRecord) -> float:
@@ -109,6 +109,11 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
     """The part of the replay in which a resource was computing."""
     return None if busy_s is None or wall_s <= 0 else busy_s / wall_s
+
+
+def predicted_over_actual(stats: Mapping[str, float]) -> float | None:
+    """The iterations' predicted time over the time they took; None for a scheduler that predicts nothing."""
+    return stats["predicted_s"] / stats["duration_s"] if stats["predicted_s"] and stats["duration_s"] else None
 
 
 def compute_metrics(

@@ -1,13 +1,24 @@
-"""What is kept of each replayed request: the raw material of every metric."""
+"""What a replay is given and what it keeps of each request: the raw material of every metric."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftllm.core.request import Request
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """``arrival_s`` is seconds from the start of the replay; exactly ``output_len`` tokens are generated."""
+
+    request_id: str
+    arrival_s: float
+    prompt_token_ids: tuple[int, ...]
+    output_len: int
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,22 @@ class RequestRecord:
         return len(self.token_times_s)
 
     @property
+    def last_token_s(self) -> float | None:
+        return self.token_times_s[-1] if self.token_times_s else None
+
+    @property
     def completed(self) -> bool:
         return self.failure is None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of a replay: a record per request in the order given, how long it took in seconds, by the engine's
+    clock or the client's, and the counters of the engine or of the client over it."""
+
+    records: tuple[RequestRecord, ...]
+    wall_s: float
+    stats: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Replays a workload against an engine in this process.
+"""Replays requests through an engine in this process.
 
 Open loop: a request enters when the engine's clock passes its arrival, however busy the engine is. Output
 lengths are forced (end-of-sequence ignored) and decoding is greedy, so every system does the same work.
@@ -8,110 +8,132 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from evaluation.results.progress import TokenProgress
-from evaluation.results.records import RequestRecord, record_of
-from evaluation.traces.workloads import Workload, WorkloadRequest
-from swiftllm.core.request import Request, RequestRefused, SamplingParams
+from apex.replay.records import Replay, ReplayRequest, RequestRecord, record_of
+from swiftllm.core.request import Request, RequestRefused
+from swiftllm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 IDLE_WAIT_S = 0.05
+STALL_TIMEOUT_S = 120.0
 
 
 class ReplayStalled(RuntimeError):
     """The engine made no progress for too long; the message holds its state."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What came of a replay: a record per request in the workload's order, how long it took by the
-    engine's clock in seconds, and the engine's counters over it."""
-
-    records: tuple[RequestRecord, ...]
-    wall_s: float
-    stats: Mapping[str, Any]
-
-
-def replay(
+def replay_requests(
     engine: Engine,
-    workload: Workload,
-    progress: TokenProgress | None = None,
-    stall_timeout_s: float = 120.0,
+    requests: Sequence[ReplayRequest],
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    limit_s: float = math.inf,
     wait: Callable[[float], None] = time.sleep,
 ) -> Replay:
-    """Run all requests of ``workload`` to their end.
+    """Run all ``requests`` to their end, or for ``limit_s`` seconds of the engine's clock.
 
-    A refused request becomes a failed record with the engine's message. ``wait`` lets the engine's clock pass
-    while nothing is to be done (an engine on a virtual clock gives its own).
+    A refused request becomes a failed record with the engine's message; so does one that ``limit_s`` cuts short.
+
+    Args:
+        on_progress: called after each step with the number of output tokens so far.
+        stall_timeout_s: seconds of real time.
+        wait: lets the engine's clock pass while nothing is to be done; an engine on a virtual clock gives its own.
 
     Raises:
-        ValueError: the workload is a closed loop, which only servers are sent.
-        ReplayStalled: no token, prefill or refusal for ``stall_timeout_s`` seconds of real time.
+        ReplayStalled: no token, prefill or refusal for ``stall_timeout_s``.
     """
-    if workload.lengths.spec.concurrency is not None:
-        raise ValueError("a closed loop is for servers; in this process requests come at their arrivals")
-    waiting = sorted(workload.requests, key=lambda request: request.arrival_s)
+    waiting = sorted(requests, key=lambda request: request.arrival_s)
     waiting.reverse()  # the next one is popped from the end
     live: dict[str, Request] = {}
-    refused: dict[str, str] = {}
+    failures: dict[str, str] = {}
     before = snapshot(engine)
     start_s = engine.now()
     tokens = 0
 
     with stall_guard(engine, stall_timeout_s) as still_alive:
-        while waiting or engine.has_unfinished():
+        while (waiting or engine.has_unfinished()) and engine.now() - start_s < limit_s:
             while waiting and start_s + waiting[-1].arrival_s <= engine.now():
                 request = waiting.pop()
                 try:
-                    live[request.request_id] = submit(engine, request, start_s)
+                    live[request.request_id] = engine.add_request(
+                        request.request_id,
+                        request.prompt_token_ids,
+                        sampling_params(request),
+                        arrival_s=start_s + request.arrival_s,
+                    )
                 except RequestRefused as refusal:
-                    refused[request.request_id] = str(refusal)
+                    failures[request.request_id] = f"refused: {refusal}"
             if engine.has_unfinished():
                 outputs = engine.step()
                 tokens += sum(len(output.new_token_ids) for output in outputs)
-                still_alive(counts_as_progress(engine))
-                if progress is not None:
-                    progress.update(tokens)
+                still_alive(progress_counters(engine))
+                if on_progress is not None:
+                    on_progress(tokens)
             elif waiting:
                 wait(min(IDLE_WAIT_S, max(0.0, start_s + waiting[-1].arrival_s - engine.now())))
                 still_alive(engine.now())
+        wall_s = engine.now() - start_s
+        stats = counter_difference(snapshot(engine), before)
+        failures |= {request.request_id: f"not sent within {limit_s:g} s" for request in waiting}
+        abort_unfinished(engine, live.values())
 
-    wall_s = engine.now() - start_s
     records = tuple(
         record_of(live[request.request_id], request.output_len, start_s)
         if request.request_id in live
-        else refusal_record(request, refused[request.request_id])
-        for request in workload.requests
+        else failed_record(request, failures[request.request_id])
+        for request in requests
     )
-    return Replay(records, wall_s, difference(snapshot(engine), before))
+    return Replay(records, wall_s, stats)
 
 
-def submit(engine: Engine, request: WorkloadRequest, start_s: float) -> Request:
-    sampling = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
-    return engine.add_request(
-        request.request_id, request.prompt_token_ids, sampling, arrival_s=start_s + request.arrival_s
-    )
+def check_requests(engine: Engine, requests: Sequence[ReplayRequest]) -> None:
+    """See whether the engine would serve all ``requests``, before any of them is run.
+
+    Raises:
+        RequestRefused: it would refuse one; the message names the limit it hits.
+    """
+    for request in requests:
+        engine.make_request(request.request_id, request.prompt_token_ids, sampling_params(request))
 
 
-def refusal_record(request: WorkloadRequest, message: str) -> RequestRecord:
+def sampling_params(request: ReplayRequest) -> SamplingParams:
+    return SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
+
+
+def failed_record(request: ReplayRequest, failure: str) -> RequestRecord:
+    """The record of a request that never entered the engine."""
     return RequestRecord(
         request_id=request.request_id,
         arrival_s=request.arrival_s,
         prompt_len=len(request.prompt_token_ids),
         wanted_output_len=request.output_len,
-        failure=f"refused: {message}",
+        failure=failure,
     )
 
 
-def counts_as_progress(engine: Engine) -> tuple[float, ...]:
+def abort_unfinished(engine: Engine, requests: Iterable[Request]) -> None:
+    """Leave the engine empty, as the next replay expects it."""
+    for request in requests:
+        if not request.is_finished:
+            engine.abort(request.request_id)
+    while engine.has_unfinished():
+        engine.step()
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+def progress_counters(engine: Engine) -> tuple[float, ...]:
     """Counters of which at least one grows whenever a request gets nearer its end."""
     stats = engine.stats()
     return (stats.output_tokens, stats.prefill_tokens, stats.cpu_busy_s)
@@ -157,19 +179,22 @@ def describe_state(engine: Engine) -> str:
     return json.dumps(state, default=str)
 
 
+# -- the engine's counters --------------------------------------------------------------------------------------------
+
+
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """The engine's counters at this moment (the engine goes on counting in the object it hands out)."""
+    """The engine's counters at this moment (the engine goes on counting in the object it returns)."""
     stats = engine.stats()
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
-def difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def counter_difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Counters over an interval; counters inside a dict are taken one by one."""
     result: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, Mapping):
-            result[name] = difference(value, before.get(name, {}))
+            result[name] = counter_difference(value, before.get(name, {}))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             result[name] = value - before.get(name, 0)
     return result

@@ -1,0 +1,103 @@
+"""The loop that replays requests through an engine, on one with a virtual clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from apex.replay.loop import ReplayStalled, check_requests, replay_requests
+from apex.replay.records import ReplayRequest
+from swiftllm.core.request import RequestRefused
+from tests.apex.replay.fake_engine import FakeEngine
+from tests.reference.fake_engine import fake_engine
+
+
+def requests(*rows: tuple[int, int, float]) -> list[ReplayRequest]:
+    """A request per row of prompt length, output length and arrival."""
+    return [ReplayRequest(str(i), at_s, (5,) * length, out) for i, (length, out, at_s) in enumerate(rows)]
+
+
+def test_all_at_once():
+    engine = FakeEngine(step_s=0.5)
+    result = replay_requests(engine, requests((4, 2, 0.0), (5, 3, 0.0)))
+    assert [record.request_id for record in result.records] == ["0", "1"]
+    assert [record.token_times_s for record in result.records] == [(0.5, 1.0), (0.5, 1.0, 1.5)]
+    assert result.wall_s == 1.5
+    assert result.stats["output_tokens"] == 5 and result.stats["lane_busy_s"] == pytest.approx(0.75)
+    assert result.stats["strategy_iterations"] == {"gpu-only": 3}
+
+
+def test_stats_are_those_of_this_replay_alone():
+    engine = FakeEngine()
+    replay_requests(engine, requests((4, 2, 0.0)))
+    second = replay_requests(engine, requests((4, 3, 0.0)))
+    assert second.stats["output_tokens"] == 3 and second.stats["strategy_iterations"] == {"gpu-only": 3}
+    assert second.records[0].token_times_s == (0.5, 1.0, 1.5)
+
+
+def test_open_loop_arrivals():
+    engine = FakeEngine(step_s=0.4)
+    result = replay_requests(engine, requests((4, 2, 5.0), (4, 3, 0.0), (4, 1, 0.5)), wait=engine.wait)
+    seen = dict(engine.arrivals_seen)
+    assert seen["1"] == 100.0
+    assert 100.5 <= seen["2"] <= 100.9  # while the engine was busy with the other
+    assert 105.0 <= seen["0"] <= 105.06  # after the engine had stood idle
+    assert [record.arrival_s for record in result.records] == pytest.approx([5.0, 0.0, 0.5])
+
+
+def test_refusal_is_a_failed_record_with_the_message():
+    result = replay_requests(FakeEngine(max_tokens=20), requests((4, 2, 0.0), (30, 2, 0.0)))
+    good, bad = result.records
+    assert good.completed and not bad.completed
+    assert bad.failure == "refused: 30 + 2 tokens exceed 20" and bad.prompt_len == 30
+
+
+def test_stall_is_an_error_with_the_state():
+    with pytest.raises(ReplayStalled, match=r'no progress for 0.2 s.*"waiting": 1'):
+        replay_requests(FakeEngine(stuck=True), requests((4, 2, 0.0)), stall_timeout_s=0.2)
+
+
+def test_step_that_never_returns_is_a_stall_too():
+    engine, returned = FakeEngine(), []
+    engine.step = lambda: returned.append(threading.Event().wait(60))
+    with pytest.raises(ReplayStalled, match="no progress"):
+        replay_requests(engine, requests((4, 2, 0.0)), stall_timeout_s=0.2)
+    assert not returned  # it was interrupted
+
+
+def test_slow_progress_is_no_stall():
+    engine = FakeEngine()
+    step = engine.step
+    engine.step = lambda: (time.sleep(0.06), step())[1]
+    assert replay_requests(engine, requests((4, 6, 0.0)), stall_timeout_s=0.25).records[0].completed
+
+
+def test_progress_is_reported_after_each_step():
+    seen: list[int] = []
+    replay_requests(FakeEngine(), requests((4, 2, 0.0), (4, 3, 0.0)), seen.append)
+    assert seen == [2, 4, 5]
+
+
+def test_a_limit_cuts_requests_short_and_leaves_the_engine_empty():
+    engine = fake_engine("swiftllm", num_gpu_blocks=64, num_cpu_blocks=0)
+    work = requests((4, 2, 0.0), (4, 50, 0.0), (4, 2, 1e6))
+    clock = iter(range(10**6))
+    engine.now = lambda: float(next(clock))
+    result = replay_requests(engine, work, limit_s=40.0, wait=lambda seconds: None)
+    whole, cut, unsent = result.records
+    assert whole.completed
+    assert not cut.completed and 0 < cut.output_len < 50 and cut.finish_reason == "abort"
+    assert unsent.failure == "not sent within 40 s" and unsent.arrival_s == 1e6
+    assert result.stats["output_tokens"] == 2 + cut.output_len and result.wall_s >= 40.0
+    assert not engine.has_unfinished()
+    assert replay_requests(engine, work[:1], wait=lambda seconds: None).records[0].completed
+
+
+def test_what_would_be_refused_is_known_before_anything_runs():
+    engine = fake_engine("swiftllm", num_gpu_blocks=4, num_cpu_blocks=0, max_model_len=20)
+    check_requests(engine, requests((4, 2, 0.0)))
+    with pytest.raises(RequestRefused, match="max_model_len"):
+        check_requests(engine, requests((4, 2, 0.0), (30, 2, 0.0)))
+    assert not engine.has_unfinished()
