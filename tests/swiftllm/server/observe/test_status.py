@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from swiftllm.server.observe import status
 from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
 from swiftllm.server.service.snapshot import Health, Snapshot
-from tests.evaluation.headless_browser import NOT_FOUND, Browser, find_browser
+from tests.evaluation.headless_browser import Browser, open_browser
 from tests.swiftllm.server.fake_service import FakeService
 
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script> & 'name'"
@@ -120,12 +120,8 @@ def server() -> Iterator[tuple[str, FakeService, FakeRecorder, uvicorn.Server]]:
 
 @pytest.fixture
 def browser(tmp_path) -> Iterator[Browser]:
-    binary = find_browser()
-    if binary is None:
-        pytest.skip(NOT_FOUND)
-    browser = Browser(binary, tmp_path / "browser")
-    yield browser
-    browser.close()
+    with open_browser(tmp_path / "browser") as browser:
+        yield browser
 
 
 def until(browser: Browser, condition: str) -> None:
