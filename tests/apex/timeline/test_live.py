@@ -11,7 +11,7 @@ from apex.timeline.live import LiveTimeline
 from apex.timeline.recording_backend import RecordedBatch, RecordedTicket, RecordingBackend
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
-from tests.apex.timeline.test_timeline import OVERLAP, simulated_engine
+from tests.apex.timeline.test_recorder import OVERLAP, simulated_engine
 
 
 class Steps:

@@ -1,3 +1,5 @@
+"""Result folders: what they hold, which points run again, and what a crash or a change of configuration leaves."""
+
 from __future__ import annotations
 
 import itertools
