@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make a headless Chromium available without touching the system. Optional: only the browser test of the report page
-# uses it, and skips where there is none.
+# Make a headless Chromium available without touching the system. Optional: only the tests of the report page and of
+# the status page use it. They are skipped where there is none, and fail under APEX_REQUIRE_BROWSER=1 (.ci/run).
 #
 # A Chromium on PATH is used as it is. Otherwise, on Debian (x86-64), the package and those of its libraries that the
 # system lacks are unpacked into a private prefix, for the system's own loader:
@@ -64,7 +64,7 @@ done
 work="$(mktemp -d)"
 mkdir -p "$work/state/lists/partial" "$work/cache/archives/partial"
 apt_private() {
-    LC_ALL=C timeout 300 apt-get -q -y \
+    LC_ALL=C timeout --foreground 300 apt-get -q -y \
         -o Dir::State="$work/state" -o Dir::State::status=/var/lib/dpkg/status -o Dir::Cache="$work/cache" \
         -o APT::Sandbox::User="$(id -un)" -o APT::Sandbox::Seccomp=false -o Debug::NoLocking=true \
         -o Acquire::Languages=none -o Acquire::Retries=2 "$@" >>"$log" 2>&1 </dev/null

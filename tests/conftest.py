@@ -1,9 +1,15 @@
-"""One thread for the lane and torch: on a busy small machine two are many times slower than one."""
+"""For all tests: one torch thread, one core, and a last line that names what was skipped for want of a browser.
 
+One thread for the lane and torch, since two are many times slower than one on a busy small machine.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.evaluation.headless_browser import NOT_FOUND
 
 torch.set_num_threads(1)
 
@@ -14,3 +20,11 @@ def one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    files = Counter(report.nodeid.split("::")[0] for report in skipped if NOT_FOUND in str(report.longrepr))
+    if files:
+        names = ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
+        terminalreporter.write_line(f"skipped without a browser: {names}; {NOT_FOUND}", yellow=True)

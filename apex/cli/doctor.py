@@ -266,10 +266,10 @@ def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
     how = f"prefetched streams over {size >> 20} MiB, L3 {cache >> 20} MiB, best round"
     for threads in sorted({1, cores}):
         name = "1 thread" if threads == 1 else f"{threads} threads"
-        yield Finding(f"read, {name}", f"{read_bytes_per_s(threads, size) / 1e9:.1f} GB/s ({how})")
+        yield Finding(f"read, {name}", f"{read_bytes_per_s(threads, size, READ_SECONDS) / 1e9:.1f} GB/s ({how})")
 
 
-def read_bytes_per_s(threads: int, size: int, seconds: float = READ_SECONDS) -> float:
+def read_bytes_per_s(threads: int, size: int, seconds: float) -> float:
     """Bytes/s in the best of the rounds that fit in ``seconds``, at least two. Other work on the machine lowers it."""
     import numpy as np
 

@@ -9,12 +9,17 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from swiftllm.files import cache_dir
 
 TIMEOUT_S = 60.0
+REQUIRED = "APEX_REQUIRE_BROWSER"  # in the environment: a test that finds no browser fails instead of being skipped
 ON_PATH = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NOT_FOUND = "no Chromium on PATH or in the cache: scripts/install_chromium.sh fetches one"
 
@@ -23,6 +28,19 @@ def find_browser() -> str | None:
     """The browser of scripts/install_chromium.sh, or one on PATH."""
     ours = cache_dir() / "chromium" / "bin" / "chromium"
     return str(ours) if ours.is_file() else next((path for name in ON_PATH if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def open_browser(profile: Path) -> Iterator[Browser]:
+    """A browser for a test. Where there is none the test is skipped, or fails under ``APEX_REQUIRE_BROWSER=1``."""
+    binary = find_browser()
+    if binary is None:
+        (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(NOT_FOUND)
+    browser = Browser(binary, profile)
+    try:
+        yield browser
+    finally:
+        browser.close()
 
 
 class Browser:
@@ -98,8 +116,8 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
-        """End the browser, politely where it still listens."""
-        for descriptor in (self.write_end, self.read_end):  # it ends when its pipe does
+        """End the browser: closing its pipe asks it to end, and after 10 s it is killed."""
+        for descriptor in (self.write_end, self.read_end):
             os.close(descriptor)
         try:
             self.process.wait(timeout=10)

@@ -1,3 +1,5 @@
+"""The report page: what it says of result folders, and in a real browser how it looks and what it loads."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from matplotlib import pyplot as plt
 from evaluation.figures.report_tables import origin_of
 from evaluation.report import Options, claim_rows, latest_folders, main, read_section, render
 from evaluation.results.folder import ResultFolder, flat_record
-from tests.evaluation.headless_browser import NOT_FOUND, Browser, find_browser
+from tests.evaluation.headless_browser import open_browser
 
 HOSTILE = '<script>alert("x")</script> & "quotes"'
 VOID = {"meta", "link", "img", "br", "hr"}
@@ -153,12 +155,8 @@ def test_errors_say_what_to_do(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    binary = find_browser()
-    if binary is None:
-        pytest.skip(NOT_FOUND)
-    browser = Browser(binary, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
 @pytest.mark.parametrize("width", [1280, 360])

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
 from evaluation.experiments import points
 from evaluation.experiments import runner as experiment
 from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.figures import paper_figure as reproduction
 from evaluation.figures.paper_figure import make_points, measured_options
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
@@ -88,21 +88,21 @@ def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkey
     shutil.move(folder, moved)
     (moved / "figure.png").unlink()
     printed = capsys.readouterr().out
-    monkeypatch.setattr(experiment, "run_one_by_one", None)
     assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 0
     assert (moved / "figure.png").read_bytes() == first
     table = printed[printed.index("Figure 7") : printed.index("figure:")]
-    assert table in capsys.readouterr().out
+    printed_again = capsys.readouterr().out
+    assert table in printed_again and "to run:" in printed and "to run:" not in printed_again
     assert reproduce_fig7.main(FigureOptions(from_folder=tmp_path)) == 2
     assert "no results in" in capsys.readouterr().out
     for other in (lambda: reproduce_fig6.main(FigureOptions(from_folder=moved)), lambda: draw_neo_of(moved)):
         assert other() == 2 and "holds results of fig7" in capsys.readouterr().out
     assert (moved / "figure.png").read_bytes() == first
 
-    def refused(*_):
+    def refused(*_, **__):
         raise PermissionError(13, "Permission denied", "figure.png")
 
-    monkeypatch.setattr(reproduction, "save", refused)
+    monkeypatch.setattr(Figure, "savefig", refused)
     assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 2
     assert "copy the folder to where you may write" in capsys.readouterr().out
 
@@ -200,14 +200,14 @@ def test_no_count_below_one_passes_for_the_default(name):
     ("flags", "status", "words"),
     [(["--systems", "orca"], 2, "swiftllm"), (["--repeats", "0"], 2, "repeats=0 must be at least 1")],
 )
-def test_validation_refuses_before_it_runs(capsys, monkeypatch, flags, status, words):
-    monkeypatch.setattr(validate, "run_experiment", lambda *_: pytest.fail("it runs"))
+def test_validation_refuses_before_it_runs(tmp_path, capsys, flags, status, words):
     try:
-        ended = validate.command(flags)
+        ended = validate.command([*flags, "--results-dir", str(tmp_path)])
     except SystemExit as end:
         ended = end.code
     told = capsys.readouterr()
     assert ended == status and words in told.out + told.err
+    assert not list(tmp_path.iterdir()), "it ran"
 
 
 def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):

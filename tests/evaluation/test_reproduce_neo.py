@@ -1,3 +1,5 @@
+"""NEO's figures from the command to the files, and what is read from their curves."""
+
 from __future__ import annotations
 
 import json

@@ -80,10 +80,11 @@ def check_decode_attention(device: torch.device) -> None:
             lens = torch.tensor(CONTEXTS, dtype=torch.int32)
             tables, num_blocks = shuffled_tables(lens)
             cache = torch.full((num_blocks, num_kv_heads, 2, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
-            for row, length in enumerate(lens.tolist()):
-                for position in range(length - 1):
-                    block, slot = tables[row, position // BLOCK_SIZE], position % BLOCK_SIZE
-                    cache[block, :, :, slot] = torch.randn(num_kv_heads, 2, head_dim).to(dtype)
+            for table, length in zip(tables.long(), lens.tolist(), strict=True):
+                count = -(-length // BLOCK_SIZE)
+                context = torch.randn(count, num_kv_heads, 2, BLOCK_SIZE, head_dim).to(dtype)
+                is_token = torch.arange(count * BLOCK_SIZE).view(count, 1, 1, BLOCK_SIZE, 1) < length - 1
+                cache[table[:count]] = context.masked_fill(~is_token, torch.nan)
             q = torch.randn(len(lens), num_heads, head_dim).to(dtype)
             k, v = (torch.randn(len(lens), num_kv_heads, head_dim).to(dtype) for _ in range(2))
             on_device = cache.to(device)

@@ -68,10 +68,15 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
 
 
 def poison_free_blocks(engine: Engine) -> None:
+    """A block is free if no block table has it, see :meth:`KVCacheManager.check`."""
     for tier in Tier:
-        free = torch.tensor(engine.kv.allocators[tier]._free, dtype=torch.int64)
+        is_free = torch.ones(engine.kv.capacity(tier), dtype=torch.bool)
+        for request_id, blocks in engine.kv.block_tables.items():
+            if engine.scheduler.requests[request_id].tier is tier:
+                is_free[blocks] = False
+        assert is_free.sum() == engine.kv.num_free(tier)
         pool = engine.backend.kv_pools.tensors[tier]
-        pool[:, free.to(pool.device)] = torch.nan
+        pool[:, is_free.nonzero()[:, 0].to(pool.device)] = torch.nan
 
 
 def random_sampling(draw: random.Random) -> SamplingParams:

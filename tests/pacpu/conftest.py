@@ -1,3 +1,5 @@
+"""For the tests of pacpu: a test may choose instruction sets, the next one finds the best again."""
+
 import pytest
 
 from pacpu import _pacpu

@@ -4,16 +4,19 @@ Left out: the ISPC kernel, whose compiler has no such checks, and checks of each
 makes most.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+BUILD = REPO / "build/sanitized"  # stays: setup.py compiles what has changed since
 
 RUN_EVERY_KERNEL = """
 import torch
@@ -85,28 +88,30 @@ def library(name: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
+def sanitized() -> Sanitized:
     if "CXX" in os.environ or shutil.which("g++") is None:
         pytest.skip("looks for the sanitizer's libraries where g++ has them")
     preload = [library(name) for name in ("libasan.so", "libstdc++.so.6")]
     if None in preload:
         pytest.skip("g++ has no libasan.so")
-    folder = tmp_path_factory.mktemp("sanitized")
-    build = ["setup.py", "--quiet", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
-    built = subprocess.run(
-        [sys.executable, *build],
-        env=os.environ | {"PACPU_SANITIZE": "1", "ISPC": "none"},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    for module in (REPO / "pacpu").glob("*.py"):
-        shutil.copy(module, folder / "lib/pacpu")
-    (extension,) = (folder / "lib/pacpu").glob("_pacpu*.so")
+    build = ["setup.py", "--quiet", "build_ext", "--build-lib", BUILD / "lib", "--build-temp", BUILD / "temp"]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:  # of two test processes the second finds it built
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(
+            [sys.executable, *build],
+            env=os.environ | {"PACPU_SANITIZE": "1", "ISPC": "none"},
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+        )
+        assert built.returncode == 0, built.stderr
+        for module in (REPO / "pacpu").glob("*.py"):
+            shutil.copy(module, BUILD / "lib/pacpu")
+    extension = BUILD / f"lib/pacpu/_pacpu{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert b"__asan_init" in extension.read_bytes() and b"__ubsan" in extension.read_bytes()
     env = os.environ | {
-        "PYTHONPATH": f"{folder / 'lib'}:{REPO}",
+        "PYTHONPATH": f"{BUILD / 'lib'}:{REPO}",
         "PYTHONSAFEPATH": "1",  # or the folder it runs in would come before
         "LD_PRELOAD": ":".join(preload),
         "ASAN_OPTIONS": "detect_leaks=0",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftllm.ops.reference import ReferenceOps
-from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps
+from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16_dot
@@ -226,5 +226,5 @@ def test_rows_that_do_not_lie_together_are_refused():
 
 @pytest.mark.parametrize("sequences, context", [(1, 64), (8, 832), (512, 1024), (160, 20_000), (4096, 131_072)])
 def test_splits_are_long_enough_to_pay_and_cover_the_context(sequences, context):
-    tokens = make_ops()._split_tokens(sequences, context)
+    tokens = tokens_per_split(sequences, context, num_multiprocessors=16)
     assert tokens.bit_count() == 1 and MIN_SPLIT_TOKENS <= tokens <= MAX_SPLIT_TOKENS

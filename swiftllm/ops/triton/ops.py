@@ -153,7 +153,7 @@ class TritonOps(ReferenceOps):
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
-        split_tokens = self._split_tokens(rows * num_kv_heads, context)
+        split_tokens = tokens_per_split(rows * num_kv_heads, context, self._num_multiprocessors)
         num_splits = cdiv(context, split_tokens)
         partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
@@ -177,11 +177,12 @@ class TritonOps(ReferenceOps):
             num_warps=4,
         )  # fmt: skip
 
-    def _split_tokens(self, num_sequences: int, context: int) -> int:
-        """Tokens per split, a power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens."""
-        wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors, num_sequences)
-        tokens = next_power_of_2(cdiv(context, wanted_splits))
-        return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
+
+def tokens_per_split(num_sequences: int, context: int, num_multiprocessors: int) -> int:
+    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens."""
+    wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_sequences)
+    tokens = next_power_of_2(cdiv(context, wanted_splits))
+    return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:

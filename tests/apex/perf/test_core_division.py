@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ from apex.perf.profile_cache import make_workbench
 from apex.systems import build_system, open_backend
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -126,25 +126,37 @@ def config(model_dir: Path, **options) -> EngineConfig:
     return EngineConfig(str(model_dir), device="cpu", dtype="float32", **sizes)
 
 
-def test_the_choice_is_measured_once_and_told(model_dir, two_cores, monkeypatch):
-    monkeypatch.setattr("apex.systems.fastest", lambda divisions, rates: fastest(divisions, made_up))
-    made_up = [DecodeRates(1.0, 1.0), DecodeRates(2.0, 2.0)]
+def kept_rates(cache: Path) -> dict[Path, list[dict[str, float]]]:
+    """What was measured of divisions, by the file that holds it."""
+    kept = {path: json.loads(path.read_text()) for path in cache.rglob("*.json")}
+    return {path: content["rates"] for path, content in kept.items() if "rates" in content}
+
+
+def keep_rates(path: Path, *rates: float) -> None:
+    """Have the cache say that the divisions reach these rates."""
+    made_up = [{"gpu_tier": rate, "both_tiers": rate} for rate in rates]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rates": made_up}))
+
+
+def test_the_choice_is_measured_once_and_told(model_dir, two_cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
+    open_backend(config(model_dir)).close()
+    ((path, (one, other)),) = kept_rates(tmp_path).items()
+    assert min(*one.values(), *other.values()) > 0.0
+    keep_rates(path, 1.0, 2.0)
     with closing(build_system("apex", config(model_dir))) as engine:
         told = engine.describe()
     assert (told["lane_threads"], told["cpu_threads"]) == (1, 1)
     assert told["lane"].startswith("1 thread (measured: GPU tier full 2 tokens/s")
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr("apex.perf.core_division.measure_divisions", measured)
-    made_up = [DecodeRates(2.0, 2.0), DecodeRates(1.0, 1.0)]
+    keep_rates(path, 2.0, 1.0)
+    made_up = kept_rates(tmp_path)
     with closing(open_backend(config(model_dir))) as backend:
         assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (2, 2)
-    with pytest.raises(AssertionError, match="measured again"):
-        open_backend(config(model_dir), measure_again=True)
-    with pytest.raises(AssertionError, match="measured again"):
-        open_backend(config(model_dir, num_gpu_blocks=13, max_num_seqs=7))
+    assert kept_rates(tmp_path) == made_up
+    open_backend(config(model_dir), measure_again=True).close()
+    assert kept_rates(tmp_path).keys() == made_up.keys() and kept_rates(tmp_path) != made_up
+    open_backend(config(model_dir, num_gpu_blocks=13, max_num_seqs=7)).close()
+    assert len(kept_rates(tmp_path)) == 2
     with closing(open_backend(config(model_dir, lane_threads=1))) as backend:
         assert backend.cores.reason == "as asked for"
     with closing(build_system("swiftllm", config(model_dir))) as engine:
@@ -154,13 +166,20 @@ def test_the_choice_is_measured_once_and_told(model_dir, two_cores, monkeypatch)
 @pytest.mark.parametrize(("on_gpu", "on_cpu"), [(3, 4), (0, 5), (2, 0), (2, 1)])
 def test_an_iteration_decodes_every_request(model_dir, monkeypatch, on_gpu, on_cpu):
     with closing(open_backend(config(model_dir))) as backend:
-        bench, run, results = make_workbench(config(model_dir), backend), OverlapExecutor.run, []
-        monkeypatch.setattr(OverlapExecutor, "run", lambda *arguments: results.append(run(*arguments)))
+        bench, boundary, tokens = make_workbench(config(model_dir), backend), backend.boundary, []
+
+        def noted(layer, batches):
+            given = boundary(layer, batches)
+            tokens.extend(given)
+            return given
+
+        monkeypatch.setattr(backend, "boundary", noted)
         with bench.in_use():
             sample = bench.decodes(on_gpu, on_cpu, 20)
-            assert sample() > 0 and sample() > 0
-    assert [len(result.tokens) for result in results] == [on_gpu + on_cpu] * 2
-    assert [result.cohort_layers for result in results] == [{}, {}]
+            for _ in range(2):
+                tokens.clear()
+                assert sample() > 0
+                assert len(set(tokens)) == len(tokens) == on_gpu + on_cpu
 
 
 def test_what_is_measured_reads_memory_that_has_been_written(model_dir):

@@ -1,3 +1,5 @@
+"""Settings of the papers: pools fit their machines, overrides reach the profile, sweeps have every combination once."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""Simulated points: what a row says, arrivals in virtual time, refusals; and validation against made-up machines."""
+
 from __future__ import annotations
 
 import io

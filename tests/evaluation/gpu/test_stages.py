@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -75,23 +78,22 @@ def test_the_page_is_there_before_the_last_part(tmp_path: Path) -> None:
     assert "| first | ok |" in seen.read_text()
 
 
-def test_who_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen] = []
-
-    def interrupt(seconds: float) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    def start(*arguments: object) -> subprocess.Popen:
-        started.append(really_start(*arguments))
-        return started[-1]
-
-    really_start = gpu_stages.start
-    monkeypatch.setattr(gpu_stages, "start", start)
-    monkeypatch.setattr(gpu_stages.time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        gpu_stages.run_stage(Stage(1.0, (Part("hangs", ("sleep", "1000")),)), tmp_path, limit_s=1000.0)
-    assert started[0].returncode is not None
+def test_who_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    """The part's process holds a pipe open, whose end tells that it is gone."""
+    code = f"""
+from pathlib import Path
+from evaluation.gpu.stages import Part, Stage, run_stage
+part = Part("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; echo ready >&3; exec sleep 1000"))
+run_stage(Stage(1.0, (part,)), Path({str(tmp_path)!r}), limit_s=1000.0)
+"""
+    os.mkfifo(tmp_path / "fifo")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=gpu_stages.REPO_ROOT, stderr=subprocess.PIPE)
+    with (tmp_path / "fifo").open() as alive:
+        assert alive.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert errors.endswith(b"KeyboardInterrupt\n")
+        assert select.select([alive], [], [], 30.0)[0] and alive.read() == ""
 
 
 def test_what_is_missing_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

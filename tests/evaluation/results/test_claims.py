@@ -1,3 +1,5 @@
+"""The papers' claims: each is whole and held against rows of its own machine and kind; assumptions are told once."""
+
 from __future__ import annotations
 
 import io

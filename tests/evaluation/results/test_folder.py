@@ -1,5 +1,8 @@
+"""Result folders: what they hold, which points run again, and what a crash or a change of configuration leaves."""
+
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -152,12 +155,26 @@ def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_point_counts_as_finished_only_after_its_records(tmp_path, monkeypatch):
-    folder = ResultFolder("exp", {}, tmp_path)
-    written = []
-    real = results.write_atomically
-    monkeypatch.setattr(results, "write_atomically", lambda path, text: (written.append(path.name), real(path, text)))
-    folder.save_point("a", {"values": {}}, [])
-    assert written == ["a.jsonl.gz", "a.json"] and folder.finished_point("a") == {"values": {}}
+    """The power is cut before every file in turn."""
+    folder, real = ResultFolder("exp", {}, tmp_path), os.replace
+    record = RequestRecord("a", 0.0, 5, 2, (1.0, 2.0))
+    for files_before in itertools.count():
+        left = iter(range(files_before))
+
+        def replace_until_power_cut(source, target, left=left):
+            if next(left, None) is None:
+                raise OSError("power cut")
+            real(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace_until_power_cut)
+            try:
+                folder.save_point("a", {"values": {}}, [record])
+                break
+            except OSError:
+                assert folder.finished_point("a") is None
+    assert files_before == 2 and folder.finished_point("a") == {"values": {}}
+    assert len(read_records(records_file(folder.path, "a"))) == 1
 
 
 def test_summary_must_be_flat_and_keys_unique(tmp_path):

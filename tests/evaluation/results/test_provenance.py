@@ -1,3 +1,5 @@
+"""Where a result comes from: hashes of measured code, of models and of configurations, and the state of git."""
+
 from __future__ import annotations
 
 import subprocess

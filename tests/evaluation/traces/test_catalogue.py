@@ -1,3 +1,5 @@
+"""Traces by name: a file where there is one, else draws that meet the published quantiles; what is said without one."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Downloads: a file is there whole or not at all, and a missing reader is named before anything is fetched."""
+
 from __future__ import annotations
 
 import importlib.util

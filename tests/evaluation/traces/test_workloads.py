@@ -1,3 +1,5 @@
+"""Workloads: lengths, arrivals and prompts from a trace, scaled as asked for."""
+
 from __future__ import annotations
 
 import json

@@ -14,6 +14,7 @@ from swiftllm import LLM, SamplingParams
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
+from swiftllm.model.llama import LlamaModel
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
@@ -98,26 +99,29 @@ def start_over(requests: Sequence[Request]) -> None:
 
 def test_a_prompt_computed_again_tells_only_what_is_new(tiny_model_dir, expected, monkeypatch):
     """Preempted in the middle of its prompt, and once more with some output."""
+    rows, leave = [], LlamaModel.leave
+
+    def noted(model: LlamaModel, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        rows.append(len(residual))
+        return leave(model, attention_out, residual)
+
+    monkeypatch.setattr(LlamaModel, "leave", noted)
     driver = make_driver(tiny_model_dir())
-    rows = []
-    score = driver.backend._prompt_scorer.score_prompts
-    monkeypatch.setattr(
-        driver.backend._prompt_scorer,
-        "score_prompts",
-        lambda lane: (rows.extend(len(prompt.following) for prompt in lane.prompts), score(lane)),
-    )
     requests = admit_all(driver)
     driver.run([LaneItem(requests[5], 0, 30, requests[5].tier, True)])
     first = list(requests[5].prompt_logprobs)
     assert len(first) == 30 and rows == [30]
     start_over(requests[5:])
+    rows.clear()
     driver.prefill(requests)
     assert requests[5].prompt_logprobs[:30] == first
-    assert sorted(rows) == sorted([1, 16, 39, 30, 69 - 30])
+    to_sample = len(requests)
+    assert sorted(rows) == sorted([1, 16, 39, 69 - 30, to_sample])
+    rows.clear()
     driver.decode(requests)
     start_over(requests)
     driver.prefill(requests)
-    assert len(rows) == 5
+    assert rows == [to_sample, to_sample]
     check_all(requests, expected)
 
 

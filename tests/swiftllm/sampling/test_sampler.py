@@ -1,3 +1,5 @@
+"""The sampler: greedy tokens, distributions, seeds that do not depend on the batch, log-probabilities."""
+
 from collections import Counter
 
 import pytest

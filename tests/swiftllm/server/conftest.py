@@ -1,3 +1,5 @@
+"""For the tests of the server: a tiny chat model behind a running server, and the same model offline."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from fastapi.testclient import TestClient
 from swiftllm.server.observe import status
 from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
 from swiftllm.server.service.snapshot import Health, Snapshot
-from tests.evaluation.headless_browser import NOT_FOUND, Browser, find_browser
+from tests.evaluation.headless_browser import Browser, open_browser
 from tests.swiftllm.server.fake_service import FakeService
 
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script> & 'name'"
@@ -61,11 +62,11 @@ def test_the_page_holds_all_it_needs_and_may_load_nothing_else() -> None:
     assert "innerHTML" not in page and "insertAdjacentHTML" not in page
 
 
-def test_a_sample_is_the_snapshot_by_column(monkeypatch) -> None:
-    monkeypatch.setattr(status.time, "monotonic", lambda: 12.3456)
+def test_a_sample_is_the_snapshot_by_column() -> None:
     snapshot = Snapshot(waiting=1, running_cpu=2, output_tokens=3, strategy_iterations={"asynchronous-overlap": 4})
+    before_s = time.monotonic()
     row = dict(zip(COLUMNS, sample(snapshot), strict=True))
-    assert row.pop("time_s") == 12.346
+    assert before_s - 0.001 <= row.pop("time_s") <= time.monotonic() + 0.001  # rounded to milliseconds
     numbers = {name: number for name, number in row.items() if number}
     assert numbers == {"waiting": 1, "running_cpu": 2, "output_tokens": 3, "asynchronous-overlap": 4}
 
@@ -90,12 +91,21 @@ def test_a_page_is_sent_what_is_new_to_it() -> None:
 
 
 def test_history_is_bounded(monkeypatch) -> None:
-    page = StatusPage(FakeService(), "model")
-    for _ in range(status.HISTORY_SAMPLES + 5):
-        page._history.append([0.0] * len(COLUMNS))
-    client = TestClient(app_of(page))
-    assert len(client.get("/status.json").json()["history"]) == status.HISTORY_SAMPLES
-    assert client.get("/status.json").json()["records"] is False
+    monkeypatch.setattr(status, "HISTORY_SAMPLES", 4)
+    monkeypatch.setattr(status, "SAMPLE_INTERVAL_S", 0.001)
+    with TestClient(app_of(StatusPage(FakeService(), "model"))) as client:
+
+        def sampled_s() -> list[float]:
+            history = client.get("/status.json").json()["history"]
+            assert len(history) <= 4
+            return [row[0] for row in history]
+
+        first, *_ = sampled_s()
+        end_s = time.monotonic() + 30.0
+        while first in (times_s := sampled_s()):
+            assert time.monotonic() < end_s
+        assert len(times_s) == 4 and times_s == sorted(times_s)
+        assert client.get("/status.json").json()["records"] is False
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
@@ -120,12 +130,8 @@ def server() -> Iterator[tuple[str, FakeService, FakeRecorder, uvicorn.Server]]:
 
 @pytest.fixture
 def browser(tmp_path) -> Iterator[Browser]:
-    binary = find_browser()
-    if binary is None:
-        pytest.skip(NOT_FOUND)
-    browser = Browser(binary, tmp_path / "browser")
-    yield browser
-    browser.close()
+    with open_browser(tmp_path / "browser") as browser:
+        yield browser
 
 
 def until(browser: Browser, condition: str) -> None:

@@ -1,4 +1,4 @@
-"""What the figures say beside their data, and where the names of lines stand."""
+"""Drawn lines and bars: where names stand, which colours systems get, and what a figure says beside its data."""
 
 from __future__ import annotations
 

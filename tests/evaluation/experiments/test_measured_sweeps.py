@@ -1,4 +1,4 @@
-"""The measured half of the figures, with engines on a virtual clock in place of real ones."""
+"""The measured points of the figures: the plan, the pools, resuming, and failures; engines run on a virtual clock."""
 
 from __future__ import annotations
 

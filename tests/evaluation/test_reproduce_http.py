@@ -1,4 +1,4 @@
-"""Figures of a server, from the command line to the files."""
+"""The figures measured over HTTP (--backend http), from the command line to the files, against a fake server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines: nothing overlaps that cannot, everything waits for what it needs, and sums are those of the accounts."""
+"""Recorded timelines: spans are in order, every wait has its cause, sums equal the engine's accounts; their files."""
 
 from __future__ import annotations
 

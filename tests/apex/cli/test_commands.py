@@ -1,4 +1,4 @@
-"""The command line on a tiny model: what it prints, what it writes, and how it fails."""
+"""generate, bench, profile and their flags on a tiny model: what each prints and writes, and how it fails."""
 
 from __future__ import annotations
 
