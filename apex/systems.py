@@ -27,7 +27,8 @@ from swiftllm.engine.engine import Engine
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
-from swiftllm.runtime.torch_backend import InlineWorker, TorchBackend
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.thread import CpuWorker
 from swiftllm.scheduling.vllm import GPU_ONLY_SCHEDULERS
 from swiftllm.systems import assemble, build_gpu_only, make_kv_manager, register_system, scheduler_limits
@@ -98,7 +99,7 @@ def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchB
     """A backend with the CPU worker that serves, and the cores divided between that and the lane: as ``config`` has it,
     else as decodes fastest, which is measured now unless that is cached."""
     # With the worker's own thread: CPU attention is measured while the lane computes, as it will run.
-    backend = TorchBackend(config, InlineWorker() if config.synchronous else CpuWorker())
+    backend = TorchBackend(config, InlineWorker if config.synchronous else CpuWorker)
     with closed_on_failure(backend):
         divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
         if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:

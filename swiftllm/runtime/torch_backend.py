@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
@@ -29,8 +28,9 @@ from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolv
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.widest_iteration import widest_iteration
-from swiftllm.runtime.workers.inline import AttentionWorker, InlineWorker
-from swiftllm.runtime.workers.task import CpuAttention
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.interface import MakeWorker
+from swiftllm.runtime.workers.task import AttentionTask, TaskRunner
 from swiftllm.sampling.logprobs import PromptScorer
 from swiftllm.sampling.sampler import Sampler
 
@@ -54,10 +54,10 @@ class TorchBackend:
     """
 
     def __init__(
-        self, config: EngineConfig, worker: AttentionWorker | None = None, hardware: Device | None = None
+        self, config: EngineConfig, make_worker: MakeWorker = InlineWorker, hardware: Device | None = None
     ) -> None:
-        """``worker`` runs the CPU attention; default: at once, on the calling thread. ``hardware`` stands in for what
-        ``config.device`` names.
+        """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
+        ``hardware`` stands in for what ``config.device`` names.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
@@ -71,7 +71,7 @@ class TorchBackend:
         self.model_config = ModelConfig.from_folder(config.model)
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
-        self.use_cores(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
+        self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
         if config.load_format == "dummy":
             weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
@@ -81,7 +81,6 @@ class TorchBackend:
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self._model, self.hardware)
-        self._worker = worker or InlineWorker()
         self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self.kv_plan = plan_blocks(
@@ -94,7 +93,11 @@ class TorchBackend:
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
         self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
         self.block_tables: Mapping[str, Sequence[int]] = {}
-        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._worker)
+        self._runner = TaskRunner(
+            self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
+        )
+        self._worker = make_worker(self._runner)
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
@@ -114,6 +117,10 @@ class TorchBackend:
 
     def use_cores(self, division: CoreDivision) -> None:
         """Compute with these numbers of threads from now on."""
+        self._use_lane_threads(division)
+        self._runner.num_threads = division.cpu_threads
+
+    def _use_lane_threads(self, division: CoreDivision) -> None:
         self.cores = division
         if isinstance(self._ops, CpuOps):
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
@@ -141,7 +148,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def swap(self, swaps: Sequence[Swap]) -> None:
-        self._transfers.swap(swaps)
+        self._transfers.swap_blocks(swaps)
 
     @torch.inference_mode()
     def open_lane(self, items: Sequence[LaneItem]) -> Lane:
@@ -231,11 +238,11 @@ class TorchBackend:
             for chunk in group.chunks:
                 context = None
                 if chunk.blocks is not None:
-                    earlier = self._transfers.load(layer, chunk.blocks, chunk.start)
+                    earlier = self._transfers.load_context(layer, chunk.blocks, chunk.start)
                     own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
                     context = torch.cat([earlier, own], dim=2)
                 contexts.append(context)
-            self._transfers.store(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+            self._transfers.store_rows(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
         for chunk, context in zip(group.chunks, contexts, strict=True):
             if context is None:
                 context = k[chunk.rows].transpose(0, 1), v[chunk.rows].transpose(0, 1)
@@ -248,24 +255,19 @@ class TorchBackend:
         hardware = self.hardware
         hardware.to_host.wait(hardware.compute.mark())
         q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
-        kv_layer = self.kv_pools.layers[Tier.CPU][layer]
-        how = {"num_threads": self.cores.cpu_threads, "kernel": self.cpu_kernel}
-
-        def attend() -> None:
-            tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.host_out
-            pacpu.paged_attention(q, k, v, kv_layer, tables, lens, out, self._scale, **how)
+        task = AttentionTask(layer, q, k, v, cohort.block_tables, cohort.seq_lens, cohort.host_out, self._scale)
 
         def send_back() -> None:
             hardware.to_device.copy(cohort.attention_out, cohort.host_out)
             cohort.returned = hardware.to_device.mark()
 
-        return CpuAttention(hardware.to_host.mark(), attend, send_back).submit(self._worker)
+        return self._worker.submit(task, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return self._sampler.take_logprobs()
 
     def recover(self) -> None:
-        self._transfers.drop()
+        self._transfers.drop_writes()
         self._worker.start_again()
         self._sampler.take_logprobs()
 

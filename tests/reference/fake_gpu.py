@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -49,5 +50,5 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
 
         patch.setattr(swiftllm.runtime.torch_backend, "open_device", open_device)
         patch.setattr(swiftllm.runtime.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
-        patch.setattr(apex.systems, "CpuWorker", lambda: FakeWorker(cuda))
+        patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         yield cuda

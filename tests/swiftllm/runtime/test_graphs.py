@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS, GraphKey, LayerGraphs
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -28,7 +30,7 @@ def model_dir(tiny_model_dir):
 
 def make_driver(model_dir, cuda=None, **options) -> BackendDriver:
     config = {"dtype": "float32", "num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_num_seqs": 8} | options
-    worker = None if cuda is None else FakeWorker(cuda)
+    worker = InlineWorker if cuda is None else partial(FakeWorker, cuda)
     return BackendDriver(TorchBackend(EngineConfig(str(model_dir), max_model_len=400, **config), worker))
 
 
