@@ -19,7 +19,7 @@ from swiftllm.kv.sizing import check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.weights import dummy_weights, load_weights
+from swiftllm.model.providers import open_weights
 from swiftllm.ops import select_ops
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.runtime.batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
@@ -73,10 +73,7 @@ class TorchBackend:
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
-        if config.load_format == "dummy":
-            weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
-        else:
-            weights = load_weights(config.model, self.model_config, self.device, self.dtype)
+        weights = open_weights(config, self.model_config, self.device, self.dtype, self._ops)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
