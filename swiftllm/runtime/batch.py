@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
+from swiftllm.sampling.logprobs import PromptRows
 
 
 @dataclass(eq=False)
@@ -62,14 +62,6 @@ class PrefillGroup:
     chunks: list[PrefillChunk]
 
 
-class PromptRows(NamedTuple):
-    """Adjacent rows of a prompt that tell the log-probabilities of the tokens that follow theirs."""
-
-    request: Request
-    rows: slice
-    following: tuple[int, ...]
-
-
 @dataclass
 class DecodeGroup:
     rows: slice
@@ -78,7 +70,7 @@ class DecodeGroup:
 
 
 @dataclass(eq=False)
-class Lane(Rows):
+class LaneBatch(Rows):
     """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes."""
 
     prefills: tuple[PrefillGroup, ...] = ()
@@ -87,7 +79,7 @@ class Lane(Rows):
 
 
 @dataclass(eq=False, kw_only=True)
-class Cohort(Rows):
+class CohortBatch(Rows):
     """One row per request. The CPU worker reads the tables and writes ``host_out``, all in host memory; from there the
     result goes to ``attention_out``, where it is after ``returned``."""
 
@@ -107,7 +99,7 @@ class BatchBuilder:
     num_heads: int
     rotary_table: torch.Tensor
 
-    def open_lane(self, items: Sequence[LaneItem], tables: Mapping[str, Sequence[int]]) -> Lane:
+    def open_lane(self, items: Sequence[LaneItem], tables: Mapping[str, Sequence[int]]) -> LaneBatch:
         stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
         if stray is not None:
             raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a cohort")
@@ -137,7 +129,7 @@ class BatchBuilder:
             decodes = DecodeGroup(rows, self._upload(block_tables), self._upload(seq_lens))
         is_all = len(sampling) == num_rows
         sampling_rows = torch.tensor([row for row, _ in sampling], dtype=torch.int64)
-        return Lane(
+        return LaneBatch(
             **self._rows(token_ids, positions),
             attention_out=torch.empty(
                 self._out_shape(len(token_ids)), dtype=self.dtype, device=self.device.torch_device
@@ -149,11 +141,11 @@ class BatchBuilder:
             prompts=tuple(prompts),
         )
 
-    def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> Cohort:
+    def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> CohortBatch:
         lens = [request.num_tokens for request in requests]
         token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
         host_out = self.device.pinned(self._out_shape(len(requests)), self.dtype)
-        return Cohort(
+        return CohortBatch(
             **self._rows(token_ids, [n - 1 for n in lens]),
             attention_out=self.device.mirror(host_out),
             sampling_rows=None,
@@ -163,7 +155,7 @@ class BatchBuilder:
             host_out=host_out,
         )
 
-    def without(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
+    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
         """The cohort without some of its requests. Its attention is over and back."""
         kept = [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
         index = torch.tensor(kept, dtype=torch.int64)
@@ -174,7 +166,7 @@ class BatchBuilder:
 
         host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
         attention_out = self.device.mirror(host_out)
-        return Cohort(
+        return CohortBatch(
             token_ids=keep(cohort.token_ids),
             rotary_rows=keep(cohort.rotary_rows),
             attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),

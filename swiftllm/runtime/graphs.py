@@ -29,7 +29,7 @@ import torch
 
 from swiftllm.device.device import Device, Graph
 from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.batch import Lane, Rows
+from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.sampling.draws import most_likely
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # beyond, launching is a small part of the work
@@ -52,12 +52,12 @@ class Frame:
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = buffer(max_blocks, dtype=torch.int32)
         self.seq_lens = buffer(dtype=torch.int32)
-        self._lane: Callable[[], Lane | None] = lambda: None
+        self._lane: Callable[[], LaneBatch | None] = lambda: None
 
-    def holds(self, lane: Lane) -> bool:
+    def holds(self, lane: LaneBatch) -> bool:
         return self._lane() is lane
 
-    def seat(self, lane: Lane) -> None:
+    def seat(self, lane: LaneBatch) -> None:
         """Move a lane in: from here on its tensors are the frame's first rows."""
         if self.holds(lane):
             return
@@ -193,7 +193,7 @@ class LayerGraphs:
         rows = sum(batch.num_rows for batch in batches)
         return self._logits[:rows], self._likeliest[:rows]
 
-    def attention(self, layer: int, lane: Lane) -> bool:
+    def attention(self, layer: int, lane: LaneBatch) -> bool:
         """Decode attention of a lane of nothing but decodes; False: there is no graph for it, and nothing was done."""
         if lane.prefills or not self._lanes.holds(lane):
             return False
@@ -203,7 +203,7 @@ class LayerGraphs:
         self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
         return True
 
-    def whole_iteration(self, lane: Lane) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def whole_iteration(self, lane: LaneBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Take a lane of nothing but decodes through all layers. What :meth:`last_boundary` returns, or None likewise:
         launching is then a few microseconds for a whole iteration, and the device never waits for the host."""
         if lane.prefills or lane.decodes is None or lane.sampling_rows is not None:
@@ -220,7 +220,7 @@ class LayerGraphs:
     def _board(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
         """The frame in which the batches now stand, one behind the other, the bucket of rows that holds them, and the
         rows of those that are not at home there. None: there is no such bucket."""
-        lane = next((batch for batch in batches if isinstance(batch, Lane)), None)
+        lane = next((batch for batch in batches if isinstance(batch, LaneBatch)), None)
         frame = self._cohorts if lane is None else self._lanes
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
         if bucket is None:

@@ -22,7 +22,7 @@ from swiftllm.model.llama import LlamaModel
 from swiftllm.model.providers import open_weights
 from swiftllm.ops import select_ops
 from swiftllm.ops.cpu import CpuOps, torch_threads
-from swiftllm.runtime.batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
+from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
@@ -77,7 +77,7 @@ class TorchBackend:
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
-        self._prompt_scorer = PromptScorer(self._model, self.hardware)
+        self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
         self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self.kv_plan = plan_blocks(
@@ -148,17 +148,17 @@ class TorchBackend:
         self._transfers.swap_blocks(swaps)
 
     @torch.inference_mode()
-    def open_lane(self, items: Sequence[LaneItem]) -> Lane:
+    def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
         return self._builder.open_lane(items, self.block_tables)
 
     @torch.inference_mode()
-    def open_cohort(self, requests: Sequence[Request]) -> Cohort:
+    def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
         return self._builder.open_cohort(requests, self.block_tables)
 
     @torch.inference_mode()
-    def drop_rows(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
+    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
         self._await_return(cohort)
-        return self._builder.without(cohort, request_ids)
+        return self._builder.drop_rows(cohort, request_ids)
 
     @torch.inference_mode()
     def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
@@ -167,7 +167,7 @@ class TorchBackend:
             return {}
         self._pacer.wait()
         for batch in batches:
-            if isinstance(batch, Cohort):
+            if isinstance(batch, CohortBatch):
                 self._await_return(batch)
         tokens: Mapping[str, int] = {}
         if layer == self.num_layers - 1:
@@ -177,7 +177,7 @@ class TorchBackend:
         self._pacer.launched()
         return tokens
 
-    def _await_return(self, cohort: Cohort) -> None:
+    def _await_return(self, cohort: CohortBatch) -> None:
         """What the device does from here on sees the result of the cohort's CPU attention."""
         if cohort.returned is not None:
             self.hardware.compute.wait(cohort.returned)
@@ -198,7 +198,7 @@ class TorchBackend:
             start = rows.stop
 
     @torch.inference_mode()
-    def gpu_attention(self, layer: int, lane: Lane) -> None:
+    def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
@@ -209,7 +209,7 @@ class TorchBackend:
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
     @torch.inference_mode()
-    def whole_iteration(self, lane: Lane) -> Mapping[str, int] | None:
+    def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
         if self.graphs is None:
             return None
         self._pacer.wait()
@@ -220,7 +220,7 @@ class TorchBackend:
         self._pacer.launched()
         return tokens
 
-    def _prefill_attention(self, layer: int, lane: Lane, group: PrefillGroup) -> None:
+    def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
         q, k, v = self._model.split_qkv(lane.qkv)
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         if group.tier is Tier.GPU:
@@ -248,7 +248,7 @@ class TorchBackend:
             )
 
     @torch.inference_mode()
-    def submit_cpu_attention(self, layer: int, cohort: Cohort) -> Ticket:
+    def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
         hardware.to_host.wait(hardware.compute.mark())
         q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
@@ -277,8 +277,8 @@ class TorchBackend:
         """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V,
         unless a prompt's log-probabilities are asked for."""
         for batch in batches:
-            if isinstance(batch, Lane) and batch.prompts:
-                self._prompt_scorer.score(batch)
+            if isinstance(batch, LaneBatch) and batch.prompts:
+                self._score_prompts(batch)
         batches = [batch for batch in batches if batch.sampling_requests]
         if not batches:
             return {}
@@ -292,6 +292,12 @@ class TorchBackend:
             residual = _concatenate([select(batch, batch.residual) for batch in batches])
             crossed = self._model.leave(attention_out, residual), None
         return self._choose(*crossed, batches)
+
+    def _score_prompts(self, lane: LaneBatch) -> None:
+        def logits(rows: slice) -> torch.Tensor:  # of a copy: the lane has yet to cross the last boundary itself
+            return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+
+        self._prompt_scorer.score_prompts(lane.prompts, logits)
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
-from swiftllm.core.request import TokenLogprob
+from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.device.device import Device, Stream
-from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.batch import Lane
 
 LOGITS_AT_ONCE = 1 << 22  # of a prompt: enough rows for a matrix product, and no more than some ten MiB
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,21 +30,29 @@ def fetch(stream: Stream, *tensors: torch.Tensor) -> list[list]:
     return [tensor.tolist() for tensor in on_host]
 
 
+class PromptRows(NamedTuple):
+    """Adjacent rows of a prompt that give the log-probabilities of the tokens ``following`` theirs."""
+
+    request: Request
+    rows: slice
+    following: tuple[int, ...]
+
+
 class PromptScorer:
     """Finds the log-probabilities of prompts, a piece at a time: never all logits of a prompt at once."""
 
-    def __init__(self, model: LlamaModel, device: Device) -> None:
-        self._model = model
+    def __init__(self, vocab_size: int, device: Device) -> None:
         self._stream = device.compute
-        self._rows_at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+        self._rows_at_once = max(1, LOGITS_AT_ONCE // vocab_size)
 
-    def score(self, lane: Lane) -> None:
-        """Add what the lane, which stands before the last boundary, tells of its requests' prompts to them."""
-        for request, rows, following in lane.prompts:
+    def score_prompts(self, prompts: Sequence[PromptRows], logits: Callable[[slice], torch.Tensor]) -> None:
+        """Append to the requests' ``prompt_logprobs`` what these rows give. ``logits`` computes those of some rows,
+        ``[rows, vocab_size]``."""
+        for request, rows, following in prompts:
             count = request.sampling.prompt_logprobs
             tokens = self._stream.send(torch.tensor(following, dtype=torch.int64))
             pieces = [
-                score(self._logits(lane, piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)
+                score(logits(piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)
                 for piece in self._pieces(rows)
             ]
             found = fetch(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
@@ -54,6 +63,3 @@ class PromptScorer:
     def _pieces(self, rows: slice) -> list[slice]:
         starts = range(rows.start, rows.stop, self._rows_at_once)
         return [slice(start, min(start + self._rows_at_once, rows.stop)) for start in starts]
-
-    def _logits(self, lane: Lane, rows: slice) -> torch.Tensor:
-        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # the lane has yet to leave

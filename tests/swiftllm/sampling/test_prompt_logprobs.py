@@ -15,6 +15,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.sampling.logprobs import PromptScorer
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 
@@ -98,14 +99,15 @@ def start_over(requests: Sequence[Request]) -> None:
 
 def test_a_prompt_computed_again_tells_only_what_is_new(tiny_model_dir, expected, monkeypatch):
     """Preempted in the middle of its prompt, and once more with some output."""
-    driver = make_driver(tiny_model_dir())
     rows = []
-    score = driver.backend._prompt_scorer.score
-    monkeypatch.setattr(
-        driver.backend._prompt_scorer,
-        "score",
-        lambda lane: (rows.extend(len(prompt.following) for prompt in lane.prompts), score(lane)),
-    )
+
+    class WatchedScorer(PromptScorer):
+        def score_prompts(self, prompts, logits) -> None:
+            rows.extend(len(prompt.following) for prompt in prompts)
+            super().score_prompts(prompts, logits)
+
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.PromptScorer", WatchedScorer)
+    driver = make_driver(tiny_model_dir())
     requests = admit_all(driver)
     driver.run([LaneItem(requests[5], 0, 30, requests[5].tier, True)])
     first = list(requests[5].prompt_logprobs)
