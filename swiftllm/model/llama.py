@@ -1,8 +1,8 @@
 """The linear work of a Llama-family model, cut at the attentions.
 
-Activations are rows, one per token; nothing here knows of requests or of KV caches. Rows ``enter`` the first layer,
-``cross`` from each layer's attention to the next one's, and ``leave`` after the last; attention itself happens in
-between, wherever the caller computes it. Each row has a residual, to which every half of a layer adds in place.
+Activations are rows, one per token; this file knows no requests and no KV caches. Rows ``enter`` the first layer,
+``cross`` from each layer's attention to the next one's, and ``leave`` after the last. The caller computes the
+attentions in between. Each row has a residual, to which both halves of a layer add in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LlamaModel:
     def __init__(
         self, config: ModelConfig, weights: WeightProvider, ops: Ops, max_model_len: int | None = None
     ) -> None:
-        """``max_model_len``: positions in ``rotary_table``, by default what the model was made for."""
+        """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum."""
         self.config = config
         self.ops = ops
         self._weights = weights
@@ -44,7 +44,7 @@ class LlamaModel:
         of the rows.
 
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
-        that is given (see :meth:`~swiftllm.ops.Ops.make_linear`); ``split_qkv`` tells them apart.
+        that is given (see :meth:`~swiftllm.ops.Ops.make_linear`); ``split_qkv`` separates them.
         """
         weights = self._weights.boundary(-1)
         normed = self.ops.rms_norm(residual, weights.norm, self.config.rms_norm_eps)
@@ -76,7 +76,7 @@ class LlamaModel:
         return weights.projection(self._norm_of_sum(ffn, residual, weights.norm))
 
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``: rows lie apart."""
+        """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; rows not adjacent."""
         config = self.config
         return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
 
@@ -97,7 +97,7 @@ class LlamaModel:
         return heads
 
     def _ffn(self, weights: FfnWeights, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds the layer's attention to the residual, and returns what its FFN has to add."""
+        """Adds the layer's attention to the residual; returns the FFN's output, which is still to be added."""
         projected = weights.o(attention_out.reshape(len(residual), -1))
         gate_up = weights.gate_up(self._norm_of_sum(projected, residual, weights.norm))
         return weights.down(self.ops.silu_and_mul(gate_up))

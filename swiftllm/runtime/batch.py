@@ -1,4 +1,4 @@
-"""Lanes and cohorts as tensors: what stays the same while they cross the layers is made once, when they open."""
+"""Lanes and cohorts as tensors. What is the same in all layers is made once, when they open."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Rows:
 
 @dataclass
 class PrefillChunk:
-    """Rows of one request. With earlier context, ``blocks`` (on the tier's device) and ``mask`` say where and what."""
+    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the
+    context and ``mask`` is its attention mask."""
 
     rows: slice
     context_len: int
@@ -80,8 +81,8 @@ class LaneBatch(Rows):
 
 @dataclass(eq=False, kw_only=True)
 class CohortBatch(Rows):
-    """One row per request. The CPU worker reads the tables and writes ``host_out``, all in host memory; from there the
-    result goes to ``attention_out``, where it is after ``returned``."""
+    """One row per request. The CPU worker reads tables and lengths and writes ``host_out``, all in host memory. The
+    result is then copied to ``attention_out``, where it is after ``returned``."""
 
     block_tables: torch.Tensor  # int32 [rows, max_blocks]
     seq_lens: torch.Tensor  # int32 [rows]
@@ -156,7 +157,7 @@ class BatchBuilder:
         )
 
     def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
-        """The cohort without some of its requests. Its attention is over and back."""
+        """The cohort without some of its requests. No attention of it may be under way."""
         kept = [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
         index = torch.tensor(kept, dtype=torch.int64)
         on_device = self._upload(index)
@@ -194,7 +195,7 @@ class BatchBuilder:
     def _prefill_group(
         self, tier: Tier, items: list[LaneItem], first_row: int, tables: Mapping[str, Sequence[int]]
     ) -> PrefillGroup:
-        """``first_row``: where the group's rows begin in the lane."""
+        """``first_row``: the lane's row where the group begins."""
         at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
         row, chunks, row_blocks, row_offsets = first_row, [], [], []
         for item in items:
@@ -229,8 +230,8 @@ class BatchBuilder:
 
 
 def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
-    """The rows of a chunk, which begin at ``first_row``, whose tokens' successors have no log-probabilities yet. The
-    output's have theirs from being sampled."""
+    """Rows of a chunk that give log-probabilities the request lacks; the chunk begins at ``first_row``. Output tokens
+    got theirs when they were sampled."""
     request = item.request
     start = max(item.start, len(request.prompt_logprobs))
     stop = min(item.context_len, request.prompt_len - 1)

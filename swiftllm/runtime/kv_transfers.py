@@ -1,8 +1,8 @@
-"""KV cache on its way between the tiers, beside the work of both: blocks that are swapped, and prefills bound for the
-CPU tier, whose K and V leave layer by layer.
+"""Transfers of KV cache between the tiers, beside the work of both: swapped blocks, and K and V of prefills for the
+CPU tier, layer by layer.
 
-The CPU tier's memory is not pinned, so what comes from a GPU lands in pinned memory first and the host copies it on.
-The attention worker does that, which keeps it in order with the attention that reads it.
+The CPU tier's memory is not pinned. What comes from a GPU arrives in pinned memory, from where the attention worker
+writes it to the tier: so it is in order with the attention that reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from swiftllm.ops import Ops
 from swiftllm.runtime.workers.interface import AttentionWorker
 from swiftllm.runtime.workers.task import BlocksWrite, HostWrite, RowsWrite, TaskRunner
 
-CHUNK_BYTES = 16 << 20  # of blocks that cross in one transfer
-MAX_STAGED_BYTES = 256 << 20  # pinned memory that may wait for the host to copy it on
+CHUNK_BYTES = 16 << 20  # of one transfer of blocks
+MAX_STAGED_BYTES = 256 << 20  # of pinned memory whose content is not yet written to the tier
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Pending:
 
 
 class HostWrites:
-    """Writes to the CPU tier of what is still on its way from the device. They happen in order."""
+    """Writes to the CPU tier, in order, of data that may still be on its way from the device."""
 
     def __init__(self, runner: TaskRunner, worker: AttentionWorker) -> None:
         self._runner = runner
@@ -55,7 +55,7 @@ class HostWrites:
             self._finish(self._pending[0])
 
     def settle(self, layers: range) -> None:
-        """Wait for the writes to these layers; raises what went wrong in them."""
+        """Wait for the writes to these layers; raises what they raised."""
         for pending in list(self._pending):
             if pending.layers.start < layers.stop and layers.start < pending.layers.stop:
                 self._finish(pending)
@@ -65,12 +65,12 @@ class HostWrites:
         try:
             pending.ticket.wait()
         except BaseException:
-            # Whoever takes this in gives up what was under way: the others must not fail again in what comes after.
+            # The caller gives up all work under way: the other writes must not fail again afterwards.
             self.drop_writes()
             raise
 
     def drop_writes(self) -> None:
-        """Wait for all writes, whatever becomes of them."""
+        """Wait for all writes and ignore their errors."""
         while self._pending:
             with contextlib.suppress(Exception):
                 self._pending.popleft().ticket.wait()
@@ -87,19 +87,19 @@ class KVTransfers:
         self._all_layers = range(len(pools.layers[Tier.CPU]))
 
     def drop_writes(self) -> None:
-        """Wait until nothing is on its way any more, whatever becomes of it."""
+        """Wait until no write is under way; ignores errors."""
         self._writes.drop_writes()
 
     def swap_blocks(self, swaps: Sequence[Swap]) -> None:
         """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied.
 
-        What the device does from here on sees the blocks where they go, and may reuse those they come from. So may the
-        host, as far as it goes through this object or the attention worker.
+        Later work on the device finds the copies, and may overwrite the sources. So may the host, through this object
+        or the attention worker.
         """
         if not swaps:
             return
         compute, stream = self._device.compute, self._device.swap
-        stream.wait(compute.mark())  # the newest tokens are stored, and nobody reads the blocks that will be filled
+        stream.wait(compute.mark())  # all earlier writes of sources and reads of targets are done
         moved = None
         for source, run in groupby(swaps, key=lambda swap: swap.source):
             move = self._move_out if source is Tier.GPU else self._move_in
@@ -144,7 +144,7 @@ class KVTransfers:
         return stream.mark()
 
     def _chunks(self, swaps: Iterator[Swap]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of source and target blocks, int64, as many as one transfer takes."""
+        """Source and target blocks, int64, for one transfer each."""
         pairs = [pair for swap in swaps for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
         size = max(1, CHUNK_BYTES // self._pools.bytes_per_block)
         for first in range(0, len(pairs), size):

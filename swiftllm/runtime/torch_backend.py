@@ -1,4 +1,4 @@
-"""The backend that computes: torch on a CPU or a CUDA GPU, with pacpu for decode attention in host memory."""
+"""The backend that computes: torch on a CPU or a CUDA GPU, and pacpu for decode attention over the CPU tier."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class TorchBackend:
 
     Attributes:
         hardware: where the linear layers run.
-        graphs: what of their work is captured; None on a host.
-        device, device_name: its torch device, and what it calls itself.
+        graphs: captured graphs; None on a host.
+        device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
-        cores: how many threads compute the lane, where a CPU does, and attention over the CPU tier.
-        cpu_kernel: what computes attention over the CPU tier.
+        cores: threads of a lane on a CPU, and of attention over the CPU tier.
+        cpu_kernel: pacpu's kernel for attention over the CPU tier.
     """
 
     def __init__(
         self, config: EngineConfig, make_worker: MakeWorker = InlineWorker, hardware: Device | None = None
     ) -> None:
         """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
-        ``hardware`` stands in for what ``config.device`` names.
+        ``hardware`` replaces the device that ``config.device`` names.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
@@ -123,8 +123,8 @@ class TorchBackend:
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
         else:
-            # What torch copies in host memory: threads of its own would wait actively, after each copy, on the cores
-            # of the worker. In a copy of scattered blocks they are no faster.
+            # Torch copies in host memory here. More threads would spin after each copy on the worker's cores, and are
+            # no faster for scattered blocks.
             torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
@@ -178,7 +178,7 @@ class TorchBackend:
         return tokens
 
     def _await_return(self, cohort: CohortBatch) -> None:
-        """What the device does from here on sees the result of the cohort's CPU attention."""
+        """Later work on the device finds the result of the cohort's CPU attention."""
         if cohort.returned is not None:
             self.hardware.compute.wait(cohort.returned)
 
@@ -230,7 +230,7 @@ class TorchBackend:
                 None if chunk.blocks is None else self._ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len)
                 for chunk in group.chunks
             ]
-        else:  # the chunk's own K and V are not in the CPU tier before the host has written them
+        else:  # the CPU tier lacks the chunk's own K and V until the host has written them
             contexts = []
             for chunk in group.chunks:
                 context = None
@@ -274,8 +274,8 @@ class TorchBackend:
             self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
-        """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V,
-        unless a prompt's log-probabilities are asked for."""
+        """The last boundary, for the rows that get a token and those whose prompt's log-probabilities are asked for:
+        the others are done once their K and V are stored."""
         for batch in batches:
             if isinstance(batch, LaneBatch) and batch.prompts:
                 self._score_prompts(batch)
@@ -294,7 +294,7 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
-        def logits(rows: slice) -> torch.Tensor:  # of a copy: the lane has yet to cross the last boundary itself
+        def logits(rows: slice) -> torch.Tensor:  # of a copy, since the lane has yet to cross this boundary
             return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
 
         self._prompt_scorer.score_prompts(lane.prompts, logits)
@@ -311,10 +311,10 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Pacer:
-    """Lets the host launch work at most ``BOUNDARIES_AHEAD`` boundaries beyond the one the device works on.
+    """Keeps the host's launches at most ``ahead`` boundaries beyond the one the device works on.
 
-    Launching takes a tenth of the time of the work. A host that ran ahead would ask whether a CPU result is there long
-    before the device could use it, and always find that it is not.
+    Launching takes a tenth of the time of the work. A host far ahead would poll for CPU results long before the device
+    can use them, and find none ready.
     """
 
     def __init__(self, stream: Stream, ahead: int = BOUNDARIES_AHEAD) -> None:
@@ -323,7 +323,7 @@ class Pacer:
         self._marks: deque[Event] = deque()
 
     def launched(self) -> None:
-        """A boundary has been launched."""
+        """Note that a boundary has been launched."""
         self._marks.append(self._stream.mark())
 
     def wait(self) -> None:
