@@ -28,6 +28,7 @@ class FakeOps(ReferenceOps):
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
         def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
+            self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
             if len(rows):
                 attended = torch.empty(len(rows), *out.shape[1:])
