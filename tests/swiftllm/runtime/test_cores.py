@@ -80,9 +80,9 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
     config = EngineConfig(str(tiny_model_dir()), dtype="float32", **options)
     torch.set_num_threads(2)
     try:
-        with fake_gpu(0, can_capture=False) as cuda:
+        with fake_gpu(0, can_capture=False) as cuda, monkeypatch.context() as patch:
             ops = FakeOps(cuda)
-            monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
+            patch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
             backend = TorchBackend(config)
         assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
     finally:
