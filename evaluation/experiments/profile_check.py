@@ -68,7 +68,7 @@ def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
     from swiftllm.runtime.torch_backend import TorchBackend
     from swiftllm.runtime.workers.thread import CpuWorker  # torch is loaded only where something really runs
 
-    backend = TorchBackend(config, CpuWorker())
+    backend = TorchBackend(config, CpuWorker)
     try:
         yield backend
     finally:

@@ -1,4 +1,4 @@
-"""Where linear layers run: a host or a CUDA GPU, behind one interface."""
+"""The device of the linear layers: a host or a CUDA GPU, behind one interface."""
 
 import torch
 
@@ -8,7 +8,7 @@ from swiftllm.device.host import HostDevice
 
 
 def open_device(name: str) -> Device:
-    """``name``: cpu, cuda or auto, which takes CUDA where torch sees a GPU.
+    """``name``: cpu, cuda, or auto: CUDA where torch sees a GPU.
 
     Raises:
         ValueError: there is no such device here.

@@ -17,7 +17,7 @@ GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
 
 class CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: a thread that waits sleeps. It may be one of the cores that CPU attention counts on.
+        # Blocking: a waiting thread sleeps instead of taking a core from CPU attention.
         self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
 
@@ -29,8 +29,8 @@ class CudaEvent:
 
 
 class CudaStream:
-    """See :class:`Stream`. Memory is torch's: its allocators, one for the device and one for pinned host memory, keep
-    freed memory back until the streams that were told to it have passed."""
+    """See :class:`Stream`. Torch's allocators, for the device and for pinned host memory, reuse freed memory only after
+    the streams recorded on it have passed."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -58,7 +58,7 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             if not tensor.numel():
                 return torch.empty_like(tensor, device=self._stream.device)
-            # From memory that is not pinned, or in pieces, a copy would wait for all that is on the stream.
+            # A copy from memory that is not pinned or not contiguous would wait for all work on the stream.
             tensor = tensor.contiguous()
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             return pinned.to(self._stream.device, non_blocking=True)
@@ -68,7 +68,7 @@ class CudaDevice:
     """See :class:`Device`. Threads may use it at the same time, each for its own work."""
 
     def __init__(self, *, can_capture: bool = True) -> None:
-        """``can_capture=False`` launches every kernel by itself, for debuggers and comparisons."""
+        """``can_capture=False`` launches every kernel on its own, for debugging and comparisons."""
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.can_capture = can_capture
         self.compute = CudaStream(torch.cuda.default_stream(self.torch_device))
@@ -88,18 +88,18 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], object]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would collect garbage and empty the allocator's cache each time; there are thousands of
-        # graphs. "thread_local": whatever other threads of the process do with CUDA does not end the capture.
+        # torch.cuda.graph would collect garbage and empty the allocator's cache for each of thousands of graphs.
+        # "thread_local": CUDA calls of the process's other threads do not end the capture.
         with torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
                 work()
                 graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
+                with contextlib.suppress(RuntimeError):  # raised again for the failed capture
                     graph.capture_end()
-                # Up to torch 2.12 the allocator goes on waiting for the end of a capture that has failed, and so gives
-                # no memory back that was recorded on a stream. Where it does not, it says so.
+                # Up to torch 2.12 the allocator waits for the end of a failed capture, and meanwhile frees no memory
+                # that was recorded on a stream. Later versions raise here.
                 with contextlib.suppress(Exception):
                     torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
                 raise

@@ -1,8 +1,8 @@
-"""Where the linear layers run, as the backend sees it: streams, events, copies between memories, captured graphs.
+"""The device of the linear layers as the backend sees it: streams, events, copies between memories, captured graphs.
 
-A GPU works through each stream in order and through different streams in any order; marks and waits are what orders
-them. On a host everything has happened when the call returns, and memories are one: the same backend then waits for
-nothing and copies nothing.
+A GPU does the work of one stream in order, and that of different streams in any order that events and waits allow. On a
+host all work is done when the call returns, and there is one memory: the same backend then waits for nothing and copies
+nothing.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ class Event(Protocol):
         """Whether all work before the mark is done; never blocks."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until then: asleep, without the GIL."""
+        """Block until then; the calling thread sleeps, without the GIL."""
 
 
 class Stream(Protocol):
     """Work that is done in order. Calls return before the work is done."""
 
     def running(self) -> AbstractContextManager[object]:
-        """What torch is told to do inside runs on this stream, and what it allocates there belongs to it."""
+        """Inside, torch works on this stream, and its allocations belong to it."""
 
     def mark(self) -> Event: ...
 
     def wait(self, event: Event) -> None:
-        """Nothing that comes later on this stream starts before ``event``; the host goes on."""
+        """Later work on this stream starts after ``event``; the host does not wait."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Between host memory (``pinned``) and the device, both contiguous. Memory of the device is not given to
-        others before the copy is over, even if the last reference to it goes; what it holds must stay meanwhile."""
+        """Between host memory (``pinned``) and the device, both contiguous. Device memory is not reused before the copy
+        is done, even if its last reference is dropped; its content must not change meanwhile."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in host memory that holds ``tensor`` once the stream has come here."""
+        """A tensor in host memory that holds ``tensor`` once the stream has reached this point."""
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, belonging to this stream, that holds ``tensor`` of host memory from here on."""
+        """A tensor of this stream on the device that holds ``tensor``, of host memory, for later work on the stream."""
 
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Do the captured work again on the compute stream, on the same memory."""
+        """Repeat the captured work on the compute stream and the same memory."""
 
 
 class Device(Protocol):
@@ -62,32 +62,33 @@ class Device(Protocol):
     swap: Stream
     can_capture: bool
     graph_bytes: int
-    """Of the device's memory that captured graphs may take."""
+    """Device memory that captured graphs may take."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory for ``Stream.copy``, uninitialised; may be dropped while a copy is under way."""
+        """Uninitialised host memory for ``Stream.copy``; may be dropped while a copy is under way."""
 
     def mirror(self, host: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the same shape on the device: on a host, ``host`` itself."""
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as the compute stream leaves it here, contiguous, for other streams to read: later writes do not
+        """A contiguous copy, made on the compute stream, for other streams to read: later writes to ``tensor`` do not
         show. On a host, which reads at once, ``tensor`` itself."""
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Capture what ``work`` does on the compute stream without doing it. It has run before with these shapes.
+        """Capture what ``work`` does on the compute stream without doing it. It must have run before, with the same
+        shapes.
 
         Raises:
-            RuntimeError: it cannot be captured. No graph of this device may be replayed any more.
+            RuntimeError: it cannot be captured. No graph of this device may be replayed afterwards.
         """
 
     def free_bytes(self) -> int:
-        """Memory that can be had."""
+        """Free memory of the device."""
 
     def left_free(self, work: Callable[[], object]) -> int | None:
-        """Memory that can be given away for good so that ``work``, which is run to see, still finds what it needs
-        beside it. None: what is there is the host's.
+        """Bytes that remain for permanent use beside what ``work`` needs, which is run to measure that. None: the
+        device's memory is the host's.
 
         Raises:
-            InsufficientMemory: there is not even enough for ``work``.
+            InsufficientMemory: there is not enough for ``work``.
         """

@@ -1,4 +1,4 @@
-"""A host as a device: the calling thread does everything, and memories are one."""
+"""A host as a device: the calling thread does all work, and there is one memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftllm.machine import available_host_bytes
 
 
 class _Done:
-    """The event of work that is done on return, and the stream of such work."""
+    """Stream and event of work that is done when the call returns."""
 
     def done(self) -> bool:
         return True
@@ -42,7 +42,7 @@ class _Done:
 
 
 class HostDevice:
-    """See :class:`Device`: the calling thread does everything."""
+    """See :class:`Device`: the calling thread does all work."""
 
     torch_device = torch.device("cpu")
     compute = to_host = to_device = swap = _Done()

@@ -10,7 +10,7 @@ from typing import Any
 
 from swiftllm.model.rope import RopeScaling
 
-# Each is Llama but for biases and norms, and its model_type.
+# Architectures that differ from Llama in biases and norms only, and their model_type.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -40,7 +40,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     norms_heads: bool
-    """Whether Q and K are normed, head by head, before they are turned."""
+    """Whether Q and K are normed, head by head, before the rotary embedding."""
     initializer_range: float
     eos_token_ids: tuple[int, ...]
 
@@ -132,13 +132,13 @@ def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
     """One of the values of ``ARCHITECTURES``.
 
     Raises:
-        ValueError: the model is none of them, or one with something that is not built.
+        ValueError: the model is none of them, or has a part that is not supported.
     """
     architectures = raw.get("architectures") or [
         name for name, kind in ARCHITECTURES.items() if kind == raw.get("model_type")
     ]
     kind = ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
-    # Qwen names a window and says beside it whether it is used; Mistral has one unless it says null.
+    # Qwen gives a window and, beside it, whether it is used; Mistral has one unless it is null.
     window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     has_window = window is not None and raw.get("use_sliding_window", kind not in ("qwen2", "qwen3"))
     reasons = (

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder on this machine, or a name on the Hugging Face hub."""
+"""The folder of a model: on this machine, or downloaded from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["model*.safetensors"]
-OTHER_FORMATS = ["*/*", "consolidated*"]  # the same weights once more
+OTHER_FORMATS = ["*/*", "consolidated*"]  # copies of the same weights
 
 
 def model_folder(model: str | Path, weights: bool = True) -> Path:
-    """The folder of a model: ``model`` itself, or what the hub has under this name (``meta-llama/Llama-3.1-8B``).
+    """The folder of a model: ``model`` itself, or the hub's model of this name (``meta-llama/Llama-3.1-8B``).
 
-    A model of the hub lies in the hub's cache, which other programs share; what is not there yet is downloaded, without
-    the safetensors unless ``weights``. The hub's variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+    The hub's models are kept in its cache, which other programs share. Missing files are downloaded, safetensors only
+    with ``weights``. The hub's variables apply: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the hub gives no such model; the message says why.
+        FileNotFoundError: neither a folder nor a model of the hub that can be downloaded; the message says why.
     """
     folder = Path(model).expanduser()
     if folder.exists() or not HUB_NAME.fullmatch(str(model)):
         return folder
-    from huggingface_hub import snapshot_download  # a folder does without
+    from huggingface_hub import snapshot_download  # not needed for a folder
 
     wanted = TEXT_FILES + WEIGHT_FILES * weights
     try:
@@ -37,7 +37,7 @@ def model_folder(model: str | Path, weights: bool = True) -> Path:
 
 
 def model_name(folder: str | Path) -> str:
-    """What a model is called: by the hub's name where the folder is of the hub's cache, otherwise as the folder is."""
+    """The hub's name of a model whose folder is in the hub's cache; else the name of the folder."""
     folder = Path(folder)
     kind, *name = folder.parent.parent.name.split("--")
     if folder.parent.name == "snapshots" and kind == "models":

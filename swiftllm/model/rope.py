@@ -64,8 +64,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> to
     scaled = frequencies / scaling.factor
     if scaling.kind == "linear":
         return scaled
-    # How many turns the pair makes within the original context decides; between the two bounds the kept share
-    # of the unscaled frequency grows linearly from 0 to 1.
+    # The number of turns a pair makes within the original context decides. Between the two bounds the kept share of
+    # the unscaled frequency grows linearly from 0 to 1.
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)

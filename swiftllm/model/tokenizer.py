@@ -18,8 +18,8 @@ MAX_PENDING_TOKENS = 8  # no character is cut into more: tokens that still give 
 class Tokenizer:
     """A thin wrapper over the tokenizer that transformers finds in a model folder. Threads may share it.
 
-    Texts go straight to the Rust tokenizer inside: transformers' own layer takes five times as long for a token, and
-    sets options on the tokenizer that others may be using.
+    Texts go straight to the Rust tokenizer inside. Transformers' own layer takes five times as long for a token, and
+    changes options of a tokenizer that other threads may be using.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -31,19 +31,19 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = isinstance(self._rust.decoder, ByteLevel)
-        self.text_alone = lru_cache(maxsize=None)(self._text_alone)  # as many as the vocabulary has tokens
+        self.text_alone = lru_cache(maxsize=None)(self._text_alone)  # bounded by the vocabulary
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer of a model folder, or None where it has none.
 
         Raises:
-            ValueError: its files are there and cannot be read; the message says why.
+            ValueError: its files exist and cannot be read; the message says why.
         """
         folder = Path(folder)
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             return None
-        from transformers import AutoTokenizer  # takes seconds, and engines fed with token ids do without
+        from transformers import AutoTokenizer  # takes seconds; engines fed with token ids do not need it
 
         try:
             return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
@@ -69,11 +69,11 @@ class Tokenizer:
         return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _text_alone(self, token_id: int) -> str:
-        """The text of this token where no other stands before it."""
+        """The text of this token with no other before it."""
         return self.decode((token_id,), skip_special_tokens=False)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The tokens as the vocabulary writes them; None for those it does not have."""
+        """The tokens' strings in the vocabulary; None for ids that are not in it."""
         return [self._rust.id_to_token(token) for token in token_ids]
 
     def render_chat(
@@ -85,8 +85,8 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
         ``content``. It has its special tokens already: encode it without adding any. ``continue_final_message`` ends it
-        with the last message's content; a generation prompt does not go with that. ``variables`` are what else the
-        template reads.
+        with the last message's content; a generation prompt does not go with that. ``variables`` are further inputs
+        of the template.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -103,7 +103,7 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-        except Exception as error:  # templates are programs of the model's makers and raise what they like
+        except Exception as error:  # templates are programs that come with the model and raise anything
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -118,9 +118,9 @@ class TextStream:
     """Text of a growing token sequence, piece by piece; all pieces together are the text of all tokens.
 
     A token may hold part of a character, and a decoder may write a token differently at the start of a text (Llama
-    drops a leading space). So each piece is what the text of a short window gains over the text of the window
-    without its new token, and nothing comes out while the last character is incomplete. How tokens are grouped into
-    pushes changes nothing, and one costs the same however long the text is.
+    drops a leading space). So each piece is the difference between the texts of a short window with and without its new
+    token. No piece is returned while the last character is incomplete. The grouping of tokens into pushes does not
+    matter, and the cost of a push does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -132,7 +132,7 @@ class TextStream:
         self._is_complete = True  # nothing is pending
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens, return what text is complete with them."""
+        """Append tokens; returns the text that they complete."""
         return "".join([self._push(token) for token in token_ids if token not in self._skipped])
 
     def _push(self, token_id: int) -> str:
@@ -157,7 +157,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left at the end, an incomplete character as U+FFFD."""
+        """The rest of the text, an incomplete character as U+FFFD."""
         piece = self._tokenizer.decode(self._window, skip_special_tokens=False)[self._num_given_chars :]
         self._window, self._num_given_tokens, self._num_given_chars, self._is_complete = [], 0, 0, True
         return piece

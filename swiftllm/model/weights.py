@@ -77,7 +77,7 @@ class LlamaWeights:
         return cls(embedding, lm_head, new(hidden), layers)
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor]:
-        """What each tensor of a Hugging Face checkpoint fills: views of the fused matrices."""
+        """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
         places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not config.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head
@@ -110,12 +110,12 @@ def load_weights(
     """Read ``model.safetensors`` or its shards, converting to ``dtype``; one tensor at a time beside the result.
 
     Raises:
-        FileNotFoundError: no safetensors in the folder, or a shard of the index is not there.
+        FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
     weights = LlamaWeights.empty(config, device, dtype)
     places = weights.by_checkpoint_name(config)
-    # Recomputed buffers of old checkpoints, and a copy of tied embeddings, are of no use and do no harm.
+    # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
     unknown: list[str] = []
@@ -141,10 +141,10 @@ def load_weights(
 
 
 def dummy_weights(config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> LlamaWeights:
-    """Normal random weights of the model's own initial spread, norms 1 and biases 0; the same for the same seed.
+    """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
-    One stretch of random numbers is laid over each tensor from a place of its own: filling takes no longer than
-    writing the memory, and sizes of billions of parameters are ready in seconds.
+    All tensors repeat one sequence of random numbers, each from another offset. So filling takes no longer than writing
+    the memory: seconds for billions of parameters.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(device, dtype)
@@ -163,7 +163,7 @@ def dummy_weights(config: ModelConfig, device: torch.device | str, dtype: torch.
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open  # dummy weights do without
+    from safetensors import SafetensorError, safe_open  # not needed for dummy weights
 
     index = folder / INDEX_FILE
     if index.is_file():

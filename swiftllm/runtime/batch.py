@@ -1,11 +1,10 @@
-"""Lanes and cohorts as tensors: what stays the same while they cross the layers is made once, when they open."""
+"""Lanes and cohorts as tensors. What is the same in all layers is made once, when they open."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
+from swiftllm.sampling.logprobs import PromptRows
 
 
 @dataclass(eq=False)
@@ -38,7 +38,8 @@ class Rows:
 
 @dataclass
 class PrefillChunk:
-    """Rows of one request. With earlier context, ``blocks`` (on the tier's device) and ``mask`` say where and what."""
+    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the
+    context and ``mask`` is its attention mask."""
 
     rows: slice
     context_len: int
@@ -62,14 +63,6 @@ class PrefillGroup:
     chunks: list[PrefillChunk]
 
 
-class PromptRows(NamedTuple):
-    """Adjacent rows of a prompt that tell the log-probabilities of the tokens that follow theirs."""
-
-    request: Request
-    rows: slice
-    following: tuple[int, ...]
-
-
 @dataclass
 class DecodeGroup:
     rows: slice
@@ -78,7 +71,7 @@ class DecodeGroup:
 
 
 @dataclass(eq=False)
-class Lane(Rows):
+class LaneBatch(Rows):
     """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes."""
 
     prefills: tuple[PrefillGroup, ...] = ()
@@ -87,9 +80,9 @@ class Lane(Rows):
 
 
 @dataclass(eq=False, kw_only=True)
-class Cohort(Rows):
-    """One row per request. The CPU worker reads the tables and writes ``host_out``, all in host memory; from there the
-    result goes to ``attention_out``, where it is after ``returned``."""
+class CohortBatch(Rows):
+    """One row per request. The CPU worker reads tables and lengths and writes ``host_out``, all in host memory. The
+    result is then copied to ``attention_out``, where it is after ``returned``."""
 
     block_tables: torch.Tensor  # int32 [rows, max_blocks]
     seq_lens: torch.Tensor  # int32 [rows]
@@ -107,7 +100,7 @@ class BatchBuilder:
     num_heads: int
     rotary_table: torch.Tensor
 
-    def open_lane(self, items: Sequence[LaneItem], tables: Mapping[str, Sequence[int]]) -> Lane:
+    def open_lane(self, items: Sequence[LaneItem], tables: Mapping[str, Sequence[int]]) -> LaneBatch:
         stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
         if stray is not None:
             raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a cohort")
@@ -137,7 +130,7 @@ class BatchBuilder:
             decodes = DecodeGroup(rows, self._upload(block_tables), self._upload(seq_lens))
         is_all = len(sampling) == num_rows
         sampling_rows = torch.tensor([row for row, _ in sampling], dtype=torch.int64)
-        return Lane(
+        return LaneBatch(
             **self._rows(token_ids, positions),
             attention_out=torch.empty(
                 self._out_shape(len(token_ids)), dtype=self.dtype, device=self.device.torch_device
@@ -149,11 +142,11 @@ class BatchBuilder:
             prompts=tuple(prompts),
         )
 
-    def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> Cohort:
+    def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> CohortBatch:
         lens = [request.num_tokens for request in requests]
         token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
         host_out = self.device.pinned(self._out_shape(len(requests)), self.dtype)
-        return Cohort(
+        return CohortBatch(
             **self._rows(token_ids, [n - 1 for n in lens]),
             attention_out=self.device.mirror(host_out),
             sampling_rows=None,
@@ -163,8 +156,8 @@ class BatchBuilder:
             host_out=host_out,
         )
 
-    def without(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
-        """The cohort without some of its requests. Its attention is over and back."""
+    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
+        """The cohort without some of its requests. No attention of it may be under way."""
         kept = [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
         index = torch.tensor(kept, dtype=torch.int64)
         on_device = self._upload(index)
@@ -174,7 +167,7 @@ class BatchBuilder:
 
         host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
         attention_out = self.device.mirror(host_out)
-        return Cohort(
+        return CohortBatch(
             token_ids=keep(cohort.token_ids),
             rotary_rows=keep(cohort.rotary_rows),
             attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),
@@ -202,7 +195,7 @@ class BatchBuilder:
     def _prefill_group(
         self, tier: Tier, items: list[LaneItem], first_row: int, tables: Mapping[str, Sequence[int]]
     ) -> PrefillGroup:
-        """``first_row``: where the group's rows begin in the lane."""
+        """``first_row``: the lane's row where the group begins."""
         at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
         row, chunks, row_blocks, row_offsets = first_row, [], [], []
         for item in items:
@@ -237,8 +230,8 @@ class BatchBuilder:
 
 
 def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
-    """The rows of a chunk, which begin at ``first_row``, whose tokens' successors have no log-probabilities yet. The
-    output's have theirs from being sampled."""
+    """Rows of a chunk that give log-probabilities the request lacks; the chunk begins at ``first_row``. Output tokens
+    got theirs when they were sampled."""
     request = item.request
     start = max(item.start, len(request.prompt_logprobs))
     stop = min(item.context_len, request.prompt_len - 1)

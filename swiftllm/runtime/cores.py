@@ -1,4 +1,4 @@
-"""The cores of this machine, and the ways of dividing them between the lane and the CPU attention worker."""
+"""Ways of dividing this machine's cores between the lane and the CPU attention worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CoreDivision:
     lane_threads: int
     cpu_threads: int
     reason: str
-    """Why so many, in words."""
+    """Why so many, for people."""
 
     def describe_lane(self) -> str:
         return f"{counted(self.lane_threads)} ({self.reason})"
@@ -27,17 +27,17 @@ def counted(threads: int) -> str:
 
 
 def most_lane_threads(cores: int) -> int:
-    """As many as there are cores, unless OMP_NUM_THREADS asks for fewer: the lane computes in such threads."""
+    """As many as there are cores, unless OMP_NUM_THREADS asks for fewer: the lane computes in OpenMP threads."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return max(1, min(cores, int(asked))) if asked.isdigit() else cores
 
 
 def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivision]:
-    """The divisions to choose from, the one with most lane threads first; a single one where nothing is to choose.
+    """The divisions to choose from, the one with most lane threads first; a single one if there is no choice.
 
-    A lane on a CPU has all cores, half of them or a quarter: its linear layers are mostly the larger part of the work.
-    The worker has the rest. Where the lane has all cores so has the worker: the one sleeps while it waits for the
-    other, and threads that exceed the cores take turns. OMP_NUM_THREADS, where it is set, bounds the lane.
+    A lane on a CPU has all cores, half of them or a quarter, since its linear layers are mostly the larger part of the
+    work. The worker has the rest. If the lane has all cores, the worker has them too: each sleeps while it waits for
+    the other, and the system schedules the excess threads. OMP_NUM_THREADS, if set, bounds the lane.
     """
     cores = usable_cores()
     if not lane_on_cpu:

@@ -1,4 +1,4 @@
-"""What a backend computes in and with, where the configuration leaves that open."""
+"""The dtype and the CPU kernel of a backend, where the configuration leaves them open."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Of weights, activations and KV cache: on a CPU whichever its instructions are faster in."""
+    """The dtype of weights, activations and KV cache: on a CPU the one its instructions are faster in."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cuda":
-        return torch.float16  # every GPU has it; those this engine is for (T4) have no bfloat16
+        return torch.float16  # every GPU has it; the T4, which this engine is for, has no bfloat16
     # With bfloat16 instructions a matrix product is twice as fast as in float32. Without them torch widens first and
     # is slower, and float16 on x86 is slower still.
     return torch.bfloat16 if cpu_flags() & FAST_BFLOAT16_FLAGS else torch.float32
 
 
 def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
-    """Of pacpu's, the one that computes attention over the CPU tier.
+    """The name of pacpu's kernel for attention over the CPU tier.
 
     Raises:
-        ValueError: the one asked for cannot; the message says why.
+        ValueError: the kernel asked for cannot run here; the message says why.
     """
     kernel = config.cpu_kernel or pacpu.default_kernel(dtype)
     usable = pacpu.kernels(dtype)
@@ -39,7 +39,7 @@ def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; for a CPU the processor's name."""
+    """The product's name of a GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_model()

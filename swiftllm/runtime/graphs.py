@@ -1,16 +1,15 @@
 """Boundaries and decode attention as captured graphs: one launch each instead of a dozen.
 
-A graph computes on the memory it was captured on, and as many rows as it was captured with. So there are graphs for
-some numbers of rows, buckets, and a batch takes the smallest that holds it; the rows behind it hold what was there
-before, which is row by row worth nothing and harms nobody, since no operation mixes rows and empty contexts store
-nothing. All buckets share one set of buffers, a frame.
+A graph computes on the memory and the number of rows it was captured with. So graphs are captured for some numbers of
+rows, the buckets, and a batch takes the smallest bucket that holds it. The rows behind the batch are padding: no
+operation mixes rows, and empty contexts store nothing. All buckets share one set of buffers, a frame.
 
-All graphs are captured before anything is served: what goes wrong with them goes wrong at once, no request waits for a
-capture, no copy of the attention worker is under way beside one, and the memory they take is known.
+All graphs are captured before anything is served. Failures show at the start, no request waits for a capture, no copy
+of the attention worker runs beside one, and the memory they take is known.
 
-A lane lives in the frame while it crosses layers, so that nothing is copied between its graphs. Cohorts come and go:
-their rows are copied behind the lane's when they board, and back out after. Cohorts that cross without a lane have a
-frame of their own, so that the lane stays where it is.
+A lane stays in the frame while it crosses layers, so nothing is copied between its graphs. The rows of cohorts are
+copied behind the lane's before a boundary, and out again after it. Cohorts that cross without a lane use a second
+frame, so the lane need not move.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ import torch
 
 from swiftllm.device.device import Device, Graph
 from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.batch import Lane, Rows
+from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.sampling.draws import most_likely
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # beyond, launching is a small part of the work
-BLOCK_BUCKETS = (16, 64, 256, 1024)  # widths of block tables; programs beyond a context end at once, but are launched
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # with more rows launching is a small part of the work
+BLOCK_BUCKETS = (16, 64, 256, 1024)  # widths of block tables; a program beyond a context does nothing, yet is launched
 
 
 class Frame:
@@ -52,16 +51,16 @@ class Frame:
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = buffer(max_blocks, dtype=torch.int32)
         self.seq_lens = buffer(dtype=torch.int32)
-        self._lane: Callable[[], Lane | None] = lambda: None
+        self._lane: Callable[[], LaneBatch | None] = lambda: None
 
-    def holds(self, lane: Lane) -> bool:
+    def holds(self, lane: LaneBatch) -> bool:
         return self._lane() is lane
 
-    def seat(self, lane: Lane) -> None:
-        """Move a lane in: from here on its tensors are the frame's first rows."""
+    def move_in(self, lane: LaneBatch) -> None:
+        """Make the frame's first rows the lane's tensors."""
         if self.holds(lane):
             return
-        self.clear()
+        self.move_out()
         rows = lane.num_rows
         for name in ("token_ids", "rotary_rows", "residual", "qkv", "attention_out"):
             own, place = getattr(lane, name), getattr(self, name)[:rows]
@@ -75,16 +74,16 @@ class Frame:
             self.seq_lens[:rows].copy_(lane.decodes.seq_lens)
         self._lane = weakref.ref(lane)
 
-    def clear(self) -> None:
-        """Give a lane that is still needed memory of its own."""
+    def move_out(self) -> None:
+        """Give the lane, if it is still in use, memory of its own."""
         lane = self._lane()
         if lane is not None:
             for name in ("token_ids", "rotary_rows", "residual", "qkv", "attention_out"):
                 setattr(lane, name, getattr(lane, name).clone())
         self._lane = lambda: None
 
-    def board(self, batch: Rows, rows: slice) -> None:
-        """Copy in what a batch brings to its boundary."""
+    def copy_in(self, batch: Rows, rows: slice) -> None:
+        """Copy the inputs of a batch's next boundary into these rows."""
         self.rotary_rows[rows].copy_(batch.rotary_rows)
         if batch.residual is None:
             self.token_ids[rows].copy_(batch.token_ids)
@@ -93,7 +92,7 @@ class Frame:
             self.attention_out[rows].copy_(batch.attention_out)
 
 
-WHOLE = -2  # in place of a layer: a whole iteration of a lane
+WHOLE = -2  # instead of a layer: all layers, for a lane alone
 
 
 class GraphKey(NamedTuple):
@@ -106,16 +105,16 @@ class GraphKey(NamedTuple):
 
 
 class LayerGraphs:
-    """Graphs of the boundaries and of decode attention, and of all of them in a row where nobody boards on the way.
+    """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
 
-    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of the device's memory that it left taken.
+    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of device memory that the graphs take.
     """
 
     def __init__(
         self, device: Device, model: LlamaModel, dtype: torch.dtype, *, max_rows: int, max_blocks: int
     ) -> None:
-        """Takes the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at most
-        ``max_blocks`` blocks."""
+        """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
+        most ``max_blocks`` blocks."""
         self._device = device
         self._model = model
         self._last = model.config.num_layers - 1
@@ -124,7 +123,7 @@ class LayerGraphs:
         self._block_buckets = _up_to(BLOCK_BUCKETS, max_blocks) if model.ops.takes_empty_rows else ()
         widths, rows = max(self._block_buckets, default=0), self._row_buckets[-1]
         self._lanes, self._cohorts = (Frame(rows, model, dtype, widths) for _ in range(2))
-        # One for both frames: what the last boundary leaves is sampled before the next one begins.
+        # One for both frames: the logits are sampled before the next boundary begins.
         torch_device = model.rotary_table.device
         self._logits = torch.zeros(rows, model.config.vocab_size, dtype=dtype, device=torch_device)
         self._likeliest = torch.zeros(rows, dtype=torch.int64, device=torch_device)
@@ -139,15 +138,15 @@ class LayerGraphs:
     def capture(self, gpu_layers: Sequence[torch.Tensor]) -> None:
         """Capture everything; ``gpu_layers`` is the KV cache of the GPU tier, layer by layer.
 
-        When ``device.graph_bytes`` are taken the other buckets are left out, and their batches filled up to a larger
-        one. Where capturing fails, everything is launched piece by piece. A warning tells of either.
+        Capturing stops once the graphs take ``device.graph_bytes``: batches then use the next larger bucket there is.
+        If capturing fails, there are no graphs, and kernels are launched one by one. Both cases give a warning.
         """
         self._gpu_layers = gpu_layers
         start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
         try:
             with _no_garbage_collection():
-                # The largest first: the smaller ones then find what memory they need in that of the larger. And every
-                # second one before those between, so that no batch is far from its bucket if memory ends.
+                # The largest first: the smaller ones reuse its memory. Every second one before those between, so that
+                # no batch is far from its bucket if memory runs out.
                 downwards = self._row_buckets[::-1]
                 for rows in (*downwards[::2], *downwards[1::2]):
                     self.num_bytes = free_bytes - self._device.free_bytes()
@@ -159,42 +158,42 @@ class LayerGraphs:
                         break
                     self._capture_rows(rows)
         except RuntimeError as error:
-            # All or nothing: a graph that goes may take the cuBLAS workspace of the others with it.
+            # All or nothing: a destroyed graph may take the cuBLAS workspace of the others with it.
             self._graphs.clear()
             warnings.warn(f"kernels are launched one by one, since they cannot be captured: {error}", stacklevel=2)
         self.num_bytes = free_bytes - self._device.free_bytes()
         self.seconds = time.perf_counter() - start_s
 
     def close(self) -> None:
-        """Give all graphs back, while no other backend's are captured on the same stream."""
+        """Destroy all graphs, before another backend captures its own on the same stream."""
         self._graphs.clear()
 
     def boundary(self, layer: int, batches: Sequence[Rows]) -> bool:
-        """Cross a boundary between two layers; False: there is no bucket for so many rows, and nothing was done."""
-        boarded = self._board(batches)
-        if boarded is None:
+        """Cross a boundary before the last; False: no bucket holds so many rows, and nothing was done."""
+        placed = self._place(batches)
+        if placed is None:
             return False
-        frame, bucket, riders = boarded
+        frame, bucket, riders = placed
         self._run(GraphKey(frame, layer, bucket, 0))
         for batch, rows in riders:
             batch.residual, batch.qkv = frame.residual[rows].clone(), frame.qkv[rows].clone()
         return True
 
     def last_boundary(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Logits ``[rows, vocab_size]`` and the most likely token of each row, int64 ``[rows]``, where every row gets a
-        token; good until the next last boundary. None: it is not so, or they are too many; nothing was done."""
+        """Logits ``[rows, vocab_size]`` and the most likely token of each row, int64 ``[rows]``; valid until the next
+        last boundary. None: some row gets no token, or no bucket holds the rows; nothing was done."""
         if any(batch.sampling_rows is not None for batch in batches):
             return None
-        boarded = self._board(batches)
-        if boarded is None:
+        placed = self._place(batches)
+        if placed is None:
             return None
-        frame, bucket, _ = boarded
+        frame, bucket, _ = placed
         self._run(GraphKey(frame, self._last, bucket, 0))
         rows = sum(batch.num_rows for batch in batches)
         return self._logits[:rows], self._likeliest[:rows]
 
-    def attention(self, layer: int, lane: Lane) -> bool:
-        """Decode attention of a lane of nothing but decodes; False: there is no graph for it, and nothing was done."""
+    def attention(self, layer: int, lane: LaneBatch) -> bool:
+        """Attention of a lane of decodes only; False: there is no graph for it, and nothing was done."""
         if lane.prefills or not self._lanes.holds(lane):
             return False
         width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
@@ -203,9 +202,9 @@ class LayerGraphs:
         self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
         return True
 
-    def whole_iteration(self, lane: Lane) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take a lane of nothing but decodes through all layers. What :meth:`last_boundary` returns, or None likewise:
-        launching is then a few microseconds for a whole iteration, and the device never waits for the host."""
+    def whole_iteration(self, lane: LaneBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Take a lane of decodes only through all layers with one launch of a few microseconds. Returns what
+        :meth:`last_boundary` returns; None: there is no graph for it, and nothing was done."""
         if lane.prefills or lane.decodes is None or lane.sampling_rows is not None:
             return None
         rows = _smallest(self._row_buckets, lane.num_rows)
@@ -213,28 +212,28 @@ class LayerGraphs:
         graph = None if rows is None or width is None else self._graphs.get(GraphKey(self._lanes, WHOLE, rows, width))
         if graph is None:
             return None
-        self._lanes.seat(lane)
+        self._lanes.move_in(lane)
         graph.replay()
         return self._logits[: lane.num_rows], self._likeliest[: lane.num_rows]
 
-    def _board(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
-        """The frame in which the batches now stand, one behind the other, the bucket of rows that holds them, and the
-        rows of those that are not at home there. None: there is no such bucket."""
-        lane = next((batch for batch in batches if isinstance(batch, Lane)), None)
+    def _place(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
+        """Bring the batches into a frame, one behind the other. Returns the frame, the bucket that holds them, and the
+        rows of those that must be copied out again. None: no bucket holds them."""
+        lane = next((batch for batch in batches if isinstance(batch, LaneBatch)), None)
         frame = self._cohorts if lane is None else self._lanes
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
         if bucket is None:
             if lane is not None and frame.holds(lane):
-                frame.clear()
+                frame.move_out()
             return None
         riders, first = [], 0
         if lane is not None:
-            frame.seat(lane)
+            frame.move_in(lane)
             first = lane.num_rows
         for batch in batches:
             if batch is not lane:
                 rows = slice(first, first + batch.num_rows)
-                frame.board(batch, rows)
+                frame.copy_in(batch, rows)
                 riders.append((batch, rows))
                 first = rows.stop
         return frame, bucket, riders
@@ -245,8 +244,8 @@ class LayerGraphs:
         wholes = itertools.product((self._lanes,), (WHOLE,), (rows,), self._block_buckets)
         for key in itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)):
             if -1 <= key.layer <= 0 or key.layer == self._last:
-                # What is launched for the first time is compiled and loaded, which a capture does not allow. Frames
-                # hold contexts of no tokens, so this does nothing.
+                # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
+                # are empty, so this launch stores nothing.
                 self._launch(key)
             self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
 
@@ -258,7 +257,7 @@ class LayerGraphs:
             graph.replay()
 
     def _launch(self, key: GraphKey) -> None:
-        """The work of a graph, piece by piece."""
+        """The work of a graph, launched kernel by kernel."""
         frame, layer, rows, blocks = key
         if layer == WHOLE:
             for number in range(-1, self._last):
@@ -287,7 +286,7 @@ class LayerGraphs:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Graphs that are garbage must not be destroyed in the middle of a capture: that would end it."""
+    """Destroying a garbage graph in the middle of a capture would end the capture."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
@@ -299,7 +298,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _up_to(buckets: Sequence[int], most: int) -> tuple[int, ...]:
-    """The buckets that are needed where the largest size is ``most``."""
+    """The buckets needed for sizes up to ``most``."""
     return tuple(bucket for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1] < most)
 
 

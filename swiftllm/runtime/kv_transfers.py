@@ -1,15 +1,15 @@
-"""KV cache on its way between the tiers, beside the work of both: blocks that are swapped, and prefills bound for the
-CPU tier, whose K and V leave layer by layer.
+"""Transfers of KV cache between the tiers, beside the work of both: swapped blocks, and K and V of prefills for the
+CPU tier, layer by layer.
 
-The CPU tier's memory is not pinned, so what comes from a GPU lands in pinned memory first and the host copies it on.
-The attention worker does that, which keeps it in order with the attention that reads it.
+The CPU tier's memory is not pinned. What comes from a GPU arrives in pinned memory, from where the attention worker
+writes it to the tier: so it is in order with the attention that reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,59 +21,56 @@ from swiftllm.device.device import Device, Event
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
-from swiftllm.runtime.workers.inline import AttentionWorker
+from swiftllm.runtime.workers.interface import AttentionWorker
+from swiftllm.runtime.workers.task import BlocksWrite, HostWrite, RowsWrite, TaskRunner
 
-CHUNK_BYTES = 16 << 20  # of blocks that cross in one transfer
-MAX_STAGED_BYTES = 256 << 20  # pinned memory that may wait for the host to copy it on
+CHUNK_BYTES = 16 << 20  # of one transfer of blocks
+MAX_STAGED_BYTES = 256 << 20  # of pinned memory whose content is not yet written to the tier
 
 
 @dataclass(frozen=True)
-class _Write:
+class _Pending:
     layers: range
     num_bytes: int
     ticket: Ticket
 
 
 class HostWrites:
-    """Writes to the CPU tier of what is still on its way from the device. They happen in order."""
+    """Writes to the CPU tier, in order, of data that may still be on its way from the device."""
 
-    def __init__(self, worker: AttentionWorker) -> None:
+    def __init__(self, runner: TaskRunner, worker: AttentionWorker) -> None:
+        self._runner = runner
         self._worker = worker
-        self._pending: deque[_Write] = deque()
+        self._pending: deque[_Pending] = deque()
 
-    def add(self, write: Callable[[], None], arrived: Event, layers: range, num_bytes: int) -> None:
-        """Have ``write`` run after ``arrived``: at once if nothing has to be waited for."""
+    def submit(self, write: HostWrite, arrived: Event, layers: range, num_bytes: int) -> None:
+        """Write after ``arrived``: on this thread at once if there is nothing to wait for, else on the worker."""
         while self._pending and self._pending[0].ticket.ready():
             self._finish(self._pending[0])
         if not self._pending and arrived.done():
-            write()
+            self._runner.run_task(write)
             return
-
-        def wait_and_write() -> None:
-            arrived.synchronize()
-            write()
-
-        self._pending.append(_Write(layers, num_bytes, self._worker.submit(wait_and_write)))
+        self._pending.append(_Pending(layers, num_bytes, self._worker.submit(write, arrived)))
         while sum(pending.num_bytes for pending in self._pending) > MAX_STAGED_BYTES:
             self._finish(self._pending[0])
 
     def settle(self, layers: range) -> None:
-        """Wait for the writes to these layers; raises what went wrong in them."""
+        """Wait for the writes to these layers; raises what they raised."""
         for pending in list(self._pending):
             if pending.layers.start < layers.stop and layers.start < pending.layers.stop:
                 self._finish(pending)
 
-    def _finish(self, pending: _Write) -> None:
+    def _finish(self, pending: _Pending) -> None:
         self._pending.remove(pending)
         try:
             pending.ticket.wait()
         except BaseException:
-            # Whoever takes this in gives up what was under way: the others must not fail again in what comes after.
-            self.drop()
+            # The caller gives up all work under way: the other writes must not fail again afterwards.
+            self.drop_writes()
             raise
 
-    def drop(self) -> None:
-        """Wait for all writes, whatever becomes of them."""
+    def drop_writes(self) -> None:
+        """Wait for all writes and ignore their errors."""
         while self._pending:
             with contextlib.suppress(Exception):
                 self._pending.popleft().ticket.wait()
@@ -82,27 +79,27 @@ class HostWrites:
 class KVTransfers:
     """Moves K and V between the pools of both tiers."""
 
-    def __init__(self, device: Device, pools: KVPools, ops: Ops, worker: AttentionWorker) -> None:
+    def __init__(self, device: Device, pools: KVPools, ops: Ops, runner: TaskRunner, worker: AttentionWorker) -> None:
         self._device = device
         self._pools = pools
         self._ops = ops
-        self._writes = HostWrites(worker)
+        self._writes = HostWrites(runner, worker)
         self._all_layers = range(len(pools.layers[Tier.CPU]))
 
-    def drop(self) -> None:
-        """Wait until nothing is on its way any more, whatever becomes of it."""
-        self._writes.drop()
+    def drop_writes(self) -> None:
+        """Wait until no write is under way; ignores errors."""
+        self._writes.drop_writes()
 
-    def swap(self, swaps: Sequence[Swap]) -> None:
+    def swap_blocks(self, swaps: Sequence[Swap]) -> None:
         """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied.
 
-        What the device does from here on sees the blocks where they go, and may reuse those they come from. So may the
-        host, as far as it goes through this object or the attention worker.
+        Later work on the device finds the copies, and may overwrite the sources. So may the host, through this object
+        or the attention worker.
         """
         if not swaps:
             return
         compute, stream = self._device.compute, self._device.swap
-        stream.wait(compute.mark())  # the newest tokens are stored, and nobody reads the blocks that will be filled
+        stream.wait(compute.mark())  # all earlier writes of sources and reads of targets are done
         moved = None
         for source, run in groupby(swaps, key=lambda swap: swap.source):
             move = self._move_out if source is Tier.GPU else self._move_in
@@ -111,20 +108,15 @@ class KVTransfers:
         if moved is not None:
             compute.wait(moved)
 
-    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+    def store_rows(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Write K and V, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
-        stream, kv_layer = self._device.to_host, self._pools.layers[Tier.CPU][layer]
+        stream = self._device.to_host
         kv = self._device.snapshot(kv)
         stream.wait(self._device.compute.mark())
-        k, v = stream.fetch(kv).chunk(2, 1)
+        write = RowsWrite(layer, stream.fetch(kv), blocks, offsets)
+        self._writes.submit(write, stream.mark(), range(layer, layer + 1), kv.nbytes)
 
-        @torch.inference_mode()
-        def write() -> None:
-            self._ops.store_kv(k, v, kv_layer, blocks, offsets)
-
-        self._writes.add(write, stream.mark(), range(layer, layer + 1), kv.nbytes)
-
-    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """K and V of a request's first tokens from the CPU tier, ``[2, num_kv_heads, num_tokens, head_dim]``."""
         self._writes.settle(range(layer, layer + 1))
         kv = self._ops.gather_kv(self._pools.layers[Tier.CPU][layer], blocks, num_tokens)
@@ -132,18 +124,13 @@ class KVTransfers:
 
     def _move_out(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
         """Returns when the source blocks may be overwritten."""
-        stream, pool, host_pool = self._device.swap, self._pools.tensors[Tier.GPU], self._pools.tensors[Tier.CPU]
+        stream, pool = self._device.swap, self._pools.tensors[Tier.GPU]
         with stream.running():
             staged = torch.empty(self._shape(len(sources)), dtype=pool.dtype, device=pool.device)
             self._ops.gather_blocks(pool, stream.send(sources), staged)
         gathered = stream.mark()
-        host = stream.fetch(staged)
-
-        @torch.inference_mode()
-        def write() -> None:
-            self._ops.scatter_blocks(host, host_pool, targets)
-
-        self._writes.add(write, stream.mark(), self._all_layers, host.nbytes)
+        write = BlocksWrite(stream.fetch(staged), targets)
+        self._writes.submit(write, stream.mark(), self._all_layers, staged.nbytes)
         return gathered
 
     def _move_in(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
@@ -157,7 +144,7 @@ class KVTransfers:
         return stream.mark()
 
     def _chunks(self, swaps: Iterator[Swap]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of source and target blocks, int64, as many as one transfer takes."""
+        """Source and target blocks, int64, for one transfer each."""
         pairs = [pair for swap in swaps for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
         size = max(1, CHUNK_BYTES // self._pools.bytes_per_block)
         for first in range(0, len(pairs), size):

@@ -1,4 +1,4 @@
-"""The backend that computes: torch on a CPU or a CUDA GPU, with pacpu for decode attention in host memory."""
+"""The backend that computes: torch on a CPU or a CUDA GPU, and pacpu for decode attention over the CPU tier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
@@ -20,17 +19,18 @@ from swiftllm.kv.sizing import check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.weights import dummy_weights, load_weights
+from swiftllm.model.providers import open_weights
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime.batch import BatchBuilder, Cohort, Lane, PrefillGroup, Rows
+from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.widest_iteration import widest_iteration
-from swiftllm.runtime.workers.inline import AttentionWorker, InlineWorker
-from swiftllm.runtime.workers.task import CpuAttention
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.interface import MakeWorker
+from swiftllm.runtime.workers.task import AttentionTask, TaskRunner
 from swiftllm.sampling.logprobs import PromptScorer
 from swiftllm.sampling.sampler import Sampler
 
@@ -45,19 +45,19 @@ class TorchBackend:
 
     Attributes:
         hardware: where the linear layers run.
-        graphs: what of their work is captured; None on a host.
-        device, device_name: its torch device, and what it calls itself.
+        graphs: captured graphs; None on a host.
+        device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
-        cores: how many threads compute the lane, where a CPU does, and attention over the CPU tier.
-        cpu_kernel: what computes attention over the CPU tier.
+        cores: threads of a lane on a CPU, and of attention over the CPU tier.
+        cpu_kernel: pacpu's kernel for attention over the CPU tier.
     """
 
     def __init__(
-        self, config: EngineConfig, worker: AttentionWorker | None = None, hardware: Device | None = None
+        self, config: EngineConfig, make_worker: MakeWorker = InlineWorker, hardware: Device | None = None
     ) -> None:
-        """``worker`` runs the CPU attention; default: at once, on the calling thread. ``hardware`` stands in for what
-        ``config.device`` names.
+        """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
+        ``hardware`` replaces the device that ``config.device`` names.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
@@ -71,17 +71,13 @@ class TorchBackend:
         self.model_config = ModelConfig.from_folder(config.model)
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
-        self.use_cores(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
+        self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
-        if config.load_format == "dummy":
-            weights = dummy_weights(self.model_config, self.device, self.dtype, config.seed)
-        else:
-            weights = load_weights(config.model, self.model_config, self.device, self.dtype)
+        weights = open_weights(config, self.model_config, self.device, self.dtype, self._ops)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
-        self._prompt_scorer = PromptScorer(self._model, self.hardware)
-        self._worker = worker or InlineWorker()
+        self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
         self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
         self.kv_plan = plan_blocks(
@@ -94,7 +90,11 @@ class TorchBackend:
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
         self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
         self.block_tables: Mapping[str, Sequence[int]] = {}
-        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._worker)
+        self._runner = TaskRunner(
+            self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
+        )
+        self._worker = make_worker(self._runner)
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
@@ -114,13 +114,17 @@ class TorchBackend:
 
     def use_cores(self, division: CoreDivision) -> None:
         """Compute with these numbers of threads from now on."""
+        self._use_lane_threads(division)
+        self._runner.num_threads = division.cpu_threads
+
+    def _use_lane_threads(self, division: CoreDivision) -> None:
         self.cores = division
         if isinstance(self._ops, CpuOps):
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
         else:
-            # What torch copies in host memory: threads of its own would wait actively, after each copy, on the cores
-            # of the worker. In a copy of scattered blocks they are no faster.
+            # Torch copies in host memory here. More threads would spin after each copy on the worker's cores, and are
+            # no faster for scattered blocks.
             torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
@@ -141,20 +145,20 @@ class TorchBackend:
 
     @torch.inference_mode()
     def swap(self, swaps: Sequence[Swap]) -> None:
-        self._transfers.swap(swaps)
+        self._transfers.swap_blocks(swaps)
 
     @torch.inference_mode()
-    def open_lane(self, items: Sequence[LaneItem]) -> Lane:
+    def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
         return self._builder.open_lane(items, self.block_tables)
 
     @torch.inference_mode()
-    def open_cohort(self, requests: Sequence[Request]) -> Cohort:
+    def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
         return self._builder.open_cohort(requests, self.block_tables)
 
     @torch.inference_mode()
-    def drop_rows(self, cohort: Cohort, request_ids: frozenset[str]) -> Cohort:
+    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
         self._await_return(cohort)
-        return self._builder.without(cohort, request_ids)
+        return self._builder.drop_rows(cohort, request_ids)
 
     @torch.inference_mode()
     def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
@@ -163,7 +167,7 @@ class TorchBackend:
             return {}
         self._pacer.wait()
         for batch in batches:
-            if isinstance(batch, Cohort):
+            if isinstance(batch, CohortBatch):
                 self._await_return(batch)
         tokens: Mapping[str, int] = {}
         if layer == self.num_layers - 1:
@@ -173,8 +177,8 @@ class TorchBackend:
         self._pacer.launched()
         return tokens
 
-    def _await_return(self, cohort: Cohort) -> None:
-        """What the device does from here on sees the result of the cohort's CPU attention."""
+    def _await_return(self, cohort: CohortBatch) -> None:
+        """Later work on the device finds the result of the cohort's CPU attention."""
         if cohort.returned is not None:
             self.hardware.compute.wait(cohort.returned)
 
@@ -194,7 +198,7 @@ class TorchBackend:
             start = rows.stop
 
     @torch.inference_mode()
-    def gpu_attention(self, layer: int, lane: Lane) -> None:
+    def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
@@ -205,7 +209,7 @@ class TorchBackend:
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
     @torch.inference_mode()
-    def whole_iteration(self, lane: Lane) -> Mapping[str, int] | None:
+    def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
         if self.graphs is None:
             return None
         self._pacer.wait()
@@ -216,7 +220,7 @@ class TorchBackend:
         self._pacer.launched()
         return tokens
 
-    def _prefill_attention(self, layer: int, lane: Lane, group: PrefillGroup) -> None:
+    def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
         q, k, v = self._model.split_qkv(lane.qkv)
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         if group.tier is Tier.GPU:
@@ -226,16 +230,16 @@ class TorchBackend:
                 None if chunk.blocks is None else self._ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len)
                 for chunk in group.chunks
             ]
-        else:  # the chunk's own K and V are not in the CPU tier before the host has written them
+        else:  # the CPU tier lacks the chunk's own K and V until the host has written them
             contexts = []
             for chunk in group.chunks:
                 context = None
                 if chunk.blocks is not None:
-                    earlier = self._transfers.load(layer, chunk.blocks, chunk.start)
+                    earlier = self._transfers.load_context(layer, chunk.blocks, chunk.start)
                     own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
                     context = torch.cat([earlier, own], dim=2)
                 contexts.append(context)
-            self._transfers.store(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+            self._transfers.store_rows(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
         for chunk, context in zip(group.chunks, contexts, strict=True):
             if context is None:
                 context = k[chunk.rows].transpose(0, 1), v[chunk.rows].transpose(0, 1)
@@ -244,28 +248,23 @@ class TorchBackend:
             )
 
     @torch.inference_mode()
-    def submit_cpu_attention(self, layer: int, cohort: Cohort) -> Ticket:
+    def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
         hardware.to_host.wait(hardware.compute.mark())
         q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
-        kv_layer = self.kv_pools.layers[Tier.CPU][layer]
-        how = {"num_threads": self.cores.cpu_threads, "kernel": self.cpu_kernel}
-
-        def attend() -> None:
-            tables, lens, out = cohort.block_tables, cohort.seq_lens, cohort.host_out
-            pacpu.paged_attention(q, k, v, kv_layer, tables, lens, out, self._scale, **how)
+        task = AttentionTask(layer, q, k, v, cohort.block_tables, cohort.seq_lens, cohort.host_out, self._scale)
 
         def send_back() -> None:
             hardware.to_device.copy(cohort.attention_out, cohort.host_out)
             cohort.returned = hardware.to_device.mark()
 
-        return CpuAttention(hardware.to_host.mark(), attend, send_back).submit(self._worker)
+        return self._worker.submit(task, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return self._sampler.take_logprobs()
 
     def recover(self) -> None:
-        self._transfers.drop()
+        self._transfers.drop_writes()
         self._worker.start_again()
         self._sampler.take_logprobs()
 
@@ -275,11 +274,11 @@ class TorchBackend:
             self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
-        """The last boundary, for the rows alone that get a token: the others' hidden states end with their K and V,
-        unless a prompt's log-probabilities are asked for."""
+        """The last boundary, for the rows that get a token and those whose prompt's log-probabilities are asked for:
+        the others are done once their K and V are stored."""
         for batch in batches:
-            if isinstance(batch, Lane) and batch.prompts:
-                self._prompt_scorer.score_prompts(batch)
+            if isinstance(batch, LaneBatch) and batch.prompts:
+                self._score_prompts(batch)
         batches = [batch for batch in batches if batch.sampling_requests]
         if not batches:
             return {}
@@ -294,6 +293,12 @@ class TorchBackend:
             crossed = self._model.leave(attention_out, residual), None
         return self._choose(*crossed, batches)
 
+    def _score_prompts(self, lane: LaneBatch) -> None:
+        def logits(rows: slice) -> torch.Tensor:  # of a copy, since the lane has yet to cross this boundary
+            return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+
+        self._prompt_scorer.score_prompts(lane.prompts, logits)
+
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""
         requests = [request for batch in batches for request in batch.sampling_requests]
@@ -306,10 +311,10 @@ def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Pacer:
-    """Lets the host launch work at most ``BOUNDARIES_AHEAD`` boundaries beyond the one the device works on.
+    """Keeps the host's launches at most ``ahead`` boundaries beyond the one the device works on.
 
-    Launching takes a tenth of the time of the work. A host that ran ahead would ask whether a CPU result is there long
-    before the device could use it, and always find that it is not.
+    Launching takes a tenth of the time of the work. A host far ahead would poll for CPU results long before the device
+    can use them, and find none ready.
     """
 
     def __init__(self, stream: Stream, ahead: int = BOUNDARIES_AHEAD) -> None:
@@ -318,7 +323,7 @@ class Pacer:
         self._marks: deque[Event] = deque()
 
     def launched(self) -> None:
-        """A boundary has been launched."""
+        """Note that a boundary has been launched."""
         self._marks.append(self._stream.mark())
 
     def wait(self) -> None:

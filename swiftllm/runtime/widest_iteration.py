@@ -1,4 +1,4 @@
-"""The work of the widest iteration that a configuration allows, to see how much memory it takes."""
+"""The widest iteration that a configuration allows, run to measure the memory it takes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swiftllm.sampling.sampler import Sampler
 
 @torch.inference_mode()
 def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
-    """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of as many requests as
-    can be there, and their logits and samples. No KV cache is read or written."""
+    """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of the most requests, and
+    their logits and samples. No KV cache is read or written."""
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
-from swiftllm.core.request import TokenLogprob
+from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.device.device import Device, Stream
-from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.batch import Lane
 
 LOGITS_AT_ONCE = 1 << 22  # of a prompt: enough rows for an efficient GEMM, in some ten MiB
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,24 +32,32 @@ def fetch_lists(stream: Stream, *tensors: torch.Tensor) -> list[list]:
     return [tensor.tolist() for tensor in on_host]
 
 
+class PromptRows(NamedTuple):
+    """Adjacent rows of a prompt that give the log-probabilities of the tokens ``following`` theirs."""
+
+    request: Request
+    rows: slice
+    following: tuple[int, ...]
+
+
 class PromptScorer:
     """Computes log-probabilities of prompts piece by piece, so that a prompt's logits are never all in memory."""
 
-    def __init__(self, model: LlamaModel, device: Device) -> None:
-        self._model = model
+    def __init__(self, vocab_size: int, device: Device) -> None:
         self._stream = device.compute
-        self._rows_at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+        self._rows_at_once = max(1, LOGITS_AT_ONCE // vocab_size)
 
-    def score_prompts(self, lane: Lane) -> None:
-        """Append to ``prompt_logprobs`` of the lane's requests. The lane must be before the last boundary."""
-        for request, rows, following in lane.prompts:
+    def score_prompts(self, prompts: Sequence[PromptRows], logits: Callable[[slice], torch.Tensor]) -> None:
+        """Append to the requests' ``prompt_logprobs`` what these rows give. ``logits`` computes those of some rows,
+        ``[rows, vocab_size]``."""
+        for request, rows, following in prompts:
             count = request.sampling.prompt_logprobs
             tokens = self._stream.send(torch.tensor(following, dtype=torch.int64))
-            scores = []
-            for piece in self._pieces(rows):
-                tokens_of_piece = tokens[piece.start - rows.start : piece.stop - rows.start]
-                scores.append(score_tokens(self._logits(lane, piece), tokens_of_piece, count))
-            found = fetch_lists(self._stream, *(torch.cat(parts) for parts in zip(*scores, strict=True)))
+            pieces = [
+                score_tokens(logits(piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)
+                for piece in self._pieces(rows)
+            ]
+            found = fetch_lists(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
             for token, logprob, rank, top_tokens, top_logprobs in zip(following, *found, strict=True):
                 top = tuple(zip(top_tokens, top_logprobs, strict=True))
                 request.prompt_logprobs.append(TokenLogprob(token, logprob, rank, top))
@@ -56,7 +65,3 @@ class PromptScorer:
     def _pieces(self, rows: slice) -> list[slice]:
         starts = range(rows.start, rows.stop, self._rows_at_once)
         return [slice(start, min(start + self._rows_at_once, rows.stop)) for start in starts]
-
-    def _logits(self, lane: Lane, rows: slice) -> torch.Tensor:
-        # A copy, since the last boundary still needs the lane's residual.
-        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())

@@ -15,6 +15,7 @@ import torch
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.providers import ResidentWeights
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.reference import ReferenceOps
 
@@ -48,8 +49,8 @@ def tiny_model() -> Iterator[Path]:
 class Judge:
     def __init__(self, model: Path) -> None:
         self._config = ModelConfig.from_folder(model)
-        weights = dummy_weights(self._config, "cpu", torch.float32, SEED)
-        self._model = LlamaModel(self._config, weights, ReferenceOps())
+        ops, weights = ReferenceOps(), dummy_weights(self._config, "cpu", torch.float32, SEED)
+        self._model = LlamaModel(self._config, ResidentWeights(self._config, weights, ops), ops)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -87,14 +87,15 @@ class _Again(TorchDispatchMode):
 
 
 class FakeCuda(TorchDispatchMode):
-    """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``behind``, operations the
-    device still had to do, at most; ``peak`` and ``allocated`` bytes of memory."""
+    """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``attended``, rows
+    and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory."""
 
     def __init__(self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30) -> None:
         super().__init__()
         self.random = random.Random(seed)
         self.ignored = ignored
         self.sites: set[str] = set()
+        self.attended: list[tuple[int, ...]] = []
         self.compute = self.current = FakeStream(self)
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []

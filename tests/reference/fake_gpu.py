@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class FakeOps(ReferenceOps):
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
         def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
+            self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
             if len(rows):
                 attended = torch.empty(len(rows), *out.shape[1:])
@@ -49,5 +51,5 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
 
         patch.setattr(swiftllm.runtime.torch_backend, "open_device", open_device)
         patch.setattr(swiftllm.runtime.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
-        patch.setattr(apex.systems, "CpuWorker", lambda: FakeWorker(cuda))
+        patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         yield cuda

@@ -6,9 +6,13 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from swiftllm.device.device import Event
+from swiftllm.runtime.workers.task import CpuTask, TaskRunner
+from swiftllm.runtime.workers.ticket import TaskTicket
 
 if TYPE_CHECKING:
     from tests.reference.fake_device import FakeCuda
@@ -114,29 +118,26 @@ class FakeGraph:
         self.cuda.advance()
 
 
-class FakeTicket:
-    def __init__(self, worker: FakeWorker, task: Callable[[], None]) -> None:
-        self.worker, self.task, self.over, self.error = worker, task, False, None
+class FakeTicket(TaskTicket):
+    def __init__(self, worker: FakeWorker, task: CpuTask, *around: Any) -> None:
+        super().__init__(task, *around)
+        self.worker = worker
+        self.kind = type(task)
 
-    def run(self) -> None:
-        try:
-            with self.worker.cuda.another_thread():
-                self.task()
-        except Exception as error:
-            self.error = error
-        finally:
-            self.over, self.task = True, None
+    def is_over(self) -> bool:
+        """As the host sees it without spending time."""
+        return super().ready()
 
     def ready(self) -> bool:
         self.worker.cuda.advance()
-        return self.over
+        return self.is_over()
 
     def wait(self) -> float:
-        if not self.over and not self.worker.cuda.ignores("ticket"):
+        if not self.is_over():
+            if self.worker.cuda.ignores("ticket"):
+                return 0.0
             self.worker.finish(self)
-        if self.error is not None:
-            raise self.error
-        return 1e-3
+        return super().wait()
 
 
 class FakeWorker:
@@ -144,15 +145,16 @@ class FakeWorker:
 
     restarts = 0
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, runner: TaskRunner) -> None:
         self.cuda = cuda
+        self.runner = runner
         self.speed = 0.0
         self.tickets: deque[FakeTicket] = deque()
         self.at_work = False
         cuda.workers.append(self)
 
-    def submit(self, task: Callable[[], None]) -> FakeTicket:
-        ticket = FakeTicket(self, task)
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> FakeTicket:
+        ticket = FakeTicket(self, task, arrived, send_back)
         self.tickets.append(ticket)
         self.cuda.advance()
         return ticket
@@ -162,13 +164,14 @@ class FakeWorker:
             return False
         self.at_work = True
         try:
-            self.tickets.popleft().run()
+            with self.cuda.another_thread():
+                self.tickets.popleft().run(self.runner)
         finally:
             self.at_work = False
         return True
 
     def finish(self, ticket: FakeTicket) -> None:
-        while not ticket.over:
+        while not ticket.is_over():
             assert self.step(), "a task waits for itself"
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""CPU attention workers: the task they run, and how they run it."""
+"""CPU attention workers: the tasks they run as values, and the ways of running them."""

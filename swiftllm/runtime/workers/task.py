@@ -1,51 +1,92 @@
-"""One layer's decode attention of a cohort on its way through the CPU worker."""
+"""What a CPU attention worker computes: tasks that are plain data, and the runner that carries them out.
+
+A task names blocks and layers of the CPU tier instead of holding its memory, so that it can be sent to another process.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from swiftllm.device.device import Event
-from swiftllm.engine.backend import Ticket, TicketTimes
-from swiftllm.runtime.workers.inline import AttentionWorker
+import pacpu
+from swiftllm.ops.interface import Ops
 
 
-class CpuAttention:
-    """Waits for q, k and v, computes, and sends the result on: a task for the worker, and the ticket for it.
+@dataclass(frozen=True, eq=False)
+class AttentionTask:
+    """Decode attention of a cohort in one layer, one row per request. All tensors are in host memory."""
 
-    The ticket is ready when the result is in host memory and its way to the device has begun. Waiting for the device
-    does not count as computing.
+    layer: int
+    q: torch.Tensor  # [rows, num_heads, head_dim]
+    k: torch.Tensor  # [rows, num_kv_heads, head_dim]; stored at position seq_lens - 1
+    v: torch.Tensor  # as k
+    block_tables: torch.Tensor  # int32 [rows, max_blocks]
+    seq_lens: torch.Tensor  # int32 [rows]
+    out: torch.Tensor  # as q; overwritten
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class RowsWrite:
+    """K and V of prompt tokens for one layer of the CPU tier."""
+
+    layer: int
+    kv: torch.Tensor  # [rows, 2 num_kv_heads, head_dim], the heads of K first
+    blocks: torch.Tensor  # int64 [rows]
+    offsets: torch.Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksWrite:
+    """Whole blocks of all layers for the CPU tier."""
+
+    content: torch.Tensor  # [num_layers, blocks, num_kv_heads, 2, block_size, head_dim]
+    blocks: torch.Tensor  # int64 [blocks]
+
+
+HostWrite = RowsWrite | BlocksWrite
+CpuTask = AttentionTask | HostWrite
+
+
+class TaskRunner:
+    """Carries tasks out on the CPU tier of this process.
+
+    Attributes:
+        num_threads: of each attention; may be changed between tasks.
     """
 
-    def __init__(self, arrived: Event, attend: Callable[[], None], send_back: Callable[[], None]) -> None:
-        self._arrived = arrived
-        self._attend = attend
-        self._send_back = send_back
+    def __init__(self, pool: torch.Tensor, ops: Ops, *, kernel: str, num_threads: int) -> None:
+        """``pool [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]`` is the CPU tier, ``kernel`` one of
+        pacpu's. ``ops`` write to the pool."""
+        self.num_threads = num_threads
+        self._pool = pool
+        self._layers: Sequence[torch.Tensor] = pool.unbind(0)
+        self._ops = ops
+        self._kernel = kernel
 
-    def submit(self, worker: AttentionWorker) -> Ticket:
-        self._waits = not self._arrived.done()
-        self._submitted_s = time.perf_counter()
-        self._ticket = worker.submit(self._run)
-        return self
+    def run_task(self, task: CpuTask) -> None:
+        """Raises ValueError where an attention names blocks or shapes that the pool does not have."""
+        match task:
+            case AttentionTask():
+                self._attend(task)
+            case RowsWrite():
+                k, v = task.kv.chunk(2, 1)
+                self._ops.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets)
+            case BlocksWrite():
+                self._ops.scatter_blocks(task.content, self._pool, task.blocks)
 
-    # The worker's thread has modes of its own, and tensors made in inference mode are not written outside it.
-    @torch.inference_mode()
-    def _run(self) -> None:
-        self._arrived.synchronize()
-        self._start_s = time.perf_counter()
-        self._attend()
-        self._done_s = time.perf_counter()
-        self._send_back()
-
-    def ready(self) -> bool:
-        return self._ticket.ready()
-
-    def wait(self) -> float:
-        self._ticket.wait()
-        return self._done_s - self._start_s
-
-    def times(self) -> TicketTimes:
-        to_host = (self._submitted_s, self._start_s) if self._waits else None
-        return TicketTimes(self._start_s, self._done_s, ready_s=self._done_s, to_host=to_host)
+    def _attend(self, task: AttentionTask) -> None:
+        pacpu.paged_attention(
+            task.q,
+            task.k,
+            task.v,
+            self._layers[task.layer],
+            task.block_tables,
+            task.seq_lens,
+            task.out,
+            task.scale,
+            num_threads=self.num_threads,
+            kernel=self._kernel,
+        )

@@ -3,98 +3,71 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from swiftllm.engine.backend import TicketTimes, WorkerDied
+from swiftllm.device.device import Event
+from swiftllm.engine.backend import WorkerDied
+from swiftllm.runtime.workers.task import CpuTask, TaskRunner
+from swiftllm.runtime.workers.ticket import TaskTicket
 
 logger = logging.getLogger(__name__)
 
-LOOK_AFTER_S = 1.0
+ALIVE_CHECK_S = 1.0  # between two looks at the thread while its ticket is waited for
+FINISH, CRASH = "finish", "crash"  # queued instead of a ticket
 
 
-class WorkerTicket:
-    """A CPU attention task handed to the worker's thread."""
+class WorkerTicket(TaskTicket):
+    """A task handed to the worker's thread."""
 
-    def __init__(self, task: Callable[[], None], thread: threading.Thread) -> None:
-        self._task: Callable[[], None] | None = task
+    def __init__(
+        self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None, thread: threading.Thread
+    ) -> None:
+        super().__init__(task, arrived, send_back)
         self._thread = thread
-        self._is_over = threading.Event()
-        self._error: BaseException | None = None
-        self._start_s = self._done_s = 0.0
 
     def ready(self) -> bool:
-        return self._is_over.is_set() or not self._thread.is_alive()
+        return super().ready() or not self._thread.is_alive()
 
     def wait(self) -> float:
-        # A thread that ends fulfils its tickets first; looking after it covers those it could not.
-        while not self._is_over.wait(LOOK_AFTER_S):
+        # A thread that ends fails the tickets it has left. It cannot if an exception hits it between two tasks.
+        while not self._is_over.wait(ALIVE_CHECK_S):
             if not self._thread.is_alive():
                 self.fail(WorkerDied("the CPU attention worker is gone"))
-        if self._error is not None:
-            raise self._error
-        return self._done_s - self._start_s
-
-    def times(self) -> TicketTimes:
-        return TicketTimes(self._start_s, self._done_s, ready_s=self._done_s)
-
-    def run(self) -> None:
-        """Do the task, on the worker's thread. Raises only what ends the thread."""
-        try:
-            self._start_s = time.perf_counter()
-            self._task()
-            self._done_s = time.perf_counter()
-        except Exception as error:
-            self._error = error
-        except BaseException as error:
-            self._error = WorkerDied(f"the CPU attention worker ended in the middle of its work: {error!r}")
-            raise
-        finally:
-            self._task = None  # tensors hang on it, and the ticket may stay
-            self._is_over.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._is_over.set()
+        return super().wait()
 
 
 class CpuWorker:
     """Runs tasks one after the other, in the order of submission, on a thread of its own.
 
-    The tasks are native calls that release the GIL, so the main thread goes on launching lane work meanwhile. A task
-    that raises fails its own ticket. If the thread itself ends, every ticket under way fails with
-    :class:`WorkerDied`, and so does every submission until :meth:`start_again`: nothing may go on as if the lost work
-    had been done.
+    Tasks are native calls that release the GIL, so the main thread goes on launching lane work. A task that raises
+    fails its own ticket. If the thread itself ends, every ticket under way fails with :class:`WorkerDied`. So does
+    every submission until :meth:`start_again`: a lost task must not pass for a finished one.
 
     Attributes:
         restarts: how often the thread had to be started again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runner: TaskRunner) -> None:
         self.restarts = 0
+        self._runner = runner
         self._lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
-        self._tickets: SimpleQueue[WorkerTicket | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=[self._tickets], name="cpu-attention", daemon=True)
+        self._queue: SimpleQueue[WorkerTicket | str] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=[self._queue], name="cpu-attention", daemon=True)
         self._is_gone = False
         self._thread.start()
 
-    def submit(self, task: Callable[[], None]) -> WorkerTicket:
-        """See :class:`swiftllm.runtime.workers.inline.AttentionWorker`.
-
-        Raises:
-            WorkerDied: the thread has ended.
-        """
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> WorkerTicket:
+        """See :class:`swiftllm.runtime.workers.interface.AttentionWorker`."""
         with self._lock:
             if self._is_gone or not self._thread.is_alive():
                 raise WorkerDied("the CPU attention worker has ended")
-            ticket = WorkerTicket(task, self._thread)
-            self._tickets.put(ticket)
+            ticket = WorkerTicket(task, arrived, send_back, self._thread)
+            self._queue.put(ticket)
         return ticket
 
     def start_again(self) -> None:
@@ -104,24 +77,26 @@ class CpuWorker:
                 logger.warning("starting the CPU attention worker again")
                 self._start()
 
-    def _work(self, tickets: SimpleQueue[WorkerTicket | None]) -> None:
+    def _work(self, queue: SimpleQueue[WorkerTicket | str]) -> None:
         try:
-            while (ticket := tickets.get()) is not None:
-                ticket.run()
+            while (ticket := queue.get()) != FINISH:
+                if ticket == CRASH:
+                    raise SystemExit("killed")
+                ticket.run(self._runner)
         except BaseException as error:
             logger.error("the CPU attention worker ended: %r", error)
         finally:
             with self._lock:  # from here on nothing is submitted to this thread
                 self._is_gone = True
-                while not tickets.empty():
-                    if (left := tickets.get()) is not None:
+                while not queue.empty():
+                    if isinstance(left := queue.get(), WorkerTicket):
                         left.fail(WorkerDied("the CPU attention worker ended before this work began"))
 
     def kill(self) -> None:
-        """End the thread after the tasks submitted so far, as a crash would; for tests of what comes after."""
-        self.submit(sys.exit)
+        """End the thread after the tasks submitted so far, as a crash would; for tests of the recovery."""
+        self._queue.put(CRASH)
 
     def close(self) -> None:
         """Finish the tasks under way and end the thread."""
-        self._tickets.put(None)
+        self._queue.put(FINISH)
         self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir
     """The worker writes the blocks to the CPU tier: no device waits for that, but the next chunk of a prompt does."""
     with fake_gpu(seed) as cuda:
         options = config(model_dir, 40, 200, max_num_seqs=1)
-        backend = TorchBackend(options, FakeWorker(cuda))
+        backend = TorchBackend(options, partial(FakeWorker, cuda))
         bench = make_workbench(options, backend)
         with bench.in_use():
             sample = bench.swap(32)

@@ -281,11 +281,11 @@ def test_a_dead_cpu_worker_is_started_again(tiny_model_dir, undisturbed, system:
     worker = engine.backend._worker
     submit, numbers = worker.submit, itertools.count(1)
 
-    def deadly(task):
+    def deadly(task, arrived, send_back=None):
         number = next(numbers)
         if number == 15:
             worker.kill()
-        return submit(sys.exit if number == 5 else task)
+        return submit(task, arrived, sys.exit if number == 5 else send_back)
 
     monkeypatch.setattr(worker, "submit", deadly)
     outcomes, service = serve(engine, MODEL_REQUESTS)

@@ -8,10 +8,11 @@ import torch
 from swiftllm import machine
 from swiftllm.config import EngineConfig
 from swiftllm.machine import usable_cores
+from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
-from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_gpu import FakeOps, fake_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +65,12 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
     set_threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
     monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    ops = CpuOps()
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
     backend = TorchBackend(config)
     assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (3, 3)
     backend.use_cores(CoreDivision(2, 1, "for the test"))
-    assert set_threads == [3, 2] and backend._ops.num_threads == 2
+    assert set_threads == [3, 2] and ops.num_threads == 2
     assert backend.cores.describe_lane() == "2 threads (for the test)"
 
 
@@ -77,8 +80,10 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
     config = EngineConfig(str(tiny_model_dir()), dtype="float32", **options)
     torch.set_num_threads(2)
     try:
-        with fake_gpu(0, can_capture=False):
+        with fake_gpu(0, can_capture=False) as cuda, monkeypatch.context() as patch:
+            ops = FakeOps(cuda)
+            patch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
             backend = TorchBackend(config)
-        assert torch.get_num_threads() == backend.cores.lane_threads == 1 and backend._ops.num_threads == 3
+        assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
     finally:
         torch.set_num_threads(1)

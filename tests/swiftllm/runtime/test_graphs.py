@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS, GraphKey, LayerGraphs
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
 
@@ -28,7 +31,7 @@ def model_dir(tiny_model_dir):
 
 def make_driver(model_dir, cuda=None, **options) -> BackendDriver:
     config = {"dtype": "float32", "num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_num_seqs": 8} | options
-    worker = None if cuda is None else FakeWorker(cuda)
+    worker = InlineWorker if cuda is None else partial(FakeWorker, cuda)
     return BackendDriver(TorchBackend(EngineConfig(str(model_dir), max_model_len=400, **config), worker))
 
 
@@ -46,49 +49,37 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-class Noting(dict):
-    """Graphs by key, that notes what is asked for."""
-
-    def __init__(self, graphs: LayerGraphs) -> None:
-        super().__init__(graphs._graphs)
-        graphs._graphs, self.asked = self, Counter()
-
-    def get(self, key: GraphKey):
-        self.asked[key.rows, key.blocks] += 1
-        return super().get(key)
+def attended(cuda: FakeCuda) -> Counter:
+    """Rows and blocks of the decode attentions that the device has computed since the last call."""
+    torch.cuda.synchronize()
+    shapes = Counter(cuda.attended)
+    cuda.attended.clear()
+    return shapes
 
 
 @pytest.mark.parametrize("in_one_go", [False, True])
 def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir, in_one_go):
-    """Two boundaries between the layers and the last one, two attentions: nothing else crosses the model."""
-    boundaries, attentions = (0, 1) if in_one_go else (3, 2)
-
-    def of_a_step(rows: int, blocks: int) -> Counter:
-        return +Counter({(rows, 0): boundaries, (rows, blocks): attentions})
-
+    """Three boundaries and two attentions are five graphs, or a single one."""
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
         driver.in_one_go = in_one_go
-        noting = Noting(driver.backend.graphs)
         requests = admit(driver, (5, 20, 300))
         driver.prefill(requests, 64)
         assert not cuda.replays  # prompts found no bucket
-        driver.decode(requests)
-        assert noting.asked == of_a_step(4, 64)  # 300 tokens are 19 blocks
-        driver.decode(requests[:2])
-        driver.decode(requests[:1])
-        assert noting.asked == of_a_step(4, 64) + of_a_step(2, 16) + of_a_step(1, 16)
-        assert cuda.replays == sum(noting.asked.values())
+        attended(cuda)
+        for count, shape in ((3, (4, 64)), (2, (2, 16)), (1, (1, 16))):  # 300 tokens are 19 blocks
+            before = cuda.replays
+            driver.decode(requests[:count])
+            assert attended(cuda) == {shape: 2}
+            assert cuda.replays - before == (1 if in_one_go else 5)
 
 
 def test_buckets_end_where_the_configuration_does(model_dir):
+    """Each bucket's attention is computed once, on empty contexts, before it is captured."""
     with fake_gpu(0) as cuda:
-        graphs = make_driver(model_dir, cuda, max_num_seqs=5).backend.graphs
-        assert graphs._row_buckets == ROW_BUCKETS[:4] and graphs._block_buckets == BLOCK_BUCKETS[:2]
-        assert graphs._lanes.token_ids.shape == (8,) and graphs._logits.shape == (8, 128)
-        # Three boundaries of lanes and three of cohorts, two layers' attention and whole iterations in two widths, for
-        # each number of rows.
-        assert len(graphs) == 4 * (3 + 3 + 2 * 2 + 2)
+        make_driver(model_dir, cuda, max_num_seqs=5)
+        widest_iteration = (5, 25)
+        assert attended(cuda).keys() - {widest_iteration} == set(product((1, 2, 4, 8), (16, 64)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,11 +157,11 @@ def test_without_operations_that_pass_over_empty_rows_attention_is_not_captured(
     monkeypatch.setattr("tests.reference.fake_gpu.FakeOps.takes_empty_rows", False)
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
-        noting = Noting(driver.backend.graphs)
         requests = admit(driver, (5, 20))
         driver.prefill(requests)
+        attended(cuda)
         driver.decode(requests)
-        assert noting.asked == {(2, 0): 3} and cuda.replays == 3
+        assert attended(cuda) == {(2, 2): 2} and cuda.replays == 3
 
 
 def decoded(driver: BackendDriver) -> list[list[int]]:
@@ -197,7 +188,7 @@ def test_where_capturing_fails_everything_is_launched_piece_by_piece(model_dir, 
         with pytest.warns(UserWarning, match="one by one, since they cannot be captured: operation not permitted"):
             driver = make_driver(model_dir, cuda)
         tokens = decoded(driver)
-        assert not cuda.replays and not len(driver.backend.graphs)
+        assert not cuda.replays
     assert tokens == decoded(make_driver(model_dir))
 
 
@@ -210,11 +201,10 @@ def test_graphs_take_no_more_memory_than_they_may(model_dir, monkeypatch):
         with pytest.warns(UserWarning, match="filled up to 2, 8 rows: 24 graphs take 40 MiB"):
             driver = make_driver(model_dir, cuda)
         driver.in_one_go = False
-        noting = Noting(driver.backend.graphs)
-        assert {key.rows for key in noting} == {2, 8}
+        attended(cuda)
         tokens = decoded(driver)
-        assert noting.asked == {(8, 0): 6, (8, 16): 4, (2, 0): 6, (2, 16): 4}
-        assert cuda.replays == sum(noting.asked.values())
+        assert attended(cuda) == {(8, 16): 4, (2, 16): 4}
+        assert cuda.replays == 20
     assert tokens == decoded(make_driver(model_dir))
 
 
@@ -246,15 +236,5 @@ def test_the_host_never_waits_in_a_copy(model_dir):
 
 def test_closing_gives_the_graphs_back(model_dir):
     with fake_gpu(0) as cuda:
-        backend = make_driver(model_dir, cuda).backend
-        captured = len(backend.graphs)
-        backend.close()
-        assert captured and cuda.lost_graphs == captured
-
-
-def test_a_frame_starts_with_rows_that_are_no_requests(model_dir):
-    with fake_gpu(0) as cuda:
-        graphs = make_driver(model_dir, cuda).backend.graphs
-        cuda._synchronize()
-        for frame in (graphs._lanes, graphs._cohorts):
-            assert not torch.tensor(frame.seq_lens.tolist()).any() and not torch.tensor(frame.token_ids.tolist()).any()
+        make_driver(model_dir, cuda).backend.close()
+        assert cuda.lost_graphs == cuda.captures > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.torch_backend import Pacer, TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.task import CpuAttention
+from swiftllm.runtime.workers.task import AttentionTask
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
-from tests.reference.fake_streams import FakeWorker, Hazard
+from tests.reference.fake_streams import FakeEvent, FakeTicket, FakeWorker, Hazard
 
 SEEDS = range(6)
 MAX_TOKENS = 4
@@ -99,12 +100,12 @@ def drop_and_abandon(driver: BackendDriver) -> list[Request]:
 DRIVES: dict[str, Drive] = {"swaps": decode_and_swap, "drops": drop_and_abandon, "one by one": one_by_one}
 
 
-def make_driver(model_dir: Path, worker=None) -> BackendDriver:
+def make_driver(model_dir: Path, make_worker=InlineWorker) -> BackendDriver:
     config = EngineConfig(
         str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_batched_tokens=64,
         max_num_seqs=6, max_model_len=64,
     )  # fmt: skip
-    return BackendDriver(TorchBackend(config, worker))
+    return BackendDriver(TorchBackend(config, make_worker))
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
@@ -118,10 +119,10 @@ def expected(model_dir) -> dict[str, list[list[int]]]:
     return {name: outputs(drive(make_driver(model_dir))) for name, drive in DRIVES.items()}
 
 
-def tokens_on_fake(model_dir: Path, name: str, cuda: FakeCuda, worker=None) -> list[list[int]] | None:
+def tokens_on_fake(model_dir: Path, name: str, cuda: FakeCuda, make_worker=None) -> list[list[int]] | None:
     """None: something went wrong that somebody noticed."""
     try:
-        return outputs(DRIVES[name](make_driver(model_dir, worker or FakeWorker(cuda))))
+        return outputs(DRIVES[name](make_driver(model_dir, make_worker or partial(FakeWorker, cuda))))
     except (Hazard, ValueError, AttributeError) as error:
         print(error)
         return None
@@ -137,7 +138,7 @@ def test_tokens_do_not_depend_on_when_things_happen(model_dir, expected, name, s
 
 def test_the_synchronous_twin_computes_on_a_gpu(model_dir, expected):
     with fake_gpu(3) as cuda:
-        assert tokens_on_fake(model_dir, "swaps", cuda, InlineWorker()) == expected["swaps"]
+        assert tokens_on_fake(model_dir, "swaps", cuda, InlineWorker) == expected["swaps"]
 
 
 def test_every_single_wait_is_needed(model_dir, expected):
@@ -171,32 +172,47 @@ def test_what_leaves_a_graphs_memory_is_copied_first(model_dir, expected, monkey
     assert any(goes_wrong(seed) for seed in range(20, 60))  # one order of events in six shows it, 22 among them
 
 
+def recorded(cuda: FakeCuda) -> FakeEvent:
+    """Passes when the device has done all that was launched before."""
+    event = FakeEvent(blocking=True)
+    event.record(cuda.compute)
+    return event
+
+
 # -- pacing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_the_host_stays_close_behind_the_device(ahead):
-    with FakeCuda(0):
-        pacer, marks = Pacer(CudaDevice().compute, ahead), []
+    with FakeCuda(0) as cuda:
+        pacer, ends = Pacer(CudaDevice().compute, ahead), []
         for _ in range(100):
             pacer.wait()
-            assert all(mark.passed for mark in marks[: max(0, len(marks) - ahead)])
+            assert all(end.passed for end in ends[: max(0, len(ends) - ahead)])
+            ends.append(recorded(cuda))
             pacer.launched()
-            marks.append(pacer._marks[-1]._event)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_polls_asks_no_more_than_a_boundary_early(model_dir, monkeypatch, seed):
     """Polls come after the device has finished all boundaries but the last that was launched."""
     behind: list[int] = []
-    ready = CpuAttention.ready
+    ends: list[FakeEvent] = []
+    ready = FakeTicket.ready
 
-    def noting(self: CpuAttention) -> bool:
-        behind.append(sum(not mark._event.passed for mark in engine.backend._pacer._marks))
+    class WatchedPacer(Pacer):
+        def launched(self) -> None:
+            ends.append(recorded(cuda))
+            super().launched()
+
+    def watched_ready(self: FakeTicket) -> bool:
+        if self.kind is AttentionTask:
+            behind.append(sum(not end.passed for end in ends))
         return ready(self)
 
-    monkeypatch.setattr(CpuAttention, "ready", noting)
-    with fake_gpu(seed):
+    monkeypatch.setattr(FakeTicket, "ready", watched_ready)
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.Pacer", WatchedPacer)
+    with fake_gpu(seed) as cuda:
         engine = make_engine(model_dir, "overlap")
         serve(engine, prompts())
     assert behind and max(behind) <= 1

@@ -29,10 +29,10 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture
 def make_driver(tiny_model_dir):
-    def make(worker=None, **options) -> BackendDriver:
+    def make(make_worker=InlineWorker, **options) -> BackendDriver:
         defaults = {"device": "cpu", "dtype": "float32", "num_gpu_blocks": 40, "num_cpu_blocks": 40}
         config = EngineConfig(str(tiny_model_dir()), **{**defaults, **options})
-        return BackendDriver(TorchBackend(config, worker))
+        return BackendDriver(TorchBackend(config, make_worker))
 
     return make
 
@@ -78,9 +78,9 @@ def test_greedy_tokens_equal_transformers_without_cache(make_driver, expected, t
     assert outputs(requests) == expected
 
 
-def test_torch_operations_give_the_same_tokens(make_driver, expected):
+def test_torch_operations_give_the_same_tokens(make_driver, expected, monkeypatch):
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ReferenceOps())
     driver = make_driver()
-    driver.backend._ops = ReferenceOps()
     requests = admit_all(driver, TIERS["gpu"])
     driver.prefill(requests, 9)
     while requests[0].output_len < NUM_TOKENS:
@@ -263,23 +263,22 @@ def test_a_decode_from_the_cpu_tier_is_no_lane_work(make_driver):
 
 
 def test_the_worker_gets_every_cpu_attention_and_its_errors_come_out_of_wait(make_driver):
-    class Counting(InlineWorker):
-        tasks = 0
-        closed = False
+    layers: list[int] = []
+    closed: list[bool] = []
 
-        def submit(self, task):
-            self.tasks += 1
-            return super().submit(task)
+    class Watched(InlineWorker):
+        def submit(self, task, arrived, send_back=None):
+            layers.append(task.layer)
+            return super().submit(task, arrived, send_back)
 
         def close(self):
-            self.closed = True
+            closed.append(True)
 
-    worker = Counting()
-    driver = make_driver(worker)
+    driver = make_driver(Watched)
     request = driver.admit("r", prompts()[3], Tier.CPU, SAMPLING)
     driver.prefill([request])
     driver.decode([request])
-    assert worker.tasks == driver.backend.num_layers
+    assert layers == list(range(driver.backend.num_layers))
     cohort = driver.backend.open_cohort([request])
     driver.backend.boundary(-1, [cohort])
     cohort.block_tables = cohort.block_tables + 1000
@@ -287,7 +286,7 @@ def test_the_worker_gets_every_cpu_attention_and_its_errors_come_out_of_wait(mak
     with pytest.raises(ValueError, match="block"):
         ticket.wait()
     driver.backend.close()
-    assert worker.closed
+    assert closed
 
 
 def test_seeded_sampling_is_the_same_in_both_tiers(make_driver):

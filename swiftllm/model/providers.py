@@ -1,0 +1,97 @@
+"""Where the matrices of a model come from, boundary by boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights, load_weights
+from swiftllm.ops.interface import Linear, Ops
+
+
+@dataclass(frozen=True)
+class FfnWeights:
+    """A layer from its attention's output on."""
+
+    o: Linear
+    norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class BoundaryWeights:
+    """A boundary: tokens are embedded or a layer is completed, then comes a norm and one more matrix."""
+
+    embedding: torch.Tensor | None
+    """``[vocab_size, hidden_size]``; of boundary -1 alone."""
+    ffn: FfnWeights | None
+    """Of all boundaries but -1."""
+    norm: torch.Tensor
+    projection: Linear
+    """QKV of the next layer; at the last boundary the vocabulary's."""
+    head_norms: torch.Tensor | None
+    """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
+
+
+class WeightProvider(Protocol):
+    """Boundary ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all."""
+
+    def boundary(self, layer: int) -> BoundaryWeights:
+        """The matrices that the compute stream's next work uses, until the next call.
+
+        A boundary may be asked for more than once while it is crossed. Where graphs are captured, the work of this call
+        is captured too.
+        """
+
+
+class ResidentWeights:
+    """Keeps all matrices on the device, in the layout that ``ops`` compute with."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops) -> None:
+        """Takes ``weights`` over: its layers are gone afterwards, so that packed matrices don't double the memory."""
+        lm_head = ops.make_linear(weights.lm_head, None)
+        self._boundaries: list[BoundaryWeights] = []
+        embedding, ffn = weights.embedding, None
+        while weights.layers:
+            layer = weights.layers.pop(0)
+            qkv = ops.make_linear(layer.qkv, layer.qkv_bias)
+            norms = _head_norms(layer, config)
+            self._boundaries.append(BoundaryWeights(embedding, ffn, layer.input_norm, qkv, norms))
+            embedding, ffn = None, _ffn(layer, ops)
+            del layer
+        self._boundaries.append(BoundaryWeights(None, ffn, weights.final_norm, lm_head, None))
+
+    def boundary(self, layer: int) -> BoundaryWeights:
+        return self._boundaries[layer + 1]
+
+
+def open_weights(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops
+) -> WeightProvider:
+    """The weights that a configuration names; raises what :func:`~swiftllm.model.weights.load_weights` does."""
+    if config.load_format == "dummy":
+        weights = dummy_weights(model, device, dtype, config.seed)
+    else:
+        weights = load_weights(config.model, model, device, dtype)
+    return ResidentWeights(model, weights, ops)
+
+
+def _ffn(layer: LayerWeights, ops: Ops) -> FfnWeights:
+    return FfnWeights(
+        o=ops.make_linear(layer.o, layer.o_bias),
+        norm=layer.post_norm,
+        gate_up=ops.make_linear(layer.gate_up, layer.gate_up_bias),
+        down=ops.make_linear(layer.down, layer.down_bias),
+    )
+
+
+def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    norms = ((layer.q_norm, config.num_heads), (layer.k_norm, config.num_kv_heads))
+    return torch.cat([norm.expand(heads, -1) for norm, heads in norms])
