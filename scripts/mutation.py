@@ -91,6 +91,14 @@ class Mutant:
         operator = cosmic_ray.plugins.get_operator(self.operator)()
         return mutate_code((ROOT / self.file).read_text(), operator, self.occurrence)
 
+    def compiles(self) -> bool:
+        """False of a ``**`` that is no power, and the like."""
+        try:
+            compile(self.code(), self.file, "exec")
+        except SyntaxError:
+            return False
+        return True
+
     def change(self) -> str:
         """The line before and after."""
         before, after = (ROOT / self.file).read_text().splitlines(), self.code().splitlines()
@@ -247,8 +255,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="a line of JSON for each mutant")
     args = parser.parse_args()
-    drawn = list(enumerate(draw(args.mutants, args.seed)))
-    chosen = [drawn[i] for i in args.only] if args.only else drawn[args.part[0] :: args.part[1]]
+    drawn = {number: mutant for number, mutant in enumerate(draw(args.mutants, args.seed)) if mutant.compiles()}
+    chosen = args.only or list(drawn)[args.part[0] :: args.part[1]]
 
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -264,7 +272,8 @@ def main() -> None:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         counts: dict[str, Counter[str]] = {}
-        for number, mutant in chosen:
+        for number in chosen:
+            mutant = drawn[number]
             said, seconds, failed = try_mutant(tree, mutant, args.limit_s)
             counts.setdefault(mutant.file, Counter())[said] += 1
             change = mutant.change()

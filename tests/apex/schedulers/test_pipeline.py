@@ -60,6 +60,24 @@ def test_the_even_split_gives_the_longest_to_whoever_has_less_to_read() -> None:
             assert batch.context_tokens == sum(request.num_tokens for request in members)
 
 
+def test_batches_know_what_they_read_and_lose_nobody() -> None:
+    """Whoever is in no batch would have shown in either."""
+    rng = random.Random(4)
+    model = PerfModel(flat_ends_table(1e-7, 1e-6), 4)
+    for _ in range(50):
+        ready = [decoding(str(i), rng.randint(1, 400)) for i in range(rng.randint(1, 40))]
+        pipeline = Pipeline(model, LaneLoad(20, 20, 20, 20 * rng.randint(1, 300), ()))
+        pipeline.fill(CpuDecodes(ready))
+        taken = [request for batch in pipeline.batches for request in batch.requests]
+        assert len(taken) == len({request.request_id for request in taken})
+        assert pipeline.hides_cpu() and pipeline.num_requests == 20 + len(taken)
+        for batch in pipeline.batches:
+            assert batch.context_tokens == sum(request.num_tokens for request in batch.requests)
+            for request in ready:
+                longer_s = model.cpu_attention_s(batch.size + 1, batch.context_tokens + request.num_tokens)
+                assert request in taken or longer_s > pipeline.window_s(batch)
+
+
 def test_one_block_more_for_each_or_for_none() -> None:
     requests = [decoding(str(i), 4) for i in range(3)]
     kv = KVCacheManager(num_gpu_blocks=0, num_cpu_blocks=5, block_size=4)

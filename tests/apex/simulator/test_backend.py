@@ -102,6 +102,25 @@ def test_rows_cross_pcie_both_ways() -> None:
     assert backend.busy.to_gpu_s == pytest.approx(6e-3)
 
 
+def test_a_ticket_tells_when_it_crossed_and_when_it_was_computed() -> None:
+    link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
+    backend = make_backend(interconnect=link)
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("a", 500)]))
+    ticket.wait()
+    times = ticket.times()
+    assert times.to_host == pytest.approx((0.0, 4e-3))
+    assert (times.start_s, times.done_s) == pytest.approx((4e-3, 4.5e-3))
+    assert times.to_gpu == pytest.approx((4.5e-3, 6.5e-3)) and times.ready_s == pytest.approx(6.5e-3)
+
+
+def test_without_a_link_nothing_crosses_and_swaps_leave_the_cpu_alone() -> None:
+    backend = make_backend()
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 10_000)]))
+    backend.swap([swap_of(100)])
+    assert ticket.wait() == pytest.approx(10e-3) and backend.now() == pytest.approx(10e-3)
+    assert ticket.times().to_host is None and ticket.times().to_gpu is None
+
+
 def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     link = Interconnect(1e9, qkv_bytes_per_row=0, out_bytes_per_row=0, dram_bytes_per_s=4e9)
     swap_s = 1e-4 + 100 * 2e-5
