@@ -36,10 +36,14 @@ from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 
-import cosmic_ray.plugins
 import pytest
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
+
+try:
+    import cosmic_ray.plugins
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+except ModuleNotFoundError:
+    sys.exit(__doc__)
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -175,7 +179,7 @@ class CallRecorder:
         (self.tree / CALLS).write_text(json.dumps(self.calls))
 
 
-class TestSelection:
+class Selection:
     """Runs the given tests in the given order."""
 
     def __init__(self, node_ids: Sequence[str]) -> None:
@@ -210,7 +214,7 @@ def run_tests(tree: Path, tests: Sequence[str] | None, limit_s: int) -> None:
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in ("", str(ROOT), str(ROOT / "scripts")))]
     files = TESTS if tests is None else sorted({test.split("::")[0] for test in tests})
     left_out = [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in UNCONCERNED]
-    plugin = CallRecorder(tree) if tests is None else TestSelection(tests)
+    plugin = CallRecorder(tree) if tests is None else Selection(tests)
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *left_out, *files], plugins=[plugin])
     sys.stdout.flush()
     os._exit(int(code))

@@ -13,6 +13,7 @@ from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.plan_draft import PlanDraft
 from tests.reference.linear_profile import flat_ends_table
 
 
@@ -89,3 +90,15 @@ def test_one_block_more_for_each_or_for_none() -> None:
     assert kv.grow_by_one(requests[:2], Tier.CPU)
     assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(2, 8), (2, 8), (1, 4)]
     kv.check()
+
+
+def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
+    draft = PlanDraft(token_budget=100)
+    draft.add_decodes([decoding("a", 5), decoding("b", 7)])
+    for name, num_tokens in (("c", 10), ("d", 20), ("e", 20)):
+        draft.add_prefill(decoding(name, num_tokens))
+    load, item = LaneLoad.of_draft(draft), draft.prefills[1]
+    assert (load.tokens, load.requests, load.decodes, load.decode_context) == (52, 5, 2, 12)
+    draft.remove_prefill(item)
+    assert load.without(item) == LaneLoad.of_draft(draft) == LaneLoad.of(draft.plan().lane)
+    assert draft.tokens_left == 100 - 32
