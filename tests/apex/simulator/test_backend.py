@@ -88,6 +88,14 @@ def test_only_requests_at_their_last_token_get_one() -> None:
     assert set(backend.boundary(LAYERS - 1, [lane, cohort])) == {"whole", "decode", "cohort"}
 
 
+def test_a_single_layer_ends_in_tokens() -> None:
+    backend = SimulatedBackend(PerfModel(flat_ends_table(1e-7, 1e-6), 1))
+    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    assert backend.boundary(-1, [lane]) == {}
+    assert set(backend.boundary(0, [lane])) == {"g"}
+    assert backend.now() == pytest.approx(linear_s(1) + ENDS_S)
+
+
 def test_rows_cross_pcie_both_ways() -> None:
     link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
     backend = make_backend(interconnect=link)
