@@ -5,6 +5,7 @@ from __future__ import annotations
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import SteppingRule, Strategy
 from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.scheduling.plan_draft import PlanDraft
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
@@ -86,3 +87,18 @@ def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
         assert request.output_token_ids == expected
     engine.kv.check_blocks()
     assert engine.executor.is_idle
+
+
+def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobody_else() -> None:
+    engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=20)
+    scheduler, draft = engine.scheduler, PlanDraft(token_budget=64)
+    older = engine.add_request("older", [2] * 7, up_to(2))
+    engine.step()
+    scheduler._push_out(older, PlanDraft(token_budget=64))
+    scheduler._start_cohort([older], SteppingRule.RIDE_IF_READY)
+    engine.kv.allocators[Tier.GPU].allocate(5)
+    scheduler._swap_in(draft)
+    assert older.request_id in scheduler._leaving  # it comes as soon as its attention is done, and takes 2 of 3 blocks
+    newcomer = engine.add_request("newcomer", [2] * 3, up_to(2))
+    scheduler._admit(draft)
+    assert newcomer.tier is Tier.CPU

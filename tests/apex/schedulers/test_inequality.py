@@ -9,6 +9,7 @@ import pytest
 
 from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
 from apex.schedulers.inequality import (
+    Inequality,
     max_rate_ratio,
     mixed_cpu_window_s,
     offload_bound_tokens_per_s,
@@ -56,6 +57,10 @@ def test_empty_lane_pays() -> None:
     assert pipelining_pays(0, 5, 0, 0).holds
 
 
+def test_empty_lane_is_worth_what_the_cpu_does_alone() -> None:
+    assert pipelining_pays(0, 0.5, 0, 0) == Inequality(left=0.5, right=0.0)
+
+
 def test_bound() -> None:
     # 50 GB/s over 1250 tokens of 128 KiB: 305 tokens/s on top of what the GPU does.
     assert offload_bound_tokens_per_s(100, 50e9, 131072, 1250) == pytest.approx(405.2, abs=0.1)
@@ -68,6 +73,14 @@ def test_curve_interpolates_extrapolates_and_never_falls() -> None:
     assert Curve((0, 10), (0.0, 5.0))(20) == 10
     with pytest.raises(ValueError, match="ascending"):
         Curve((2, 1), (0.0, 1.0))
+
+
+def test_a_curve_needs_two_sizes_and_is_never_negative() -> None:
+    with pytest.raises(ValueError, match="at least two"):
+        Curve((1,), (1.0,))
+    assert Curve((2, 4), (0.0, 2.0))(1) == 0
+    below = Surface((2, 4), (Curve((0, 10), (0.0, 0.0)), Curve((0, 10), (0.0, 30.0))))
+    assert below(1, 5) == 0
 
 
 def test_surface() -> None:
@@ -88,6 +101,33 @@ def test_model_flags_extrapolation_and_knows_the_knee() -> None:
     steps = Curve((1, 64, 128, 256), (1.0, 1.1, 1.2, 2.0))
     stepped = PerfModel(ProfileTable(**{**vars(table), "linear": steps}), 2)
     assert stepped.linear_knee_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("requests", "context", "flagged"),
+    [(1, 0, False), (2, 1000, False), (3, 500, True), (2, 1001, True), (3, 1001, True)],
+)
+def test_what_lies_outside_the_table_in_either_size_is_flagged(requests: int, context: int, flagged: bool) -> None:
+    model = PerfModel(flat_table(), num_layers=2)
+    model.gpu_attention_s(requests, requests * context)
+    assert model.extrapolated == ({"gpu_attention"} if flagged else set())
+
+
+@pytest.mark.parametrize(("tokens", "flagged"), [(1, False), (1001, False), (1002, True)])
+def test_the_ends_of_a_curve_belong_to_it(tokens: int, flagged: bool) -> None:
+    model = PerfModel(flat_table(), num_layers=2)
+    model.linear_s(tokens)
+    assert model.extrapolated == ({"linear"} if flagged else set())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no profile table"), ("{}", "has another format"), ('{"version": 1}', "has another format")],
+)
+def test_what_is_no_table_of_this_version_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ProfileMismatch, match=message):
+        ProfileTable.load(tmp_path / "t.json", {})
 
 
 def test_table_round_trip_and_refusal(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.plan_draft import PlanDraft
 from tests.reference.linear_profile import flat_ends_table
 
 
@@ -60,6 +61,24 @@ def test_the_even_split_gives_the_longest_to_whoever_has_less_to_read() -> None:
             assert batch.context_tokens == sum(request.num_tokens for request in members)
 
 
+def test_batches_know_what_they_read_and_lose_nobody() -> None:
+    """Whoever is in no batch would have shown in either."""
+    rng = random.Random(4)
+    model = PerfModel(flat_ends_table(1e-7, 1e-6), 4)
+    for _ in range(50):
+        ready = [decoding(str(i), rng.randint(1, 400)) for i in range(rng.randint(1, 40))]
+        pipeline = Pipeline(model, LaneLoad(20, 20, 20, 20 * rng.randint(1, 300), ()))
+        pipeline.add_hidden(CpuDecodes(ready))
+        taken = [request for batch in pipeline.batches for request in batch.requests]
+        assert len(taken) == len({request.request_id for request in taken})
+        assert pipeline.hides_cpu() and pipeline.num_requests == 20 + len(taken)
+        for batch in pipeline.batches:
+            assert batch.context_tokens == sum(request.num_tokens for request in batch.requests)
+            for request in ready:
+                longer_s = model.cpu_attention_s(batch.size + 1, batch.context_tokens + request.num_tokens)
+                assert request in taken or longer_s > pipeline.window_s(batch)
+
+
 def test_one_block_more_for_each_or_for_none() -> None:
     requests = [decoding(str(i), 4) for i in range(3)]
     kv = KVCacheManager(num_gpu_blocks=0, num_cpu_blocks=5, block_size=4)
@@ -71,3 +90,15 @@ def test_one_block_more_for_each_or_for_none() -> None:
     assert kv.allocate_block_each(requests[:2], Tier.CPU)
     assert [(kv.num_held(request), request.num_kv_slots) for request in requests] == [(2, 8), (2, 8), (1, 4)]
     kv.check_blocks()
+
+
+def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
+    draft = PlanDraft(token_budget=100)
+    draft.add_decodes([decoding("a", 5), decoding("b", 7)])
+    for name, num_tokens in (("c", 10), ("d", 20), ("e", 20)):
+        draft.add_prefill(decoding(name, num_tokens))
+    load, item = LaneLoad.from_draft(draft), draft.prefills[1]
+    assert (load.tokens, load.requests, load.decodes, load.decode_context) == (52, 5, 2, 12)
+    draft.remove_prefill(item)
+    assert load.without(item) == LaneLoad.from_draft(draft) == LaneLoad.from_items(draft.build_plan().lane)
+    assert draft.tokens_left == 100 - 32

@@ -88,6 +88,14 @@ def test_only_requests_at_their_last_token_get_one() -> None:
     assert set(backend.boundary(LAYERS - 1, [lane, cohort])) == {"whole", "decode", "cohort"}
 
 
+def test_a_single_layer_ends_in_tokens() -> None:
+    backend = SimulatedBackend(PerfModel(flat_ends_table(1e-7, 1e-6), 1))
+    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    assert backend.boundary(-1, [lane]) == {}
+    assert set(backend.boundary(0, [lane])) == {"g"}
+    assert backend.now() == pytest.approx(linear_s(1) + ENDS_S)
+
+
 def test_rows_cross_pcie_both_ways() -> None:
     link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
     backend = make_backend(interconnect=link)
@@ -100,6 +108,25 @@ def test_rows_cross_pcie_both_ways() -> None:
     first.wait()
     assert backend.busy.to_host_s == pytest.approx(14e-3)
     assert backend.busy.to_gpu_s == pytest.approx(6e-3)
+
+
+def test_a_ticket_tells_when_it_crossed_and_when_it_was_computed() -> None:
+    link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
+    backend = make_backend(interconnect=link)
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("a", 500)]))
+    ticket.wait()
+    times = ticket.times()
+    assert times.to_host == pytest.approx((0.0, 4e-3))
+    assert (times.start_s, times.done_s) == pytest.approx((4e-3, 4.5e-3))
+    assert times.to_gpu == pytest.approx((4.5e-3, 6.5e-3)) and times.ready_s == pytest.approx(6.5e-3)
+
+
+def test_without_a_link_nothing_crosses_and_swaps_leave_the_cpu_alone() -> None:
+    backend = make_backend()
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 10_000)]))
+    backend.swap([swap_of(100)])
+    assert ticket.wait() == pytest.approx(10e-3) and backend.now() == pytest.approx(10e-3)
+    assert ticket.times().to_host is None and ticket.times().to_gpu is None
 
 
 def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:

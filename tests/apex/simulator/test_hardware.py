@@ -15,10 +15,13 @@ from apex.perf.model import PerfModel, ProfileTable
 from apex.simulator.calibrated_profile import (
     closest_layer,
     cpu_attention_gb_s,
+    ends_s,
+    gemm_s,
     gpu_attention_s,
     hardware_profile,
     linear_curve,
     prefill_attention_s,
+    sheet_linear_s,
 )
 from apex.simulator.hardware import (
     ASSUMPTIONS_FILE,
@@ -255,6 +258,34 @@ def test_tables_agree_with_the_formulas_between_their_points() -> None:
     assert not model.extrapolated
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 32, 48, 768, 2048])
+def test_tables_are_exact_at_powers_of_two_and_their_middles(tokens: int, tmp_path: Path) -> None:
+    card, shape = load_gpu(write_gpu(tmp_path / "new.yaml")), LayerShape.from_config(LLAMA_3_8B)
+    table = hardware_profile(card, load_host("dual-xeon-6342"), LLAMA_3_8B)
+    assert table.linear(tokens) == pytest.approx(sheet_linear_s(card, shape, 2, tokens), rel=1e-9)
+    expected = prefill_attention_s(card, shape, tokens, 0)
+    assert table.prefill_attention(tokens, 0) == pytest.approx(expected, rel=1e-9)
+    if tokens & (tokens - 1) == 0:
+        assert table.ends(tokens) == pytest.approx(ends_s(card, LLAMA_3_8B, 2, tokens), rel=1e-9)
+
+
+def test_long_prefills_are_off_by_4_percent_at_most(tmp_path: Path) -> None:
+    card, shape = load_gpu(write_gpu(tmp_path / "new.yaml")), LayerShape.from_config(LLAMA_3_8B)
+    table = hardware_profile(card, load_host("dual-xeon-6342"), LLAMA_3_8B, max_tokens=20_000)
+    for tokens in range(4096, 20_000, 500):
+        expected = prefill_attention_s(card, shape, tokens, 0)
+        assert expected <= table.prefill_attention(tokens, 0) * (1 + 1e-9) <= 1.042 * expected
+
+
+def test_contexts_from_one_token_to_128k_are_in_the_table() -> None:
+    model = PerfModel(profile("a10"), 32)
+    for attention_s in (model.gpu_attention_s, model.cpu_attention_s):
+        attention_s(1, 1)
+        attention_s(4, 4 * 131_072)
+    model.prefill_attention_s([(16, 0), (16, 131_072)])
+    assert not model.extrapolated
+
+
 def test_cpu_attention_is_kv_bytes_over_the_given_bandwidth() -> None:
     kv_bytes = 100 * 1250 * LayerShape.from_config(LLAMA_3_8B).kv_elements * 2
     model = PerfModel(profile("a10", cpu_bandwidth_gb_s=50), 32)
@@ -286,6 +317,13 @@ def test_ends_hold_the_logits_and_the_host() -> None:
     logits_bytes = LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size * 2
     assert profile("a10").ends(1) == pytest.approx(logits_bytes / 470e9, rel=0.02)
     assert PerfModel(profile("a10"), 32).ends_s(1) == pytest.approx(1e-3 + logits_bytes / 470e9, rel=0.02)
+
+
+def test_embedding_rows_are_read_and_written() -> None:
+    card, hidden = load_gpu("a10"), LLAMA_3_8B.hidden_size
+    logits_s = gemm_s(card, LLAMA_3_8B.vocab_size * hidden, 2, 1000)
+    embedding_s = 2 * 1000 * hidden * 2 / (card["memory_bandwidth_gb_s"] * 1e9 * card["weight_read_fraction"])
+    assert ends_s(card, LLAMA_3_8B, 2, 1000) - logits_s == pytest.approx(embedding_s)
 
 
 def test_no_work_takes_no_time() -> None:

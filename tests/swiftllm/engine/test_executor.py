@@ -141,6 +141,41 @@ def test_aborted_rows_leave_when_no_ticket_needs_them(backend: FakeBackend) -> N
     assert set(result.tokens) == {"g", "d"}
 
 
+def test_a_lane_does_not_wait_for_requests_that_leave(backend: FakeBackend) -> None:
+    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
+    lane = (place(backend, "g", Tier.GPU, 0),)
+    executor = OverlapExecutor(backend)
+    executor.run(plan(lane, [CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)]))
+    result = executor.run(plan(lane, (), ["c"]))  # nobody else steps, but the lane has its layers to cross
+    assert result.left == frozenset() and result.lane_busy_s == result.duration_s
+    executor.abandon()
+
+
+def test_whoever_an_operation_is_about_is_at_work(backend: FakeBackend) -> None:
+    """Where one of them fails or hangs, these requests are blamed, and no others."""
+    executor = OverlapExecutor(backend)
+    blamed: list[tuple[str, str]] = []
+
+    def watch(name: str) -> None:
+        operation = getattr(backend, name)
+
+        def watched(*args: object) -> object:
+            blamed.append((name, "".join(sorted(executor.at_work()))))
+            return operation(*args)
+
+        setattr(backend, name, watched)
+
+    lane = (place(backend, "g", Tier.GPU, 0), place(backend, "h", Tier.GPU, 1))
+    rider = CohortPlan(0, (place(backend, "r", Tier.CPU, 0),), SteppingRule.RIDE_AND_WAIT)
+    stepper = CohortPlan(1, (place(backend, "s", Tier.CPU, 1),), SteppingRule.STEP_AND_WAIT)
+    for name in ("swap", "open_lane", "open_cohort", "boundary", "gpu_attention"):
+        watch(name)
+    executor.run(plan(lane, [rider, stepper]))
+    assert blamed[:4] == [("swap", ""), ("open_lane", "gh"), ("open_cohort", "r"), ("open_cohort", "s")]
+    layer = [("boundary", "ghr"), ("gpu_attention", "gh"), ("boundary", "s")]
+    assert blamed[4:] == [*layer * LAYERS, ("boundary", "ghr"), ("boundary", "s")]
+
+
 def test_a_failing_worker_is_heard(backend: FakeBackend) -> None:
     class Broken(FakeTicket):
         def wait(self) -> float:
