@@ -113,6 +113,13 @@ def test_what_lies_outside_the_table_in_either_size_is_flagged(requests: int, co
     assert model.extrapolated == ({"gpu_attention"} if flagged else set())
 
 
+def test_one_long_request_is_in_the_table_where_two_of_them_would_not_fit_the_tier() -> None:
+    fewer_contexts = Surface((1, 2), (Curve((0, 1000), (0.0, 1e-3)), Curve((0, 500), (0.0, 1e-3))))
+    model = PerfModel(ProfileTable(**{**vars(flat_table()), "gpu_attention": fewer_contexts}), num_layers=2)
+    model.gpu_attention_s(1, 1000)
+    assert not model.extrapolated
+
+
 @pytest.mark.parametrize(("tokens", "flagged"), [(1, False), (1001, False), (1002, True)])
 def test_the_ends_of_a_curve_belong_to_it(tokens: int, flagged: bool) -> None:
     model = PerfModel(flat_table(), num_layers=2)
