@@ -25,7 +25,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import Executor
-from swiftllm.server.service.state_dump import report
+from swiftllm.server.service.state_dump import dump_state
 from tests.reference.tiny_model import make_tiny_llama
 
 LAYERS = 12
@@ -180,7 +180,7 @@ def test_while_recording_an_engine_has_a_whole_executor() -> None:
             engine.step()
         missing = {name for name in vars(Executor) if not name.startswith("_")} - set(dir(engine.executor))
         assert not missing
-        assert "cohort before boundary" in report(engine) and not engine.executor.is_idle
+        assert "cohort before boundary" in dump_state(engine) and not engine.executor.is_idle
 
 
 def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:
