@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import torch
 
-from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, memory_bandwidth, wake_up
+from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, measure_wake_up, memory_bandwidth
 from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
@@ -169,7 +169,7 @@ def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
         "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
     }
     if device.type == "cuda":
-        parts["wake_up"] = lambda: wake_up(timer)
+        parts["wake_up"] = lambda: measure_wake_up(timer)
     for name, part in parts.items():
         try:
             figures[name] = part()

@@ -28,10 +28,10 @@ import torch
 
 import pacpu
 from apex.cli.parser import parse_options
-from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
-from benchmarks.pacpu_peers import peers
-from benchmarks.pacpu_report import Progress, figure, markdown, print_medians, verdicts
-from evaluation.figures import save
+from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
+from benchmarks.pacpu_peers import peer_contenders
+from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, verdicts
+from evaluation.figures import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
@@ -183,8 +183,8 @@ def measure(points: Sequence[Point], seconds: float) -> None:
 
 
 def main(options: Options) -> None:
-    found, absent = peers()
-    everyone = [*kernels(), *found]
+    found, absent = peer_contenders()
+    everyone = [*kernel_contenders(), *found]
     cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {
@@ -196,16 +196,16 @@ def main(options: Options) -> None:
         "date": time.ctime(),
     }
     folder = ResultFolder("pacpu", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     print(f"{len(cases)} cases, {', '.join(contender.label for contender in everyone)}")
     for name, reason in (pacpu.unavailable() | absent).items():
         print(f"without {name}: {reason}")
     points = [Point(case, memory, everyone) for case in cases]
     measure(points, seconds)
     rows = [row for point in points for row in point.rows()]
-    folder.save_summary(rows, markdown(rows))
+    folder.save_summary(rows, markdown_rows(rows))
     made = f"{cpu_model()}, {usable_cores()} cores, {datetime.date.today()}"
-    save(figure(rows, made), folder.path)
+    save_figure(draw_kernels(rows, made), folder.path)
     print_medians(rows)
     for line in verdicts(rows):
         print(line)

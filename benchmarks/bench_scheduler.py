@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.simulator.build import build_simulated
-from benchmarks.bench_simulator import NUM_LAYERS, table
+from benchmarks.bench_simulator import NUM_LAYERS, example_table
 from evaluation.results.folder import ResultFolder, flat_record
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.provenance import git_state
@@ -92,7 +92,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
     offloads = find_system(system).offloads
     engine = build_simulated(
         system,
-        table(),
+        example_table(),
         NUM_LAYERS,
         num_gpu_blocks=(mix.gpu_requests if offloads else num_requests) * blocks_each,
         num_cpu_blocks=num_requests * blocks_each,
@@ -202,7 +202,7 @@ def main(options: Options) -> None:
         "clock": "thread CPU time",
     }
     folder = ResultFolder("scheduler", configuration | {"date": time.ctime()}, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     state = git_state()
     print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
     cases = [Case(system, mix) for mix in MIXES for system in systems()]

@@ -39,12 +39,12 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
-from apex.replay.metrics import output_tokens_per_s, per_token_latency_s, spread
+from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
 from evaluation.replay.launch import free_port
-from evaluation.replay.server import connect
+from evaluation.replay.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens
@@ -170,7 +170,7 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     process = context.Process(target=serve, args=(options, pace_ms / 1e3, port, there), daemon=True)
     process.start()
     try:
-        connect("simulated", f"http://127.0.0.1:{port}", 60.0)
+        connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
         stream_all(port, options.streams, options.output_len)  # first calls pay for lazy initialisation
         streams = stream_all(port, options.streams, options.output_len)
         process.terminate()
@@ -210,7 +210,7 @@ def summarise(
         RequestRecord(str(number), stream.sent_s, PROMPT_LEN, options.output_len, tuple(arrived_s[number].tolist()))
         for number, stream in enumerate(streams)
     ]
-    latency_s = spread("per_token_s", [per_token_latency_s(record) for record in records])
+    latency_s = distribution_metrics("per_token_s", [per_token_latency_s(record) for record in records])
     p50, p90, p99 = np.percentile(added_ms[all_are_open], (50, 90, 99))
     return flat_record(
         {
@@ -234,7 +234,7 @@ def main(options: Options) -> int:
     """
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
     folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     print(f"{options.streams} streams of {options.output_len} tokens, {options.system}, zero-time engine; milliseconds")
     records = []
     for number in range(options.rounds):

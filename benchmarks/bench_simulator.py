@@ -49,7 +49,7 @@ class Options:
     """Results go to bench_simulator/<run>/ in this folder."""
 
 
-def table() -> ProfileTable:
+def example_table() -> ProfileTable:
     """Times like those of an 8B model on an A10-class card; only their proportions matter here."""
 
     def over_context(token_s: float) -> Surface:
@@ -70,7 +70,7 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
     """An engine past its prefills, with more requests waiting."""
     engine = build_simulated(
         system,
-        table(),
+        example_table(),
         NUM_LAYERS,
         num_gpu_blocks=num_gpu * 80,
         num_cpu_blocks=num_cpu * 80,
@@ -116,7 +116,7 @@ def main(options: Options) -> None:
     """Measure, print, save."""
     configuration = {"benchmark": "simulator", "sizes": SIZES, "iterations": ITERATIONS, "date": time.ctime()}
     folder = ResultFolder("bench_simulator", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     records = []
     for num_gpu, num_cpu in SIZES:
         for system in systems():

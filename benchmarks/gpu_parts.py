@@ -61,7 +61,7 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
     return {name: rate / 1e9 for name, rate in figures.items()}
 
 
-def wake_up(timer: Timer) -> dict[str, float]:
+def measure_wake_up(timer: Timer) -> dict[str, float]:
     """How much later a host that sleeps hears of an event than one that spins: what pacing has to hide."""
     words = torch.zeros(GIB // 16, dtype=torch.int32, device=timer.device)
 

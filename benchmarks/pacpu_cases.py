@@ -152,7 +152,7 @@ def usable_isas() -> list[str]:
     return usable
 
 
-def kernels() -> list[Contender]:
+def kernel_contenders() -> list[Contender]:
     """Every kernel of pacpu under every instruction set of this CPU."""
     found = []
     for isa in usable_isas():

@@ -21,7 +21,7 @@ PEER_NOTES = {
 }
 
 
-def peers() -> tuple[list[Contender], dict[str, str]]:
+def peer_contenders() -> tuple[list[Contender], dict[str, str]]:
     """Those that are here, and why the others are not."""
     found, absent = [Contender("torch SDPA", "contiguous", prepare_sdpa)], {}
     try:

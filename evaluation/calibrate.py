@@ -236,7 +236,7 @@ def main(options: Options) -> int:
     read = [*sorted(options.tables.glob("*.csv")), *sorted(HARDWARE_DIR.rglob("*.yaml"))]
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in read}
     folder = ResultFolder("calibration", {"files": hashes}, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     folder.save_summary([asdict(record) for record in records], markdown(records))
     print(markdown(records))
     for name, values in figures.items():

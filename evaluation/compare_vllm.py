@@ -28,9 +28,17 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.runner import Point, PointResult, print_failure, run_experiment
-from evaluation.figures.servers import BASELINE, ROUND_COLUMNS, cores_text, draw, medians, results_table, with_ratios
+from evaluation.figures.servers import (
+    BASELINE,
+    ROUND_COLUMNS,
+    cores_text,
+    draw_servers,
+    median_rows,
+    results_table,
+    with_ratios,
+)
 from evaluation.replay.bench_serve import BenchFailed, bench_serve
-from evaluation.replay.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
+from evaluation.replay.launch import LaunchedServer, ServerCommand, launched_server, stop_on_sigterm
 from evaluation.results.folder import markdown_table
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -99,7 +107,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RoundTask:
     """One system in one round."""
 
     system: System
@@ -167,7 +175,7 @@ def make_points(options: Options, systems: Sequence[System], model: Path) -> lis
         for system in (*systems[first:], *systems[:first]):
             key = f"{system.key}-round{number}"
             label = f"round {number + 1}, {system.name} on {cores_text(system.cores)}"
-            points.append(Point(key, key, label, Turn(system, number, lengths, model, vocabulary)))
+            points.append(Point(key, key, label, RoundTask(system, number, lengths, model, vocabulary)))
     return points
 
 
@@ -186,34 +194,34 @@ class RunningServers:
     def __exit__(self, *exception: Any) -> None:
         self.stack.__exit__(*exception)
 
-    def get(self, system: System) -> LaunchedServer:
+    def get_server(self, system: System) -> LaunchedServer:
         """The server of a system, ready; started unless it is up."""
         running = self.by_key.get(system.key)
         if running is None:
             start = time.monotonic()
             self.console.print(f"starting {system.name} on {cores_text(system.cores)} ...", highlight=False)
             log = self.logs / f"{system.key}.log"
-            running = self.stack.enter_context(launched(system.command, log, READY_TIMEOUT_S))
+            running = self.stack.enter_context(launched_server(system.command, log, READY_TIMEOUT_S))
             self.by_key[system.key] = running
             self.console.print(f"  ready after {time.monotonic() - start:.0f} s", highlight=False)
         return running
 
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
         """Measure one system in one round."""
-        turn: Turn = point.task
-        running = self.get(turn.system)
+        measured: RoundTask = point.task
+        running = self.get_server(measured.system)
         others = [server for server in self.by_key.values() if server is not running]
-        task = HttpTask(running.server, turn.model, turn.lengths, {}, prompt_tokens=turn.prompt_tokens)
+        task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=measured.prompt_tokens)
         start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
         result = run_http_point(replace(point, task=task), label, console)
         seconds = time.monotonic() - start
         values = {
             **result.values,
-            "system": turn.system.name,
+            "system": measured.system.name,
             "server": f"version {running.server.version}",
-            "panel": cores_text(turn.system.cores),
-            "cores": turn.system.cores,
-            "round": turn.round,
+            "panel": cores_text(measured.system.cores),
+            "cores": measured.system.cores,
+            "round": measured.round,
             "server_cores_busy": (running.processor_s() - own) / seconds,
             "idle_servers_cores_busy": (sum(other.processor_s() for other in others) - idle) / seconds,
             "resident_gib": running.resident_bytes() / 2**30,
@@ -221,10 +229,10 @@ class RunningServers:
         if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
             text = f"the idle servers took {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
-        return PointResult(values, result.records, {**result.details, "command": turn.system.command.describe()})
+        return PointResult(values, result.records, {**result.details, "command": measured.system.command.describe()})
 
 
-def judged_by_vllm(
+def run_vllm_client(
     options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
 ) -> list[str]:
     """Let vLLM's client send its requests to our servers; returns a line for each that did not answer them all."""
@@ -232,14 +240,14 @@ def judged_by_vllm(
     for system in systems:
         if system.name.startswith(BASELINE):
             continue
-        server, result = servers.get(system).server, folder / "bench_serve" / f"{system.key}.json"
+        server, result = servers.get_server(system).server, folder / "bench_serve" / f"{system.key}.json"
         sizes = (options.num_requests, options.input_len, options.output_len)
         try:
-            told = bench_serve(options.vllm, server, model, *sizes, result)
+            figures = bench_serve(options.vllm, server, model, *sizes, result)
         except BenchFailed as error:
             problems.append(f"{system.name}: {error}")
             continue
-        completed, failed, rate = (told[name] for name in ("completed", "failed", "output_throughput"))
+        completed, failed, rate = (figures[name] for name in ("completed", "failed", "output_throughput"))
         text = f"{completed} requests completed, {failed} failed, {rate:.1f} tokens/s"
         console.print(f"vllm bench serve, {system.name} on {cores_text(system.cores)}: {text}")
         if failed or completed != options.num_requests:
@@ -278,13 +286,13 @@ def main(options: Options, console: Console | None = None) -> int:
         )
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
-            problems += judged_by_vllm(options, systems, model, servers, outcome.folder, console)
+            problems += run_vllm_client(options, systems, model, servers, outcome.folder, console)
     rows = outcome.summary
     if rows:
         write_atomically(outcome.folder / "summary.md", markdown_table(rows, ROUND_COLUMNS))
-        middle = medians(rows)
+        middle = median_rows(rows)
         console.print(results_table(middle, rows))
-        console.print(f"figure: {draw(middle, outcome.folder)}", highlight=False, soft_wrap=True)
+        console.print(f"figure: {draw_servers(middle, outcome.folder)}", highlight=False, soft_wrap=True)
     for problem in problems:
         print_failure(problem, console)
     console.print(f"summary, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)

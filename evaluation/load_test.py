@@ -30,9 +30,9 @@ from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
-from evaluation.figures.table import LATENCY_COLUMNS, cell
-from evaluation.replay.launch import ServerCommand, launched, stop_on_sigterm
-from evaluation.replay.server import Server, connect
+from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
+from evaluation.replay.server import Server, connect_server
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -137,7 +137,7 @@ COLUMNS = (
 
 
 def results_table(summary: Sequence[FlatRecord]) -> Table:
-    rows = [[r["load"], r["system"], *(cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
+    rows = [[r["load"], r["system"], *(format_cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
     return table(("load", "server", *(title for title, _, _ in COLUMNS)), rows, left=("load", "server"))
 
 
@@ -168,11 +168,11 @@ def main(options: Options, console: Console | None = None) -> int:
                 trace: Trace = UniformTrace(options.input_len, options.output_len)
             else:
                 trace = load_trace(options.workload, options.trace_dir)
-            servers = [connect(name, url, options.ready_timeout_s) for name, url in urls.items()]
+            servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
             for command in commands:
                 console.print(f"starting {command.name} ...")
                 log = options.results_dir / NAME / "logs" / f"{command.name}.log"
-                servers.append(stack.enter_context(launched(command, log, STARTED_READY_TIMEOUT_S)).server)
+                servers.append(stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S)).server)
             points = make_points(options, servers, model, trace)
         except (ValueError, OSError) as error:
             print(f"{NAME}: {error}", file=sys.stderr)
@@ -183,7 +183,7 @@ def main(options: Options, console: Console | None = None) -> int:
         console.print(results_table(outcome.summary))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s that keep {keep}")
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 if __name__ == "__main__":

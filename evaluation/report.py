@@ -28,7 +28,7 @@ from rich.console import Console
 from apex.cli.parser import parse_options
 from evaluation.experiments.runner import print_error
 from evaluation.figures.report_tables import Table, columns_of, make_table, origin_of
-from evaluation.results.claims import Comparison, compare, load_claims
+from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
@@ -109,7 +109,7 @@ def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
     return [
         claim_row(item, origin)
         for origin in dict.fromkeys(map(origin_of, records))
-        for item in compare(load_claims(figure), [record for record in records if origin_of(record) == origin])
+        for item in compare_claims(load_claims(figure), [record for record in records if origin_of(record) == origin])
     ]
 
 

@@ -22,7 +22,7 @@ from evaluation.experiments.neo_points import make_neo_points, with_rates_at_lat
 from evaluation.experiments.options import Folder, Names, Range, experiment_settings
 from evaluation.experiments.runner import Point, print_error
 from evaluation.experiments.sensitivity import parse_sensitivity
-from evaluation.experiments.simulated_sweeps import describe
+from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, run_and_show, show
 from evaluation.results.paths import RESULTS_DIR
@@ -83,7 +83,7 @@ def main(options: Options) -> int:
             return 0
         chosen = chosen_points(settings, options)
         for number, (name, points) in enumerate(chosen.items(), start=1):
-            configuration = {"simulated": describe(points)}
+            configuration = {"simulated": describe_simulated_points(points)}
             jobs = options.jobs or usable_cores()
             figure = figures[name_of_figure(name)]
             console.rule(f"{number} of {len(chosen)}: {figure.title}", align="left")

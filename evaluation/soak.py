@@ -32,8 +32,8 @@ import httpx
 
 from apex.cli.parser import parse_options
 from evaluation.replay.launch import free_port, stop_on_sigterm
-from evaluation.replay.server import connect
-from evaluation.replay.soak_requests import Draw, Unexpected, exchange, plain
+from evaluation.replay.server import connect_server
+from evaluation.replay.soak_requests import RequestSource, Unexpected, plain_request, send_request
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
 from swiftllm.server.service.service import ServiceLimits
@@ -134,7 +134,7 @@ def resident_mib(pid: int) -> float:
 # -- the clients -------------------------------------------------------------------------------------------------------
 
 
-async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> Report:
+async def soak(options: Options, url: str, source: RequestSource, process: BaseProcess) -> Report:
     """Send everything; whatever a request does, the others go on."""
     report = Report()
     start_s = time.monotonic()
@@ -149,10 +149,10 @@ async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> 
                 os.kill(process.pid, signal.SIGUSR1)
             if number and number % every == 0:
                 report.resident_mib.append(resident_mib(process.pid))
-                tell(number, options.requests, time.monotonic() - start_s, report)
-            asked = draw.next()
+                print_progress(number, options.requests, time.monotonic() - start_s, report)
+            asked = source.next_request()
             try:
-                end = await exchange(client, asked)
+                end = await send_request(client, asked)
             except Unexpected as problem:
                 report.problems.append(str(problem))
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -162,23 +162,23 @@ async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> 
 
     async with client:
         await asyncio.gather(*(one_after_the_other() for _ in range(options.concurrency)))
-        await see_what_is_left(client, draw, report)
+        await check_idle_server(client, source, report)
     report.resident_mib.append(resident_mib(process.pid))
     report.seconds = time.monotonic() - start_s
     return report
 
 
-def tell(number: int, total: int, seconds: float, report: Report) -> None:
+def print_progress(number: int, total: int, seconds: float, report: Report) -> None:
     rate = number / seconds
     left = format_s((total - number) / rate)
     text = f"{number}/{total} requests, {rate:.0f}/s, server {report.resident_mib[-1]:.0f} MiB, {left} left"
     print(f"soak: {text}" + (f", {len(report.problems)} problems" if report.problems else ""), flush=True)
 
 
-async def see_what_is_left(client: httpx.AsyncClient, draw: Draw, report: Report) -> None:
+async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, report: Report) -> None:
     """The server must get idle with empty pools, and serve."""
     deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-    while held := holds(now := (await client.get("/status.json")).json()["now"]):
+    while held := held_resources(now := (await client.get("/status.json")).json()["now"]):
         if time.monotonic() > deadline_s:
             report.problems.append(f"{IDLE_TIMEOUT_S:g} s after the last request the server still holds {held}")
             break
@@ -192,12 +192,12 @@ async def see_what_is_left(client: httpx.AsyncClient, draw: Draw, report: Report
     if (health := await client.get("/health")).status_code != 200:
         report.problems.append(f"the server is not well: {health.text}")
     try:
-        await exchange(client, plain(draw))
+        await send_request(client, plain_request(source))
     except (Unexpected, httpx.HTTPError) as error:
         report.problems.append(f"the server does not serve any more: {error}")
 
 
-def holds(now: dict[str, Any]) -> dict[str, int]:
+def held_resources(now: dict[str, Any]) -> dict[str, int]:
     """What a server that has nothing to do still holds, though it should hold nothing."""
     names = ("waiting", "running_gpu", "running_cpu", "gpu_blocks_used", "cpu_blocks_used")
     return {name: now[name] for name in names if now[name]}
@@ -206,7 +206,7 @@ def holds(now: dict[str, Any]) -> dict[str, int]:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def run(options: Options) -> Report:
+def run_soak(options: Options) -> Report:
     """Start a server, soak it, stop it.
 
     Raises:
@@ -221,9 +221,9 @@ def run(options: Options) -> Report:
         process.start()
         try:
             url = f"http://127.0.0.1:{port}"
-            server = connect("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
-            draw = Draw(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
-            report = asyncio.run(soak(options, url, draw, process))
+            server = connect_server("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
+            source = RequestSource(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
+            report = asyncio.run(soak(options, url, source, process))
             process.terminate()
             process.join(IDLE_TIMEOUT_S)
             if process.exitcode != 0:
@@ -249,7 +249,7 @@ def growth_mib(report: Report) -> float:
 
 
 def main(options: Options) -> int:
-    report = run(options)
+    report = run_soak(options)
     for (kind, end), count in sorted(report.ends.items()):
         print(f"{count:7} {kind}: {end}")
     allowed = f"{options.memory_allowance_mib:g}" if options.requests >= MEMORY_FROM else "any, in so short a run"

@@ -23,7 +23,7 @@ from rich.table import Table
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation.experiments import measured_sweeps as measured
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.profile_check import (
     MachineProfiles,
@@ -35,7 +35,7 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, print_error, run_experiment
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.figures.style import save
+from evaluation.figures.style import save_figure
 from evaluation.figures.validation import draw_validation
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
@@ -73,18 +73,18 @@ class Options(ConfigFile):
     """Results go to validate/<run>/ in this folder."""
 
 
-class Pairs:
+class PairRunner:
     """Runs a point for real and simulated."""
 
     def __init__(self, profiles: MachineProfiles) -> None:
         self._profiles = profiles
 
-    def run(self, point: Point, label: str, console: Console) -> PointResult:
+    def run_pair(self, point: Point, label: str, console: Console) -> PointResult:
         """The real run, with the simulated one's figures under ``simulated_*`` names."""
         task: TorchTask = point.task
-        before = self._profiles.before(task.engine)
+        before = self._profiles.profile_before(task.engine)
         real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
-        machine = mean_machine(before, self._profiles.after(task.engine))
+        machine = mean_machine(before, self._profiles.profile_after(task.engine))
         simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
         rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
         values = {
@@ -212,22 +212,22 @@ def main(options: Options) -> int:
             repeats=options.repeats,
         )
         plan = make_measured_plan("fig5", wanted)
-        points = [replace(point, group=point.key) for point in measured.make_points(plan)]  # the spread is reported
+        points = [replace(point, group=point.key) for point in make_measured_points(plan)]  # the spread is reported
     except (ValueError, FileNotFoundError) as error:
         print_error(error, console)
         return 2
-    described = {**measured.configuration(plan, points), "experiment": "validate"}
-    pairs = Pairs(MachineProfiles())
-    outcome = run_experiment("validate", described, points, pairs.run, options.results_dir, console)
+    described = {**describe_measured_plan(plan, points), "experiment": "validate"}
+    pairs = PairRunner(MachineProfiles())
+    outcome = run_experiment("validate", described, points, pairs.run_pair, options.results_dir, console)
     compared = comparison(outcome.summary)
     if compared:
         errors = operation_errors(points[0].task.engine)
         print_operations(errors, console)
-        told = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
-        write_atomically(outcome.folder / "comparison.json", to_json(told))
-        save(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
+        report = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
+        write_atomically(outcome.folder / "comparison.json", to_json(report))
+        save_figure(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
     print_comparison(compared, console)
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

@@ -138,8 +138,8 @@ def make_points(options: Options) -> list[Point]:
     )
     points = []
     for repeat in range(options.repeats):
-        turn = repeat % len(options.rows)  # no row always goes first
-        for name in options.rows[turn:] + options.rows[:turn]:
+        first = repeat % len(options.rows)  # no row always goes first
+        for name in options.rows[first:] + options.rows[:first]:
             config = replace(engine, synchronous=ROWS[name].synchronous)
             task = TorchTask(ROWS[name].system, config, lengths, {"row": name})
             key = name + (f"-{repeat}" if options.repeats > 1 else "")
@@ -277,7 +277,7 @@ def main(options: Options, run_point: RunPoint = run_row, console: Console | Non
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
         console.print(f"\n{MEANINGS}.{ONCE if options.repeats == 1 else ''}\n\n{bound_text(outcome.summary)}\n")
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,10 @@ def requests_per_s(records: Sequence[RequestRecord]) -> float | None:
 def goodput_requests_per_s(records: Sequence[RequestRecord], targets: Targets) -> float | None:
     """Completed requests that keep both targets, over the makespan."""
     span = makespan_s(records)
-    return sum(record.completed and keeps(record, targets) for record in records) / span if span else None
+    return sum(record.completed and meets_targets(record, targets) for record in records) / span if span else None
 
 
-def keeps(record: RequestRecord, targets: Targets) -> bool:
+def meets_targets(record: RequestRecord, targets: Targets) -> bool:
     """Whether a completed request keeps both targets; a single token has no gap to be too long."""
     tpot_s = time_per_output_token_s(record) or 0.0
     return time_to_first_token_s(record) <= targets.ttft_s and tpot_s <= targets.tpot_s
@@ -93,7 +93,7 @@ def time_per_output_token_s(record: RequestRecord) -> float | None:
     return (record.token_times_s[-1] - record.token_times_s[0]) / (record.output_len - 1)
 
 
-def spread(name: str, values: Sequence[float]) -> Metrics:
+def distribution_metrics(name: str, values: Sequence[float]) -> Metrics:
     """Mean, p50, p90 and p99 of ``values`` under ``name_mean`` and so on."""
     if not values:
         return {f"{name}_{part}": None for part in ("mean", "p50", "p90", "p99")}
@@ -137,9 +137,9 @@ def compute_metrics(
         "goodput_requests_per_s": goodput_requests_per_s(records, targets),
         "ttft_target_s": targets.ttft_s,
         "tpot_target_s": targets.tpot_s,
-        **spread("per_token_latency_s", [per_token_latency_s(record) for record in done]),
-        **spread("ttft_s", [time_to_first_token_s(record) for record in done]),
-        **spread("tpot_s", gaps),
+        **distribution_metrics("per_token_latency_s", [per_token_latency_s(record) for record in done]),
+        **distribution_metrics("ttft_s", [time_to_first_token_s(record) for record in done]),
+        **distribution_metrics("tpot_s", gaps),
         "completed": len(done),
         "failed": len(records) - len(done),
         "output_tokens": sum(record.output_len for record in done),

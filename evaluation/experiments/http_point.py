@@ -53,10 +53,10 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
     from evaluation.replay.http import replay_workload  # the HTTP client is needed only where a point really runs
-    from evaluation.replay.server import connect
+    from evaluation.replay.server import connect_server
 
     task: HttpTask = point.task
-    server = connect(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
+    server = connect_server(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
     prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
     workload = make_workload(task.lengths, prompt_tokens)
     limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}

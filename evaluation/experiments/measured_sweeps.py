@@ -73,7 +73,7 @@ def pool_blocks(lengths: Lengths, gpu_requests: int, block_size: int) -> tuple[i
     return max(gpu_requests * mean, max(blocks)), 1 << (sum(blocks) - 1).bit_length()
 
 
-def make_points(plan: MeasuredPlan) -> list[Point]:
+def make_measured_points(plan: MeasuredPlan) -> list[Point]:
     """All points; the systems of one workload follow each other, so that a machine's moods hit them alike."""
     points = []
     for workload in plan.workloads:
@@ -102,8 +102,8 @@ def _repeated_points(
         label += f", {rate:g} requests/s"
     points = []
     for repeat in range(plan.repeats):
-        turn = repeat % len(plan.systems)  # no system always goes first
-        for system in plan.systems[turn:] + plan.systems[:turn]:
+        first = repeat % len(plan.systems)  # no system always goes first
+        for system in plan.systems[first:] + plan.systems[:first]:
             task = _task(plan, system, lengths, {"panel": workload.panel, "baseline": plan.baseline})
             key = f"{group}-{system}" + (f"-{repeat}" if plan.repeats > 1 else "")
             points.append(Point(key, f"{group}-{system}", f"{label}, {system}", task))
@@ -129,7 +129,7 @@ def with_pools(engine: EngineConfig, lengths: Lengths, gpu_requests: int) -> Eng
     )
 
 
-def configuration(plan: MeasuredPlan, points: Sequence[Point]) -> dict[str, Any]:
+def describe_measured_plan(plan: MeasuredPlan, points: Sequence[Point]) -> dict[str, Any]:
     """The plan as it goes into the run's identity: engine options or servers, and the very lengths of each point."""
     shared = {"model": model_identity(Path(plan.engine.model)), "repeats": plan.repeats}
     if not plan.servers:

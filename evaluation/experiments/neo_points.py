@@ -16,7 +16,7 @@ from apex.simulator.hardware import load_host
 from evaluation.experiments.paper_settings import PaperSetting
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Variation
-from evaluation.experiments.simulated_sweeps import Panel, make_points, make_sensitivity_points, make_sweep
+from evaluation.experiments.simulated_sweeps import Panel, make_sensitivity_points, make_simulated_points, make_sweep
 from evaluation.results.folder import FlatRecord
 
 LATENCY = "per_token_latency_s_mean"
@@ -45,7 +45,7 @@ def make_neo_points(
         for on_its_host in on_hosts(panel, raw.get("hosts", ())):
             alone = replace(sweep, panels=(on_its_host,))
             if variation is None:
-                made = make_points(alone)
+                made = make_simulated_points(alone)
             else:
                 made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
             points += [with_values(point, values) for point in made]

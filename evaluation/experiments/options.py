@@ -13,7 +13,7 @@ import yaml
 
 from evaluation.experiments.measured_sweeps import MeasuredPlan, WorkloadPlan
 from evaluation.results.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
-from evaluation.traces.workloads import only_named
+from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
 from swiftllm.machine import usable_cores
 
@@ -140,7 +140,7 @@ def experiment_settings(figure: str, config: Path | None = None) -> dict[str, An
     return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
 
 
-def refuse_what_nothing_takes(options: FigureOptions, backends: Collection[str]) -> None:
+def refuse_unused_options(options: FigureOptions, backends: Collection[str]) -> None:
     """
     Raises:
         ValueError: an option was given that none of these backends takes.
@@ -190,7 +190,7 @@ def chosen_workloads(settings: Mapping[str, Any], options: FigureOptions) -> tup
     workloads = [
         WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
     ]
-    workloads = only_named(workloads, options.workloads)
+    workloads = select_by_workload(workloads, options.workloads)
     changes = given(num_requests=options.num_requests, scale=options.scale)
     workloads = [replace(workload, **changes) for workload in workloads]
     if options.output_lens is not None:
@@ -223,7 +223,7 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
         ValueError: an option does not fit; the message says what would.
         ServerNotReady: a server does not answer; the message says what to start.
     """
-    from evaluation.replay.server import connect  # the HTTP client is needed only here
+    from evaluation.replay.server import connect_server  # the HTTP client is needed only here
 
     if not options.url:
         raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")
@@ -236,7 +236,7 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
         raise ValueError(
             f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
         )
-    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+    return tuple(connect_server(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
 
 
 def parse_urls(texts: Sequence[str]) -> dict[str, str]:

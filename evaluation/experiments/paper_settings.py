@@ -111,12 +111,12 @@ class PaperSetting:
             self.limits.max_num_batched_tokens,
         )
 
-    def task(self, system: str, lengths: Lengths, values: Mapping[str, Any] | None = None) -> SimulatedTask:
+    def make_task(self, system: str, lengths: Lengths, values: Mapping[str, Any] | None = None) -> SimulatedTask:
         """What a simulated point of this setting runs; ``values`` are more fields of its row.
 
-        The workload is clipped to what the setting can hold (:func:`clip`).
+        The workload is clipped to what the setting can hold (:func:`clip_lengths`).
         """
-        clipped, num_clipped = clip(lengths, self.limits.max_model_len)
+        clipped, num_clipped = clip_lengths(lengths, self.limits.max_model_len)
         row = {
             "setting": self.name,
             "setting_title": self.title,
@@ -143,7 +143,7 @@ class PaperSetting:
         )
 
 
-def clip(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
+def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
     """Cut outputs, and prompts where they alone are too long, so that no request exceeds ``max_model_len`` tokens.
 
     The papers' engines would never serve such a request (theirs blocks its queue for ever, ours refuses it at the

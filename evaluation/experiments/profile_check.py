@@ -49,14 +49,14 @@ class MachineProfiles:
     def __init__(self) -> None:
         self._last: tuple[EngineConfig, float, ProfiledMachine] | None = None
 
-    def before(self, config: EngineConfig) -> ProfiledMachine:
+    def profile_before(self, config: EngineConfig) -> ProfiledMachine:
         if self._last is not None:
             last_config, taken_s, machine = self._last
             if last_config == config and time.monotonic() - taken_s < FRESH_S:
                 return machine
-        return self.after(config)
+        return self.profile_after(config)
 
-    def after(self, config: EngineConfig) -> ProfiledMachine:
+    def profile_after(self, config: EngineConfig) -> ProfiledMachine:
         machine = measure_machine(config)
         self._last = (config, time.monotonic(), machine)
         return machine

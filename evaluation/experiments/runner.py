@@ -58,7 +58,7 @@ RunPoint = Callable[[Point, str, Console], PointResult]
 Complete = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
 """Adds to the rows of a summary what only all of them together tell."""
 
-as_they_are: Complete = list
+unchanged_rows: Complete = list
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Outcome:
     summary: list[FlatRecord]
     failed: list[str]
 
-    def tell(self, console: Console) -> int:
+    def print_outcome(self, console: Console) -> int:
         """Print what failed and where everything is. Returns the exit status: 0 when every point is finished."""
         for label in self.failed:
             print_failure(f"{label}, see errors/ in the results", console)
@@ -94,7 +94,7 @@ def run_experiment(
     results_dir: Path,
     console: Console | None = None,
     jobs: int = 1,
-    complete: Complete = as_they_are,
+    complete: Complete = unchanged_rows,
 ) -> Outcome:
     """Run all points that are not finished yet and write the summary.
 
@@ -110,12 +110,12 @@ def run_experiment(
     console = console or stdout_console()
     try:
         folder = ResultFolder(name, configuration, results_dir)
-        folder.note_invocation()
+        folder.record_invocation()
     except OSError as error:
         print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
         raise SystemExit(2) from None
     try:
-        failed = run_what_is_left(folder, points, run_point, jobs, console)
+        failed = run_unfinished_points(folder, points, run_point, jobs, console)
     except KeyboardInterrupt:
         kept = sum(folder.finished_point(key) is not None for key in keys)
         text = f"interrupted: {kept} of {len(points)} points are kept in {folder.path}; the same command goes on there"
@@ -126,7 +126,7 @@ def run_experiment(
     return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
 
 
-def run_what_is_left(
+def run_unfinished_points(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, jobs: int, console: Console
 ) -> list[str]:
     """Run the points that are not finished. Returns the labels of those that failed."""
@@ -139,7 +139,7 @@ def run_what_is_left(
             progress.skip_point(point.label)
     together = [point for point in left if point.concurrent and jobs > 1]
     alone = [point for point in left if point not in together]
-    progress.announce(len(together), min(jobs, len(together)), len(alone))
+    progress.print_plan(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
     failed = run_together(folder, together, run_point, progress, jobs) if together else []
@@ -155,7 +155,7 @@ def run_one_by_one(
         label = progress.start_point(point.label)
         load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
         try:
-            outcome = save(folder, point, run_point(point, label, console), load)
+            outcome = save_result(folder, point, run_point(point, label, console), load)
         except Exception as error:
             failed.append(point.label)
             outcome = save_failure(folder, point, error)
@@ -174,13 +174,13 @@ def run_together(
     at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
     with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context, **at_once) as pool:
         try:
-            with progress.beside_each_other(sum(point.cost for point in points)) as lines:
+            with progress.pool_progress(sum(point.cost for point in points)) as lines:
                 by_cost = sorted(points, key=lambda point: -point.cost)
                 futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
                 for future in as_completed(futures):
                     point = futures[future]
                     try:
-                        outcome = save(folder, point, future.result(), {})
+                        outcome = save_result(folder, point, future.result(), {})
                     except Exception as error:
                         failed.append(point.label)
                         outcome = save_failure(folder, point, error)
@@ -196,7 +196,7 @@ def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
     return run_point(point, point.label, Console(quiet=True))
 
 
-def save(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
+def save_result(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
     """Save a point's result; returns it in a few words."""
     values = flat_record(result.values)
     saved = {"group": point.group, "values": values, "details": {**result.details, **details}}

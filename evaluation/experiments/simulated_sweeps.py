@@ -14,7 +14,7 @@ from evaluation.experiments.sensitivity import Assumption, Variation
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.provenance import fingerprint
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace, synthetic_name
-from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, only_named
+from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, select_by_workload
 from swiftllm.systems import find_system
 
 
@@ -79,7 +79,7 @@ def make_sweep(
     for raw in settings["panels"]:
         lists = {name: tuple(raw.get(name, ())) for name in ("output_lens", "request_rates", "sensitivity_at")}
         panels.append(Panel(**{**raw, "setting": load_setting(raw["setting"]), **lists}))
-    panels = only_named(panels, workloads)
+    panels = select_by_workload(panels, workloads)
     gpus = sorted({panel.setting.gpu for panel in panels})
     if gpu is not None:
         if gpu not in gpus:
@@ -97,7 +97,7 @@ def make_sweep(
     return Sweep(chosen, baseline, tuple(panels), seed, repeats or 1, trace_dir)
 
 
-def make_points(sweep: Sweep) -> list[Point]:
+def make_simulated_points(sweep: Sweep) -> list[Point]:
     """All points of the figure, in the order panel, swept value, system."""
     points = []
     for panel in sweep.panels:
@@ -159,7 +159,7 @@ def _point(
     values = {
         "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
     }  # fmt: skip
-    task = setting.task(system, lengths, values)
+    task = setting.make_task(system, lengths, values)
     parts = [f"sim-{panel.panel}", setting.name, spec.name]
     words = [setting.title, lengths.title]
     swept = [("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")]
@@ -178,7 +178,7 @@ def _point(
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 
-def describe(points: Sequence[Point]) -> list[dict[str, Any]]:
+def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Simulated points as they go into a run's identity: everything that decides their numbers."""
     return [_described(point, point.task) for point in points]
 

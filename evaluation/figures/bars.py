@@ -13,13 +13,13 @@ from evaluation.figures.style import (
     FAINT,
     INK,
     FigureText,
-    colour,
-    legend,
+    figure_legend,
+    figure_style,
     panel_legend,
     panel_title,
     set_words,
-    style,
-    tidy,
+    system_colour,
+    tidy_axes,
     words_inches,
 )
 from evaluation.results.folder import FlatRecord, span_of
@@ -67,7 +67,7 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
     halves = [half for half in halves if any(panel.groups for panel in half.panels)]
     if not halves:
         raise ValueError("nothing to draw: no point is finished")
-    with style():
+    with figure_style():
         if len(halves) == 1:
             height = words_inches(halves[0].text, WIDTH_ALONE) + ROW_HEIGHT
             figure = plt.figure(figsize=(WIDTH_ALONE, height))
@@ -90,7 +90,7 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     widths = None if in_column else [max(len(panel.groups), 3) for panel in panels]
     axes = figure.subplots(*shape, squeeze=False, width_ratios=widths)
     if not in_column:
-        legend(figure, half.systems, width, height)
+        figure_legend(figure, half.systems, width, height)
     for ax, panel in zip(axes.flat, panels, strict=True):
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
@@ -123,7 +123,7 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
                 continue
             x = index + (place - (len(systems) - 1) / 2) * bar_width
             low, high = span_of(record, METRIC)
-            ax.bar(x, value, bar_width * 0.92, color=colour(system))
+            ax.bar(x, value, bar_width * 0.92, color=system_colour(system))
             if high > low:
                 ax.errorbar(x, value, [[value - low], [high - value]], color=INK, linewidth=0.9, capsize=2.5)
             is_ratio = system != baseline and reference
@@ -141,7 +141,7 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
     ax.set_xlim(-0.6, len(groups) - 0.4)
     ax.set_ylim(0, highest * 1.13 or 1.0)
     ax.tick_params(axis="x", length=0)
-    tidy(ax)
+    tidy_axes(ax)
 
 
 def times(ratio: float) -> str:

@@ -13,10 +13,10 @@ from evaluation.figures.style import (
     FAINT,
     POINTS_PER_INCH,
     FigureText,
+    figure_style,
     panel_title,
     set_words,
-    style,
-    tidy,
+    tidy_axes,
     words_inches,
 )
 
@@ -77,7 +77,7 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
     panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
     width = columns * panel_width
     height = words_inches(text, width) + rows * (AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE)
-    with style():
+    with figure_style():
         figure = plt.figure(figsize=(width, height))
         bottom, top = set_words(figure, text, width, height)
         axes = figure.subplots(rows, columns, squeeze=False)
@@ -126,7 +126,7 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)
     begins = f"\naxis from {panel.y_from:g} on" if panel.y_from else ""
     ax.set_ylabel(panel.y_label + ("\nlog scale" if panel.log_y else begins))
-    tidy(ax)
+    tidy_axes(ax)
     name_lines(ax, drawn)
 
 
@@ -146,7 +146,7 @@ def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
     ends = [(to_axes.transform(max(series.points)), series) for series in drawn]
     ends.sort(key=lambda end: end[0][1])
     height = POINTS_PER_INCH * ax.figure.get_size_inches()[1] * ax.get_position().height
-    places = spread([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
+    places = spread_labels([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
     for ((x, y), series), place in zip(ends, places, strict=True):
         ax.annotate(
             series.label,
@@ -162,7 +162,7 @@ def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
         )
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
+def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
     """Places between 0 and 1, ``gap`` apart at least, that are nearest to ascending ``heights`` (least squares)."""
     pools: list[tuple[float, int]] = []  # mean and number of neighbours that have to stand as close as they may
     for number, height in enumerate(heights):

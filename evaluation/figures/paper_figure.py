@@ -12,19 +12,24 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from evaluation.experiments import measured_sweeps as measured
-from evaluation.experiments import simulated_sweeps as sweeps
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import (
     FigureOptions,
     experiment_settings,
     make_measured_plan,
-    refuse_what_nothing_takes,
+    refuse_unused_options,
 )
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Complete, Point, as_they_are, print_error, run_experiment
+from evaluation.experiments.runner import Complete, Point, print_error, run_experiment, unchanged_rows
 from evaluation.experiments.sensitivity import parse_sensitivity, varied_in
+from evaluation.experiments.simulated_sweeps import (
+    describe_simulated_points,
+    make_sensitivity_points,
+    make_simulated_points,
+    make_sweep,
+)
 from evaluation.figures.apex_paper import draw_sensitivity
-from evaluation.figures.style import save
+from evaluation.figures.style import save_figure
 from evaluation.figures.table import print_results
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord
@@ -60,7 +65,7 @@ class PaperFigure:
     metric: str
     what: str
     backends: tuple[str, ...] = ("simulated",)
-    complete: Complete = as_they_are
+    complete: Complete = unchanged_rows
 
 
 def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
@@ -93,7 +98,7 @@ def run_and_show(
     outcome = run_experiment(name, described, points, run_point, results_dir, console, jobs, figure.complete)
     if outcome.summary:
         show(figure, Run(outcome.folder, name, outcome.summary, machine_identity()), console)
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -> tuple[list[Point], dict[str, Any]]:
@@ -108,13 +113,13 @@ def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -
         if options.backend in MEASURED:
             raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
         backends = ("simulated",)
-    refuse_what_nothing_takes(options, backends)
+    refuse_unused_options(options, backends)
     points: list[Point] = []
     configuration: dict[str, Any] = {}
     if "simulated" in backends:
         simulated = simulated_points(figure.name, options)
         points += simulated
-        configuration["simulated"] = sweeps.describe(simulated)
+        configuration["simulated"] = describe_simulated_points(simulated)
     for backend in MEASURED.intersection(backends):
         try:
             plan = make_measured_plan(figure.name, measured_options(options))
@@ -123,14 +128,14 @@ def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -
                 raise
             console.print(f"the measured half is left out: {error}", style="yellow", highlight=False, markup=False)
         else:
-            here = measured.make_points(plan)
+            here = make_measured_points(plan)
             points += here
-            configuration[backend] = measured.configuration(plan, here)
+            configuration[backend] = describe_measured_plan(plan, here)
     return points, configuration
 
 
 def simulated_points(name: str, options: FigureOptions) -> list[Point]:
-    sweep = sweeps.make_sweep(
+    sweep = make_sweep(
         experiment_settings(name, options.config)["simulated"],
         gpu=options.gpu,
         systems=options.systems,
@@ -141,8 +146,8 @@ def simulated_points(name: str, options: FigureOptions) -> list[Point]:
         trace_dir=options.trace_dir,
     )
     if options.sensitivity is None:
-        return sweeps.make_points(sweep)
-    return sweeps.make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
+        return make_simulated_points(sweep)
+    return make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
 
 
 def measured_options(options: FigureOptions) -> FigureOptions:
@@ -184,7 +189,7 @@ def show(figure: PaperFigure, run: Run, console: Console) -> None:
     else:
         drawing = figure.draw(run)
     try:
-        png, _ = save(drawing, run.folder)
+        png, _ = save_figure(drawing, run.folder)
     except OSError as error:
         raise ValueError(f"the figure cannot be written: {error}; copy the folder to where you may write") from None
     print_results(figure.title, run.summary, console)

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from apex.cli.output import table
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
-from evaluation.figures.style import FigureText, save
-from evaluation.figures.table import LATENCY_COLUMNS, cell
+from evaluation.figures.style import FigureText, save_figure
+from evaluation.figures.table import LATENCY_COLUMNS, format_cell
 from evaluation.results.folder import FlatRecord, median_record
 from swiftllm.machine import cpu_model
 
@@ -51,7 +51,7 @@ ROUND_COLUMNS = (
 )
 
 
-def medians(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+def median_rows(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     """One row per system and cores with the median of each column over the rounds; failures are added up."""
     groups: dict[tuple[int, str], list[FlatRecord]] = {}
     for row in rows:
@@ -72,14 +72,16 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
     cells = []
     for row in middle:
         mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
-        by_round = " ".join(cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"]))
-        figures = [cell(row[field], form) for _, field, form in COLUMNS]
+        by_round = " ".join(
+            format_cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"])
+        )
+        figures = [format_cell(row[field], form) for _, field, form in COLUMNS]
         cells.append([str(row["cores"]), row["system"], *figures, by_round])
     titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
     return table(titles, cells, left=("system",))
 
 
-def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
+def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
     """Bars of the medians, a panel per number of cores."""
     first = middle[0]
     panels = []
@@ -96,4 +98,4 @@ def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
         "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
     )
     half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
-    return save(throughput_figure([half]), folder)[0]
+    return save_figure(throughput_figure([half]), folder)[0]

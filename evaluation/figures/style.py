@@ -45,13 +45,13 @@ class FigureText:
     notes: str
 
 
-def colour(system: str) -> str:
+def system_colour(system: str) -> str:
     if system in COLOURS:
         return COLOURS[system]
     return _others.setdefault(system, OTHER_COLOURS[len(_others) % len(OTHER_COLOURS)])
 
 
-def style() -> AbstractContextManager[None]:
+def figure_style() -> AbstractContextManager[None]:
     """Fonts and inks while a figure is drawn."""
     return plt.rc_context(
         {
@@ -107,19 +107,19 @@ def lines_height(text: str, size: float, height: float) -> float:
 
 def panel_legend(ax: Axes, systems: Sequence[str]) -> None:
     """The systems' colours on the line of the panel's title, at its right end."""
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=system_colour(system)) for system in systems]
     place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.3}
     ax.legend(handles, systems, ncols=len(systems), frameon=False, columnspacing=1.2, handlelength=1.2, **place)
 
 
-def legend(figure: FigureBase, systems: tuple[str, ...], width: float, height: float) -> None:
+def figure_legend(figure: FigureBase, systems: tuple[str, ...], width: float, height: float) -> None:
     """The systems' colours in the upper right corner."""
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=system_colour(system)) for system in systems]
     corner = (1 - 0.1 / width, 1 - 0.08 / height)
     figure.legend(handles, systems, loc="upper right", bbox_to_anchor=corner, ncols=len(systems), frameon=False)
 
 
-def tidy(ax: Axes) -> None:
+def tidy_axes(ax: Axes) -> None:
     """No box around the axes, a faint grid behind the data."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#E2E2E2", linewidth=0.7)
@@ -130,7 +130,7 @@ def panel_title(ax: Axes, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=8)
 
 
-def save(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
+def save_figure(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
     """Write <name>.png and <name>.pdf: the same figure, the same bytes."""
     png, pdf = folder / f"{name}.png", folder / f"{name}.pdf"
     figure.savefig(png, dpi=180)

@@ -74,7 +74,7 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
         values = {**record, "ratio": rate / base if rate and base else None}
         if record["request_rate"] is None:  # who comes with all the others at once cannot keep a target
             values["goodput_requests_per_s"] = None
-        rows.append([cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
+        rows.append([format_cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
     failures = any(record["failed"] for record in records)
     shown = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)] + [len(columns)] * failures
     titles = [column[0] for column in columns] + ["failed"]
@@ -87,6 +87,6 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
     return table
 
 
-def cell(value: Any, form: str) -> str:
+def format_cell(value: Any, form: str) -> str:
     """A value as a table cell; a dash where it does not apply."""
     return "-" if value is None else format(value, form)

@@ -37,7 +37,7 @@ def halves_of(records: Records) -> list[list[FlatRecord]]:
     return [part for part in parts if part]
 
 
-def unique(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
+def unique_values(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(record[field] for record in records))
 
 
@@ -47,12 +47,12 @@ def panel_name(records: Records) -> str:
     return f"{where}, {first['workload_title']}"
 
 
-def lettered(title: str, letter: str, records: Records) -> str:
+def lettered_title(title: str, letter: str, records: Records) -> str:
     """The title of a panel of a figure of these records; a figure of one panel needs no letter."""
-    return f"({letter}) {title}" if len(unique(records, "panel")) > 1 else title
+    return f"({letter}) {title}" if len(unique_values(records, "panel")) > 1 else title
 
 
-def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
+def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
     """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
 
     ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
@@ -65,7 +65,7 @@ def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: 
     if len(halves) == 2:
         kind = "SIMULATED and MEASURED"
     elif is_simulated(records):
-        kind = f"SIMULATED: predicted times for {' and '.join(unique(records, 'gpu'))}"
+        kind = f"SIMULATED: predicted times for {' and '.join(unique_values(records, 'gpu'))}"
     else:
         kind = f"MEASURED {measured_where(records)}: {records[0]['model']}"
     title = f"{what} \u2014 {kind}" if in_title else kind
@@ -74,7 +74,7 @@ def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: 
 
 def simulated_subtitle(records: Records) -> str:
     parts = []
-    for name in unique(records, "setting"):
+    for name in unique_values(records, "setting"):
         here = [record for record in records if record["setting"] == name]
         first = here[0]
         parts.append(
@@ -135,8 +135,8 @@ def repeat_notes(records: Records) -> list[str]:
     """How often it was measured, and how quiet the machine was."""
     repeats = max(record.get("repeats", 1) for record in records)
     seeds = ", each with its own seed" if is_simulated(records) else ""
-    told = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
-    notes = [told] if repeats > 1 else [] if is_simulated(records) else ["Measured once."]
+    text = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
+    notes = [text] if repeats > 1 else [] if is_simulated(records) else ["Measured once."]
     others = max(record.get("others_busy_cores") or 0.0 for record in records)
     return notes + [f"Other work kept up to {others:.1f} cores busy meanwhile."] * (others > DISTURBING_CORES)
 
@@ -146,13 +146,13 @@ def failure_notes(records: Records) -> list[str]:
     failed: dict[str, float] = {}
     for record in records:
         failed[record["system"]] = failed.get(record["system"], 0) + (record.get("failed") or 0)
-    told = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
-    return [f"FAILED requests, which count in nothing that is drawn: {told}."] if told else []
+    text = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
+    return [f"FAILED requests, which count in nothing that is drawn: {text}."] if text else []
 
 
 def trace_note(records: Records) -> str:
     """What the kinds of traces in the notes mean."""
-    kinds = unique(records, "trace_origin")
+    kinds = unique_values(records, "trace_origin")
     return "Traces: " + "; ".join(f"{kind}: {TRACE_WORDS[kind]}" for kind in kinds) + "."
 
 
@@ -161,25 +161,25 @@ def cpu_attention_notes(records: Records) -> list[str]:
     notes = []
     offloading = {name for name, system in systems().items() if system.offloads}
     kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] in offloading}
-    for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
+    for title in unique_values((r for r in records if r.get("setting_title")), "setting_title"):
         rates: dict[str, set[float]] = {}
         for record in records:
             if record.get("setting_title") == title and record["cpu_bandwidth_gb_s"] is not None:
                 rates.setdefault(record["system"], set()).add(record["cpu_bandwidth_gb_s"])
         if rates and all(len(values) == 1 for values in rates.values()):
-            told = ", ".join(f"{system} ({kernels[system]} kernel) {min(v):.0f} GB/s" for system, v in rates.items())
+            text = ", ".join(f"{system} ({kernels[system]} kernel) {min(v):.0f} GB/s" for system, v in rates.items())
             gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
-            notes.append(f"{title}: attention on the CPU assumed at {told}; on the GPU {gpu_rate:.0f} GB/s.")
+            notes.append(f"{title}: attention on the CPU assumed at {text}; on the GPU {gpu_rate:.0f} GB/s.")
     if records[0]["backend"].startswith("torch") and kernels:
-        told = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items())
-        notes.append(f"Attention on the CPU: {told}.")
+        text = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items())
+        notes.append(f"Attention on the CPU: {text}.")
     return notes
 
 
 def pool_notes(records: Records) -> list[str]:
     notes = []
     beyond = [r for r in records if r.get("max_gpu_blocks") is not None and r["num_gpu_blocks"] > r["max_gpu_blocks"]]
-    for title in unique(beyond, "setting_title"):
+    for title in unique_values(beyond, "setting_title"):
         most = next(r["max_gpu_blocks"] for r in beyond if r["setting_title"] == title)
         notes.append(
             f"{title}: the card itself holds at most {most} blocks beside the weights; more need a larger one."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation.replay.server import Server, ServerNotReady, connect
+from evaluation.replay.server import Server, ServerNotReady, connect_server
 
 STOP_GRACE_S = 30.0
 LOOK_AGAIN_S = 0.01
@@ -79,7 +79,7 @@ class LaunchedServer:
 
 
 @contextlib.contextmanager
-def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) -> Iterator[LaunchedServer]:
+def launched_server(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) -> Iterator[LaunchedServer]:
     """A server that is ready; stopped at the end, with SIGTERM first and SIGKILL for what is left of it then.
 
     Raises:
@@ -94,19 +94,19 @@ def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) 
     with contextlib.ExitStack() as stack:
         with log.open("wb") as output, bound_to(command.cores):
             process = subprocess.Popen(arguments, env=environment, stdout=output, **streams, start_new_session=True)
-            stack.callback(stop, process)
+            stack.callback(stop_process, process)
 
         def ended() -> str | None:
             return None if process.poll() is None else f"it ended with status {process.returncode}"
 
         try:
-            server = connect(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
+            server = connect_server(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
         except ServerNotReady as error:
             raise ServerNotReady(f"{error}\n{last_lines(log)}\nthe whole log is {log}") from None
         yield LaunchedServer(server, process, log)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """End a process and the whole session that it leads; an interrupt (Ctrl-C) shortens the wait and kills the rest at
     once."""
     try:

@@ -37,7 +37,7 @@ def still_running() -> str | None:
     """For servers started elsewhere: whether they have ended is unknown."""
 
 
-def connect(
+def connect_server(
     name: str,
     url: str,
     ready_timeout_s: float = 60.0,

@@ -20,7 +20,7 @@ def save_bench(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun]
     place of what was kept before.
     """
     folder = ResultFolder(NAME, {"experiment": NAME, "model": model_identity(model), **setting}, results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     summary = []
     for run in runs:
         values, system = flat_record(run.figures), run.figures["system"]

@@ -109,7 +109,7 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
+def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
     """Our ratios for each claim; a claim none of whose points were run has none.
 
     All records are of one backend: what is measured here and what is predicted for another machine do not mix.
@@ -155,7 +155,7 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
             table = Table(box=SIMPLE_HEAD, pad_edge=False)
             for column in ("claim", "about", "says", "ours", "range", "best at", "differs"):
                 table.add_column(column, justify="right" if column in ("ours", "differs") else "left")
-            for item in compare(wanted, records):
+            for item in compare_claims(wanted, records):
                 claim, ours = item.claim, item.summary
                 table.add_row(
                     f"{claim.section}: {_on(claim)}",
@@ -192,7 +192,7 @@ def _on(claim: Claim) -> str:
 def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
     """For each machine, the two assumptions that decide most, and the command that shows what they change.
 
-    Settings that differ in their host only are told of together.
+    Settings that differ in their host only are named together.
     """
     machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
     for record in records:
@@ -206,14 +206,14 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
         rates: dict[str, list[float]] = {}
         for record in here:
             rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
-        told = ", ".join(
+        rates_text = ", ".join(
             f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
             for system, values in rates.items()
         )
         lines += [
             f"{title}: where ours differs, look first at the GPU's KV pool, {blocks} blocks of 16 tokens "
             f"({first['num_gpu_blocks_status']}; the card holds at most {most} beside the weights), and at CPU "
-            f"attention, assumed {told} of the GPU's {gpu_rate:.0f} GB/s.",
+            f"attention, assumed {rates_text} of the GPU's {gpu_rate:.0f} GB/s.",
             f"  What they change: {script} --gpu {first['gpu_option']} --sensitivity gpu_blocks={blocks}..{most} "
             "(or cpu_bandwidth=20..300)",
         ]

@@ -81,7 +81,7 @@ class ResultFolder:
         fresh.symlink_to(self.run, target_is_directory=True)
         os.replace(fresh, link)
 
-    def note_invocation(self) -> None:
+    def record_invocation(self) -> None:
         """Add this invocation to provenance.json."""
         path = self.path / "provenance.json"
         earlier = json.loads(path.read_text())["invocations"] if path.is_file() else []

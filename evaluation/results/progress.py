@@ -94,14 +94,14 @@ class RunProgress:
         self.finished_s.append(time.monotonic() - self.point_start)
         self._print(f"{label}: {outcome}")
 
-    def announce(self, together: int, processes: int, alone: int) -> None:
+    def print_plan(self, together: int, processes: int, alone: int) -> None:
         """Say what is to come: points in parallel processes, then points one after the other."""
         parts = [f"{together} points {processes} at a time"] * bool(together)
         parts += [f"{alone} points one after the other"] * bool(alone)
         if parts:
             self.console.print(f"to run: {', then '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
 
-    def beside_each_other(self, total_cost: float) -> PoolProgress:
+    def pool_progress(self, total_cost: float) -> PoolProgress:
         """For points that run at once, in any order; ``total_cost`` is the sum of theirs."""
         return PoolProgress(self, total_cost)
 

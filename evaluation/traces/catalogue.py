@@ -160,7 +160,7 @@ class UniformTrace:
 
 
 @functools.cache
-def catalogue() -> dict[str, Any]:
+def load_catalogue() -> dict[str, Any]:
     """The workloads known, by name, as configs/experiments/workloads.yaml describes them."""
     return yaml.safe_load((EXPERIMENTS_DIR / "workloads.yaml").read_text())
 
@@ -171,11 +171,11 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
     Raises:
         ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
     """
-    if name not in catalogue():
-        raise ValueError(f"unknown workload {name!r}; known: {', '.join(catalogue())}")
+    if name not in load_catalogue():
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(load_catalogue())}")
     if trace_dir is not None and not trace_dir.is_dir():
         raise ValueError(f"trace folder {trace_dir} does not exist")
-    entry = catalogue()[name]
+    entry = load_catalogue()[name]
     for folder in trace_dirs(trace_dir):
         for source in entry["sources"]:
             path = folder / source["file"]
@@ -190,5 +190,5 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
 
 def fetchable(name: str) -> list[Source]:
     """The published traces of a workload that scripts/download_traces.py fetches."""
-    files = {source["file"] for source in catalogue()[name]["sources"]}
+    files = {source["file"] for source in load_catalogue()[name]["sources"]}
     return [source for source in SOURCES if source.file in files]

@@ -23,7 +23,7 @@ MODULES = (
 
 
 @functools.cache
-def corpus() -> str:
+def load_corpus() -> str:
     """All documentation strings of MODULES, in order of appearance, separated by blank lines.
 
     Raises:

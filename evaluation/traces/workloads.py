@@ -15,7 +15,7 @@ import numpy as np
 
 from apex.replay.records import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
-from evaluation.traces.corpus import corpus
+from evaluation.traces.corpus import load_corpus
 
 Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
 
@@ -98,7 +98,7 @@ class HasWorkloadName(Protocol):
 Part = TypeVar("Part", bound=HasWorkloadName)
 
 
-def only_named(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+def select_by_workload(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
     """The parts of a figure that are about these workloads; all of them for None.
 
     Raises:
@@ -185,5 +185,5 @@ def load_prompt_tokens(model: Path) -> PromptTokens:
     from tokenizers import Tokenizer  # heavy, and only needed here
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    ids = tokenizer.encode(corpus(), add_special_tokens=False).ids
+    ids = tokenizer.encode(load_corpus(), add_special_tokens=False).ids
     return PromptTokens(vocab_size, tuple(ids))

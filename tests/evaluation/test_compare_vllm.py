@@ -13,7 +13,7 @@ from rich.console import Console
 
 from evaluation import compare_vllm
 from evaluation.compare_vllm import Options, System, main, make_points, make_systems
-from evaluation.figures.servers import medians, with_ratios
+from evaluation.figures.servers import median_rows, with_ratios
 from evaluation.replay.launch import ServerCommand
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
@@ -89,7 +89,7 @@ def test_a_ratio_is_to_vllm_on_as_many_cores_in_the_same_round():
         row("vllm", 2, 0, 200.0), row("apex", 2, 0, 300.0), row("apex", 2, 1, 300.0, failed=2),
     ])  # fmt: skip
     assert [r["ratio"] for r in rows] == [1.0, 0.8, 1.0, 1.2, 1.0, 1.5, None]
-    middle = {(r["system"], r["cores"]): r for r in medians(rows)}
+    middle = {(r["system"], r["cores"]): r for r in median_rows(rows)}
     assert middle["swiftllm", 1]["ratio"] == 1.0 and middle["swiftllm", 1]["output_tokens_per_s"] == 70.0
     assert middle["apex", 2]["ratio"] == 1.5 and middle["apex", 2]["failed"] == 2
     assert list(middle) == [("swiftllm", 1), ("vllm", 1), ("apex", 2), ("vllm", 2)]

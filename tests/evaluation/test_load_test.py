@@ -14,7 +14,7 @@ from rich.console import Console
 from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect
+from evaluation.replay.server import connect_server
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -48,7 +48,7 @@ def closed_loop(num_requests: int, concurrency: int):
 def test_a_closed_loop_keeps_so_many_under_way():
     behaviour = UnderWay()
     with FakeServer(behaviour) as fake:
-        result = replay_workload(connect("fake", fake.url, 5.0), closed_loop(9, 3))
+        result = replay_workload(connect_server("fake", fake.url, 5.0), closed_loop(9, 3))
     assert behaviour.most == 3 and all(record.completed for record in result.records)
     arrivals = [record.arrival_s for record in result.records]
     assert arrivals[2] < 0.05 < arrivals[3]  # the fourth arrives when one of the first has ended

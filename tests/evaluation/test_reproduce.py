@@ -102,7 +102,7 @@ def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkey
     def refused(*_):
         raise PermissionError(13, "Permission denied", "figure.png")
 
-    monkeypatch.setattr(reproduction, "save", refused)
+    monkeypatch.setattr(reproduction, "save_figure", refused)
     assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 2
     assert "copy the folder to where you may write" in capsys.readouterr().out
 

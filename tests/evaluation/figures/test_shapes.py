@@ -9,7 +9,7 @@ from rich.console import Console
 
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.points import run_point
-from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_points, make_sweep
+from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_simulated_points, make_sweep
 
 NEVER_BELOW = 0.97
 SYSTEMS = ("swiftllm", "neo", "apex")
@@ -22,7 +22,7 @@ def sweep_of(figure: str, num_requests: int) -> Sweep:
 
 def rates(sweep: Sweep, panel: Panel) -> list[dict[str, float]]:
     """Output tokens/s of each system, for each point of a panel."""
-    points = make_points(replace(sweep, panels=(panel,)))
+    points = make_simulated_points(replace(sweep, panels=(panel,)))
     values = [run_point(point, point.label, Console(quiet=True)).values for point in points]
     assert all(value["failed"] == 0 for value in values)
     size = len(sweep.systems)
