@@ -20,11 +20,11 @@ from swiftllm.systems import find_system
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: a setting, a workload, and what is swept. Empty tuples sweep nothing.
+    """One panel: a setting, a workload, and the swept variables. Empty tuples sweep nothing.
 
-    ``input_len`` makes a synthetic workload of that average prompt in place of the trace ``workload``; then
-    ``output_lens`` must be given. ``request_rates`` (requests/s, Poisson) in place of all requests at once.
-    ``sensitivity_at`` are the output lengths or request rates at which other assumptions are varied.
+    ``input_len`` (tokens) makes a synthetic workload of that average prompt length in place of the trace ``workload``;
+    then ``output_lens`` must be given. ``request_rates`` (requests/s) are Poisson arrivals in place of all requests at
+    once. ``sensitivity_at`` are the output lengths or request rates at which other assumptions are varied.
     """
 
     panel: str
@@ -55,7 +55,7 @@ class Sweep:
     panels: tuple[Panel, ...]
     seed: int = 0
     repeats: int = 1
-    """Every point is run so often, each time with the next seed: a simulation has no other chance in it."""
+    """How many times every point runs, each with the next seed: nothing else in a simulation is random."""
     trace_dir: Path | None = None
 
 
@@ -70,10 +70,10 @@ def make_sweep(
     repeats: int | None = None,
     trace_dir: Path | None = None,
 ) -> Sweep:
-    """A sweep from the ``simulated`` section of a figure's experiment file, with options laid over it.
+    """A sweep from the ``simulated`` section of a figure's experiment file, overridden by options.
 
     Raises:
-        ValueError: an option does not fit; the message says what would.
+        ValueError: an option is not valid here; the message says what is.
     """
     panels = []
     for raw in settings["panels"]:
@@ -111,10 +111,10 @@ def make_simulated_points(sweep: Sweep) -> list[Point]:
 def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
     """The points of ``sensitivity_at`` of every panel, once for each value of an assumption.
 
-    Systems that do not depend on it run once: GPU-only ones compute no attention on the CPU.
+    Systems that do not depend on the assumption run once: GPU-only systems compute no attention on the CPU.
 
     Raises:
-        ValueError: a setting cannot take a value; the message says what it can.
+        ValueError: a value is not possible in a setting; the message says which are.
     """
     assumption = variation.assumption
     points = []
@@ -127,14 +127,14 @@ def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
 
 
 def _places(panel: Panel) -> list[tuple[float | None, float | None]]:
-    """(output length, request rate) where a panel's other assumptions are varied."""
+    """(output length, request rate) of the points at which assumptions are varied."""
     if panel.request_rates:
         return [(output_len, rate) for output_len in panel.output_lens or (None,) for rate in panel.sensitivity_at]
     return [(output_len, None) for output_len in panel.sensitivity_at or (None,)]
 
 
 def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float | None) -> list[Lengths]:
-    """The workload of a place in a panel, once for each repeat."""
+    """The workload of a panel's point, once for each repeat."""
     trace = panel.trace(output_len, sweep.trace_dir)
     arrivals = "at-once" if rate is None else "poisson"
     first = WorkloadSpec(
@@ -152,7 +152,7 @@ def _point(
     assumption: Assumption | None = None,
     value: float | None = None,
 ) -> Point:
-    """A point of a panel; with ``value`` in place of what its setting assumes."""
+    """A point of a panel; ``value`` replaces what its setting assumes."""
     setting, spec = panel.setting, lengths.spec
     if value is not None:
         setting = assumption.replaced(setting, value)
@@ -179,7 +179,7 @@ def _point(
 
 
 def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Simulated points as they go into a run's identity: everything that decides their numbers."""
+    """Simulated points for the run's identity: everything that decides their numbers."""
     return [_described(point, point.task) for point in points]
 
 
