@@ -21,7 +21,7 @@ STEPS = 8
 class Assumption:
     """One figure of a :class:`~evaluation.experiments.paper_settings.PaperSetting` that can be replaced.
 
-    ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the row's field with the value.
+    ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the field of its value.
     ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
     ``concerns`` says whether a system depends on it. A system that does not runs once, with an empty field.
     """
