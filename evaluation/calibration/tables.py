@@ -1,7 +1,8 @@
 """The measured tables that hardware files are calibrated with, from Vidur (MIT) and forks of it.
 
 `mlp_<gpu>_<model>_tp1.csv` has columns op, num_tokens, time_ms: operations of one layer in fp16. The attention tables
-have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md describes how they are made from the public files.
+have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md describes how to make them from the public
+files.
 """
 
 from __future__ import annotations

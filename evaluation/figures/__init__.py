@@ -1,4 +1,4 @@
-"""Figures, readable without the paper they reproduce, drawn from summary records alone."""
+"""Figures drawn from summary records, readable without the paper that they reproduce."""
 
 from evaluation.figures.bars import Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure

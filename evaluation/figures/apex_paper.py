@@ -1,4 +1,4 @@
-"""The APEX paper's figures 5, 6 and 7, and how they move with an assumption: from summary records to a drawing."""
+"""Draws the APEX paper's figures 5, 6 and 7 from summary records, and how they depend on an assumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Records = Sequence[FlatRecord]
 
 
 def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
-    """Throughput as bars; simulated and measured halves beside each other where there are both."""
+    """Throughput as bars. Simulated and measured halves stand side by side where both exist."""
     halves = []
     for half in halves_of(records):
         simulated = is_simulated(half)
@@ -80,8 +80,9 @@ def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
 def draw_sensitivity(
     records: Records, claims: Sequence[Claim], metric: str, what: str, machine: Mapping[str, Any]
 ) -> plt.Figure:
-    """Ratios in ``metric`` over the assumption that was varied, one panel per point of the figure, with the papers'
-    claims as lines. Solid lines are ratios to the baseline, dashed ones those that are claimed to another system."""
+    """Ratios in ``metric`` over the varied assumption, one panel per point of the figure, with the papers' claims.
+
+    Solid lines are ratios to the baseline; dashed lines are ratios that a paper claims to another system."""
     assumption, baseline = varied_in(records), records[0]["baseline"]
     panels = []
     for place in dict.fromkeys(place_of(record) for record in records):
@@ -114,7 +115,7 @@ def draw_sensitivity(
 def ratios_by_value(
     values: Mapping[float | None, float], base: Mapping[float | None, float]
 ) -> tuple[tuple[float, float], ...]:
-    """(x, ratio) of two systems' values by what was varied; None stands for a system that does not depend on it."""
+    """(x, ratio) of two systems' values. x is the assumption's value; None marks a system independent of it."""
     bases = {x: base.get(x, base.get(None)) for x in values if x is not None}
     return tuple((x, values[x] / at) for x, at in bases.items() if at)
 
@@ -124,7 +125,7 @@ def pair_colour(systems: tuple[str, str]) -> str:
 
 
 def claims_about(claims: Sequence[Claim], metric: str, record: FlatRecord) -> list[Claim]:
-    """The claims about a point that name a ratio; those about any workload only where there is no other."""
+    """The claims about a point that state a ratio. Claims about any workload count only if there is no other."""
     about = [claim for claim in claims if claim.ratio and claim.metric == metric and claim.covers(record)]
     return [claim for claim in about if claim.workload is not None] or about
 

@@ -1,4 +1,4 @@
-"""Throughput as bars: systems side by side, measured and simulated in halves of their own."""
+"""Throughput as bars: systems side by side, measured and simulated rows in separate halves."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from evaluation.results.folder import FlatRecord, span_of
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
 AXIS_SPACE = 0.7
-"""Inches below the axes for ticks of two lines and the axis' name."""
+"""Inches below the axes for tick labels of two lines and the axis label."""
 TITLE_SPACE = 0.42
 ROW_HEIGHT = AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE
 
 
 @dataclass(frozen=True)
 class Group:
-    """Bars side by side: one per system at one point. ``label`` stands under them."""
+    """Bars side by side: one per system at one point. ``label`` is below them."""
 
     label: str
     records: tuple[FlatRecord, ...]
@@ -49,7 +49,7 @@ class BarPanel:
 
 @dataclass(frozen=True)
 class Half:
-    """Bars that were made the same way: all measured or all simulated. ``y_label`` says which."""
+    """Bars of one kind, all measured or all simulated; ``y_label`` says which."""
 
     panels: tuple[BarPanel, ...]
     systems: tuple[str, ...]
@@ -59,7 +59,7 @@ class Half:
 
 
 def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
-    """One half with its panels beside each other, or two halves beside each other with their panels in a column.
+    """One half with its panels in a row, or two halves side by side with their panels in a column.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -110,7 +110,7 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
 
 
 def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
-    """One bar per system in each group; above it its ratio to the baseline (above the baseline its value)."""
+    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value)."""
     bar_width = 0.84 / len(systems)
     highest = max((span_of(r, METRIC)[1] for group in groups for r in group.records if r[METRIC]), default=0.0)
     for index, group in enumerate(groups):
@@ -145,5 +145,5 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
 
 
 def times(ratio: float) -> str:
-    """A ratio in three figures or four."""
+    """A ratio as text with three significant digits."""
     return f"{ratio:.2f}\u00d7" if ratio < 10 else f"{ratio:.1f}\u00d7"

@@ -1,4 +1,4 @@
-"""NEO's figures 6 to 10a, from summary records to a drawing; the distribution of latencies needs their folder, too."""
+"""Draws NEO's figures 6 to 10a from summary records. The distribution of latencies also reads per-request records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from evaluation.results.folder import FlatRecord, read_records, records_file
 Records = Sequence[FlatRecord]
 
 PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97, 98, 99)
-# From light to dark in the order of the hosts, a bigger host being more of the same; hues apart enough to tell them.
+# Light to dark in the order of the hosts, as each has more cores than the last; hues that are easy to distinguish.
 HOST_COLOURS = ("#9FB827", "#21A083", "#31688E", "#440154")
 
 
 def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
-    """All panels of a figure; ``what`` it shows, in words."""
+    """All panels of a figure; ``what`` is its title."""
     letters = unique_values(records, "panel")
     panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
     panels = [
@@ -44,7 +44,7 @@ def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
 
 
 def host_words(records: Records) -> FigureText:
-    """Subtitle and notes of a figure that differs in nothing but the host."""
+    """Subtitle and notes of a figure whose rows differ in the host only."""
     first = records[0]
     hosts = {}
     for record in records:
@@ -63,7 +63,7 @@ def host_words(records: Records) -> FigureText:
 
 
 def draw_panel(records: Records, folder: Path) -> LinePanel:
-    """What the panel's rows sweep says what it shows."""
+    """The kind of panel depends on the variable that its rows sweep."""
     rates = unique_values(records, "request_rate")
     if rates == (None,):
         return by_host_panel(records) if len(unique_values(records, "setting")) > 1 else throughput_panel(records)
@@ -96,7 +96,7 @@ def throughput_panel(records: Records) -> LinePanel:
 
 
 def by_host_panel(records: Records) -> LinePanel:
-    """A line per host for the one system that is not the baseline; ratios are to the baseline on the same host."""
+    """A line per host for each system but the baseline; ratios are to the baseline on the same host."""
     baseline = records[0]["baseline"]
     systems = [system for system in unique_values(records, "system") if system != baseline]
     lines = [
@@ -123,13 +123,13 @@ def by_host_panel(records: Records) -> LinePanel:
 
 
 def axis_start(lines: Sequence[Series]) -> float:
-    """Where the axis of ratios begins: close below them where all are about 1, else at 0."""
+    """The start of an axis of ratios: 0.9 if all ratios are near 1, else 0."""
     ratios = [ratio for line in lines for _, ratio in line.points]
     return 0.9 if min(ratios) > 0.92 and max(ratios) < 2 else 0.0
 
 
 def distribution_panel(records: Records, folder: Path) -> LinePanel:
-    """The share of requests with at most a latency: a system's line goes up to its 99th percentile."""
+    """The percentage of requests within each latency; a system's line ends at its 99th percentile."""
     lines = []
     for record in records:
         latencies = per_token_latencies_s(records_file(folder, record["point"]))
@@ -145,6 +145,6 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
 
 
 def per_token_latencies_s(path: Path) -> list[float]:
-    """Latency over output tokens of every completed request of a point, from its records."""
+    """Per-token latency (seconds) of every completed request of a point, from its records."""
     requests = read_records(path)
     return [per_token_latency_s(RequestSummary(**r)) for r in requests if r["failure"] is None]

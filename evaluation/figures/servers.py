@@ -1,4 +1,4 @@
-"""Servers side by side: ratios to vLLM on as many cores, medians over rounds, table and bars."""
+"""Comparison of servers: ratios to vLLM on the same number of cores, medians over rounds, table and bars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cores_text(cores: int) -> str:
 
 
 def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """The rows with ``ratio``: output tokens/s over vLLM's on as many cores in the same round; None without that."""
+    """The rows with ``ratio``: output tokens/s over vLLM's with as many cores in the same round, or None."""
     base = {(row["cores"], row["round"]): row["output_tokens_per_s"] for row in rows if row["system"] == BASELINE}
 
     def ratio(row: FlatRecord) -> float | None:
@@ -40,7 +40,7 @@ COLUMNS = (
     ("cores busy", "server_cores_busy", ".2f"),
     ("failed", "failed", ".0f"),
 )
-# What summary.md tells of every round.
+# Columns of summary.md, which has a row for every round.
 ROUND_COLUMNS = (
     ("cores", "cores", "{}"),
     ("system", "system", "{}"),
@@ -52,7 +52,7 @@ ROUND_COLUMNS = (
 
 
 def median_rows(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """One row per system and cores with the median of each column over the rounds; failures are added up."""
+    """One row per system and number of cores: the median of each column over the rounds, the sum of failures."""
     groups: dict[tuple[int, str], list[FlatRecord]] = {}
     for row in rows:
         groups.setdefault((row["cores"], row["system"]), []).append(row)
@@ -82,7 +82,7 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
 
 
 def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
-    """Bars of the medians, a panel per number of cores."""
+    """Bars of the medians, one panel per number of cores. Returns the path of the figure."""
     first = middle[0]
     panels = []
     for cores in sorted({row["cores"] for row in middle}):

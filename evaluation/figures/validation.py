@@ -1,4 +1,4 @@
-"""Measured against SIMULATED throughput of one machine, with the band that is aimed at."""
+"""Measured against SIMULATED throughput of one machine, with a band of the error that is aimed at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Titles, subtitles and notes of the papers' figures: what was made where, at what scale, from which lengths."""
+"""Titles, subtitles and notes of the papers' figures: machine, scale, origin of the lengths, assumptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_simulated(records: Records) -> bool:
 
 
 def halves_of(records: Records) -> list[list[FlatRecord]]:
-    """Simulated records, then measured ones, where there are any."""
+    """Simulated records, then measured ones; empty halves are left out."""
     parts = [[r for r in records if (r["backend"] == "simulated") is simulated] for simulated in (True, False)]
     return [part for part in parts if part]
 
@@ -48,14 +48,14 @@ def panel_name(records: Records) -> str:
 
 
 def lettered_title(title: str, letter: str, records: Records) -> str:
-    """The title of a panel of a figure of these records; a figure of one panel needs no letter."""
+    """A panel's title with its letter, if the figure of these records has several panels."""
     return f"({letter}) {title}" if len(unique_values(records, "panel")) > 1 else title
 
 
 def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
-    """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
+    """Title, subtitle and notes of a figure or half: machine, scale, origin of the lengths, assumptions.
 
-    ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
+    With ``in_title`` the title begins with ``what``; otherwise ``what`` is the first line of the subtitle.
     """
     halves = halves_of(records)
     subtitles, notes = [] if in_title else [what], []
@@ -106,7 +106,7 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
 
 
 def notes_of(records: Records) -> list[str]:
-    """Where the request lengths come from, and what was cut; CPU attention, and pools that no such card holds."""
+    """Notes on request lengths and clipping, load, repeats, failures, CPU attention, and oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
     about_machine = [*cpu_attention_notes(records), *pool_notes(records)]
     return [*length_notes(records), *about_load, *repeat_notes(records), *failure_notes(records), *about_machine]
@@ -132,7 +132,7 @@ def length_notes(records: Records) -> list[str]:
 
 
 def repeat_notes(records: Records) -> list[str]:
-    """How often it was measured, and how quiet the machine was."""
+    """The number of repeats, and how busy the machine was with other work."""
     repeats = max(record.get("repeats", 1) for record in records)
     seeds = ", each with its own seed" if is_simulated(records) else ""
     text = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
@@ -142,7 +142,7 @@ def repeat_notes(records: Records) -> list[str]:
 
 
 def failure_notes(records: Records) -> list[str]:
-    """Systems that did not answer everything: their other figures are of the requests that they did answer."""
+    """Systems with failed requests. Their metrics count only the completed ones."""
     failed: dict[str, float] = {}
     for record in records:
         failed[record["system"]] = failed.get(record["system"], 0) + (record.get("failed") or 0)
@@ -151,13 +151,13 @@ def failure_notes(records: Records) -> list[str]:
 
 
 def trace_note(records: Records) -> str:
-    """What the kinds of traces in the notes mean."""
+    """The meaning of the kinds of traces that the notes name."""
     kinds = unique_values(records, "trace_origin")
     return "Traces: " + "; ".join(f"{kind}: {TRACE_WORDS[kind]}" for kind in kinds) + "."
 
 
 def cpu_attention_notes(records: Records) -> list[str]:
-    """Who computes attention on the CPU with which kernel; where that is assumed, how fast."""
+    """The CPU attention kernel of each system, and its speed where that is assumed."""
     notes = []
     offloading = {name for name, system in systems().items() if system.offloads}
     kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] in offloading}

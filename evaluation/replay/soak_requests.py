@@ -1,4 +1,4 @@
-"""What a soak sends: requests that a server must serve or refuse, or whose client hangs up, and how each may end."""
+"""Generates and sends the requests of a soak: valid ones, invalid ones, and ones whose client hangs up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 60, 24
 HURRY_S = 0.002
-"""The deadline of a request that is to miss it."""
+"""Deadline in seconds of requests that should miss it."""
 
 TWO_PROMPTS = ["one of them", "and the other"]
 
@@ -23,14 +23,14 @@ QUEUE_FULL = "429 queue_full"
 
 
 class Unexpected(Exception):
-    """The server did what it must not; the message says what."""
+    """The server behaved wrongly; the message says how."""
 
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request. ``ends`` are the ways in which it may end, apart from a full queue.
+    """One request. ``ends`` are the ways in which it may end; a full queue is always allowed.
 
-    ``hang_up_after`` events of a stream, or ``hang_up_s`` seconds, the client goes away.
+    The client disconnects after ``hang_up_after`` events of a stream, or after ``hang_up_s`` seconds.
     """
 
     kind: str
@@ -38,14 +38,14 @@ class SoakRequest:
     ends: frozenset[str]
     path: str = "/v1/completions"
     tokens: int | None = None
-    """What the usage must say, where the output's length is forced."""
+    """Output tokens that the usage must report, if the output length is forced."""
     hang_up_after: int | None = None
     hang_up_s: float | None = None
 
 
 @dataclass
 class RequestSource:
-    """Draws requests for a server with such a vocabulary and longest request."""
+    """Draws random requests for a server with this vocabulary size and maximum length (tokens)."""
 
     model: str
     vocab_size: int
@@ -53,7 +53,7 @@ class RequestSource:
     rng: random.Random = field(default_factory=random.Random)
 
     def next_request(self) -> SoakRequest:
-        """A request of a kind drawn by its weight in KINDS."""
+        """A request of a random kind, drawn by the weights in KINDS."""
         kinds, weights = zip(*KINDS.items(), strict=True)
         kind = self.rng.choices(kinds, weights)[0]
         return kind(self)
@@ -159,10 +159,10 @@ KINDS: dict[Callable[[RequestSource], SoakRequest], float] = {
 
 
 async def send_request(client: httpx.AsyncClient, request: SoakRequest) -> str:
-    """Send a request, see it to its end, and return how it ended.
+    """Send a request, wait for its end, and return how it ended.
 
     Raises:
-        Unexpected: it ended in no way it may, or its answer is not whole.
+        Unexpected: it ended in a way that is not allowed, or its answer is incomplete.
         httpx.HTTPError: the connection failed.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a result came from: code, machine, versions."""
+"""Provenance of a result: code, machine, versions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PACKAGES = (
     "rich",
 )
 
-# The code that makes the numbers. What only draws or prints them may change without making a result stale.
+# The code that decides the numbers. Code that only draws or prints them may change without making results stale.
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = {"figures", "report.py", "claims.py", "progress.py", "provenance.py", "folder.py"}
 CODE_SUFFIXES = {".py", ".cpp", ".cc", ".c", ".h", ".hpp", ".ispc", ".cu"}
 
 
 def machine_identity() -> dict[str, Any]:
-    """The machine in values that stay the same from boot to boot."""
+    """Properties of the machine that do not change between boots."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -52,13 +52,13 @@ def gpu_names() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except subprocess.TimeoutExpired:  # as it does where a GPU is lost
+    except subprocess.TimeoutExpired:  # nvidia-smi hangs when a GPU is lost
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
 
 
 def git_state(root: Path = REPO_ROOT) -> dict[str, Any]:
-    """Commit and whether tracked or new files differ from it; both None outside a git checkout."""
+    """The commit, and whether tracked or new files differ from it; both None outside a git checkout."""
 
     def git(*arguments: str) -> str | None:
         if shutil.which("git") is None:
@@ -72,7 +72,7 @@ def git_state(root: Path = REPO_ROOT) -> dict[str, Any]:
 
 
 def source_hash(root: Path = REPO_ROOT) -> str:
-    """Names the code that makes the numbers, committed or not."""
+    """A hash of the code that decides the numbers, committed or not."""
     files = sorted(
         path
         for package in MEASURED_CODE
@@ -99,7 +99,7 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def model_identity(folder: Path) -> dict[str, Any]:
-    """Names a model folder: its configuration and tokenizer by content, its weights by size."""
+    """Identifies a model folder: hashes of configuration and tokenizer, sizes of the weights."""
 
     def digest(name: str) -> str | None:
         path = folder / name
@@ -115,7 +115,7 @@ def model_identity(folder: Path) -> dict[str, Any]:
 
 
 def cpu_kernels() -> dict[str, Any]:
-    """CPU attention kernels that this build has on this machine: what the default kernel is chosen from."""
+    """The CPU attention kernels of this build on this machine, from which the default is chosen."""
     try:
         import pacpu
     except ImportError:
@@ -128,6 +128,6 @@ def software() -> dict[str, Any]:
 
 
 def fingerprint(value: Any) -> str:
-    """A short name for a JSON-able value: equal values have equal names."""
+    """A short hash of a JSON-able value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
