@@ -252,7 +252,7 @@ def parse_urls(texts: Sequence[str]) -> dict[str, str]:
         if match is None:
             raise ValueError(f"--url {text!r}: write it as NAME=http://HOST:PORT, e.g. vllm=http://127.0.0.1:8000")
         if match[1] in urls:
-            raise ValueError(f"--url: two servers have the name {match[1]}; give each a different name")
+            raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
         urls[match[1]] = match[2]
     return urls
 

@@ -102,7 +102,7 @@ class Stream:
         wanted = self.request.output_len
         if self.num_tokens is None:
             raise BadAnswer(
-                f"no usage in the stream: {len(self.chunk_times_s)} chunks may or may not be {wanted} tokens"
+                f"no usage in the stream of {len(self.chunk_times_s)} chunks: it may not have {wanted} tokens"
             )
         if self.num_tokens != wanted:
             raise BadAnswer(f"{self.num_tokens} of {wanted} tokens (finish reason: {self.finish_reason or 'none'})")
