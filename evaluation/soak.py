@@ -1,10 +1,11 @@
-"""Thousands of requests of all kinds, good, bad and broken off, against a real server, whose CPU worker is killed
-in the middle: everything gets an answer or a documented error, and nothing is left behind.
+"""Sends thousands of valid, invalid and cancelled requests to a real server, and kills its CPU worker in the middle.
+
+Every request must get an answer or a documented error. At the end the server must be idle with empty pools.
 
     python evaluation/soak.py [--help]
 
-The server is the product's own, in a process of its own: system `apex`, a tiny model with random weights, pools too
-small for the load, so that requests wait, swap, are recomputed and refused. Its clients are in this process.
+The server is the product's own, in a separate process: system `apex`, a tiny model with random weights, and pools too
+small for the load, so that requests wait, swap, and are recomputed and refused. The clients run in this process.
 """
 
 from __future__ import annotations
@@ -52,31 +53,31 @@ REQUEST_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
 REPORTS = 20
 WARM = 0.25
-"""The part of the run after which memory must not grow any more: by then every path has been taken many times."""
+"""Fraction of the run after which memory must not grow: by then every code path has run many times."""
 MEMORY_FROM = 8_000
-"""Requests of the shortest run whose memory is judged. Caches and allocators fill during the first two thousand, and a
-quarter of it must be past that."""
+"""Requests of the shortest run whose memory growth is checked. Caches and allocators fill during the first two
+thousand, which must be less than a quarter of the run."""
 SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
 class Options:
-    """Soak a server in requests; exit status 0 when nothing unexpected happened and nothing was left behind."""
+    """Soak-test a server. Exit status 0: nothing unexpected happened, and the server ended idle with empty pools."""
 
     requests: int = 20_000
-    """How many to send."""
+    """Number of requests to send."""
     concurrency: int = 32
-    """How many are under way at once."""
+    """Number of requests in flight."""
     memory_allowance_mib: float = 32.0
-    """How much the server's resident memory may grow over the last three quarters of the run.
-    Judged from 8,000 requests on: caches and allocators fill during the first two thousand."""
+    """How much (MiB) the server's resident memory may grow over the last three quarters of the run.
+    Checked in runs of at least 8,000 requests: caches and allocators fill during the first two thousand."""
     seed: int = 0
     """Seed of all requests."""
 
 
 @dataclass
 class Report:
-    """What has come of a soak."""
+    """The result of a soak."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Report:
 
 
 def make_tiny_model(folder: Path) -> None:
-    """Write a model of bytes: a config.json, for weights drawn at random, and a tokenizer of one token per byte."""
+    """Write a byte-level model: a config.json (weights are random) and a tokenizer of one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -104,7 +105,7 @@ def make_tiny_model(folder: Path) -> None:
 
 
 def serve(model: Path, port: int) -> None:
-    """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, as a crash in native code would."""
+    """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, like a crash in native code."""
     from apex.strategy import StrategyConfig
     from apex.systems import build_system
     from swiftllm.server.run import run_server
@@ -115,9 +116,9 @@ def serve(model: Path, port: int) -> None:
     config = EngineConfig(
         str(model), device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
     )
-    # Left to itself the scheduler may find, on a busy machine, that the CPU is not worth using.
+    # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
     engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))
-    worker = engine.backend._worker  # a server itself has no use for killing it
+    worker = engine.backend._worker  # only this test needs to kill it
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     run_server(EngineService(engine, ServiceLimits(max_queued_requests=MAX_QUEUED)), ServerSettings(port=port))
 
@@ -135,7 +136,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def soak(options: Options, url: str, source: RequestSource, process: BaseProcess) -> Report:
-    """Send everything; whatever a request does, the others go on."""
+    """Send all requests. A failing request does not stop the others."""
     report = Report()
     start_s = time.monotonic()
     left = iter(range(options.requests))
@@ -176,7 +177,7 @@ def print_progress(number: int, total: int, seconds: float, report: Report) -> N
 
 
 async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, report: Report) -> None:
-    """The server must get idle with empty pools, and serve."""
+    """Check that the server becomes idle with empty pools, and still serves."""
     deadline_s = time.monotonic() + IDLE_TIMEOUT_S
     while held := held_resources(now := (await client.get("/status.json")).json()["now"]):
         if time.monotonic() > deadline_s:
@@ -188,17 +189,17 @@ async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, re
     if not report.worker_restarts:
         report.problems.append("the CPU worker was never restarted: killing it had no effect")
     if not now["cpu_busy_s"]:
-        report.problems.append("the CPU worker has computed nothing: this soak has tested little")
+        report.problems.append("the CPU worker has computed nothing, so this soak has tested little")
     if (health := await client.get("/health")).status_code != 200:
-        report.problems.append(f"the server is not well: {health.text}")
+        report.problems.append(f"the server is not healthy: {health.text}")
     try:
         await send_request(client, plain_request(source))
     except (Unexpected, httpx.HTTPError) as error:
-        report.problems.append(f"the server does not serve any more: {error}")
+        report.problems.append(f"the server no longer serves: {error}")
 
 
 def held_resources(now: dict[str, Any]) -> dict[str, int]:
-    """What a server that has nothing to do still holds, though it should hold nothing."""
+    """The requests and blocks that a server still holds; an idle server should hold none."""
     names = ("waiting", "running_gpu", "running_cpu", "gpu_blocks_used", "cpu_blocks_used")
     return {name: now[name] for name in names if now[name]}
 
@@ -210,7 +211,7 @@ def run_soak(options: Options) -> Report:
     """Start a server, soak it, stop it.
 
     Raises:
-        ServerNotReady: it did not start.
+        ServerNotReady: the server did not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
@@ -236,7 +237,7 @@ def run_soak(options: Options) -> Report:
 
 
 def memory_problems(options: Options, report: Report) -> list[str]:
-    """That memory grew too much, if it did in a run that is long enough to tell."""
+    """A problem if memory grew too much; none for runs that are too short to tell."""
     grown = growth_mib(report)
     if options.requests < MEMORY_FROM or grown <= options.memory_allowance_mib:
         return []
@@ -244,7 +245,7 @@ def memory_problems(options: Options, report: Report) -> list[str]:
 
 
 def growth_mib(report: Report) -> float:
-    """Resident memory at the end over that after the first quarter."""
+    """Growth of resident memory (MiB) since the first quarter of the run."""
     return report.resident_mib[-1] - report.resident_mib[int(len(report.resident_mib) * WARM)]
 
 

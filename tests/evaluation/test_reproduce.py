@@ -104,7 +104,7 @@ def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkey
 
     monkeypatch.setattr(reproduction, "save_figure", refused)
     assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 2
-    assert "copy the folder to where you may write" in capsys.readouterr().out
+    assert "copy the folder to a writable place" in capsys.readouterr().out
 
 
 def draw_neo_of(folder):
