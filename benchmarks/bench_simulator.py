@@ -1,4 +1,4 @@
-"""How fast the simulator goes: iterations of a 32-layer model per second of real time, and where that time goes.
+"""Measures the speed of the simulator: iterations per second with 32 layers, and the shares of its parts.
 
 python benchmarks/bench_simulator.py [--help]
 """
@@ -29,7 +29,7 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
-PARTS = "schedule", "run", "apply_result"  # functions of which a step's time is made
+PARTS = "schedule", "run", "apply_result"  # functions that make up the time of a step
 COLUMNS = (
     ("system", "system", "{}"),
     ("gpu_requests", "requests on the GPU", "{}"),
@@ -43,14 +43,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Measure how fast every system is simulated, at three sizes; about two minutes."""
+    """Measure how fast every system is simulated, at three sizes; takes about two minutes."""
 
     results_dir: Path = RESULTS_DIR
     """Results go to bench_simulator/<run>/ in this folder."""
 
 
 def example_table() -> ProfileTable:
-    """Times like those of an 8B model on an A10-class card; only their proportions matter here."""
+    """Times similar to those of an 8B model on an A10-class card; only their proportions matter."""
 
     def over_context(token_s: float) -> Surface:
         return Surface((1, 2), (Curve((0, 1000), (1e-6, 1000 * token_s)), Curve((0, 1000), (1e-6, 2000 * token_s))))

@@ -1,4 +1,4 @@
-"""What bench_pacpu.py shows of its rows: tables, verdicts, a figure."""
+"""The output of bench_pacpu.py: tables, verdicts, a figure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LEGEND_ENTRY, LEGEND_LINE = 1.5, 0.2
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a kernel shall reach on one thread: shares of the read limit and ratios to `ispc`, at the least and at best.
+    """Required speed of a kernel on one thread, as medians over all shapes.
 
-    Medians over all shapes count. `heads` is query heads per KV head: more than one with GQA.
+    `fraction` of the read limit and `ratio` to `ispc` are pairs of the required value and the aim.
     """
 
     name: str
@@ -56,7 +56,7 @@ REQUIREMENTS = (
 
 
 def verdicts(rows: Sequence[FlatRecord]) -> Iterator[str]:
-    """A line for each floor: met, missed, or skipped and why."""
+    """A line for each requirement: met, missed, or skipped with the reason."""
     for wanted in REQUIREMENTS:
         mine = []
         for isa in wanted.isas:
@@ -83,12 +83,12 @@ def verdicts(rows: Sequence[FlatRecord]) -> Iterator[str]:
                 parts.append(f"{value:.2f}x ispc (required {wanted.ratio[0]}, aim {wanted.ratio[1]})")
                 met &= value >= wanted.ratio[0]
             else:
-                parts.append("ratio to ispc skipped, it is not there")
+                parts.append("ratio to ispc skipped, ispc is not available")
         yield f"{wanted.name}: {'met' if met else 'MISSED'}, {', '.join(parts)}"
 
 
 def median_cells(rows: Sequence[FlatRecord]) -> Iterator[tuple[str, ...]]:
-    """Medians over shapes for each kind of heads, dtype, team size and contender."""
+    """Cells of medians over shapes, for each kind of heads, dtype, number of threads and contender."""
     groups: dict[tuple, list[FlatRecord]] = {}
     for row in rows:
         key = (heads_name(row), row["dtype"], row["threads"], row["kernel"], row["isa"])
@@ -123,7 +123,7 @@ def print_medians(rows: Sequence[FlatRecord]) -> None:
 
 
 def markdown_rows(rows: Sequence[FlatRecord]) -> str:
-    """Every row, for reading."""
+    """Every row as Markdown."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
@@ -132,9 +132,9 @@ def markdown_rows(rows: Sequence[FlatRecord]) -> str:
 
 
 def draw_kernels(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
-    """Share of the read limit over shapes: a column for each kind of heads and dtype, a row for each team size.
+    """Fraction of the read limit over shapes: columns are kinds of heads and dtypes, rows are numbers of threads.
 
-    ``made`` says on what machine and when the rows were measured.
+    ``made`` names the machine and the date of the measurement.
     """
     columns = list(dict.fromkeys((heads_name(row), row["dtype"]) for row in rows))
     teams = sorted({row["threads"] for row in rows})
@@ -180,7 +180,7 @@ def draw_panel(
     contenders: Sequence[tuple[str, str]],
     colours: Mapping[str, str],
 ) -> None:
-    """The rows of one kind of heads, dtype and team size: a line for each contender."""
+    """The rows of one kind of heads, dtype and number of threads: a line for each contender."""
     if not rows:
         return
     for kernel, isa in contenders:
@@ -205,7 +205,7 @@ def draw_panel(
 
 
 class Progress:
-    """How far the rounds are; the time left is known, since rounds stop at a deadline."""
+    """Progress of the rounds. The time left is known, since rounds stop at a deadline."""
 
     def __init__(self, num_points: int, start_s: float, seconds: float) -> None:
         self.num_points, self.end_s, self.last_line_s = num_points, start_s + seconds, start_s

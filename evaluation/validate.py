@@ -212,9 +212,8 @@ def main(options: Options) -> int:
             repeats=options.repeats,
         )
         plan = make_measured_plan("fig5", wanted)
-        points = [
-            replace(point, group=point.key) for point in make_measured_points(plan)
-        ]  # one group per repeat, as the spread is reported
+        # One group per repeat, since the spread is reported.
+        points = [replace(point, group=point.key) for point in make_measured_points(plan)]
     except (ValueError, FileNotFoundError) as error:
         print_error(error, console)
         return 2

@@ -250,8 +250,8 @@ def bound_text(summary: Sequence[FlatRecord]) -> str:
         text += f"\nThe lane of the best row was busy {lane:.0%} of the time, its CPU worker {cpu_worker:.0%}"
         if best is not base:
             text += (
-                ". Overlap can have saved at most that share of the time; the rest of the gain comes from the larger batch "
-                "that fits the CPU tier's memory"
+                ". Overlap can have saved at most that share of the time; the rest of the gain is due to the larger "
+                "batch that fits the CPU tier's memory"
             )
         text += "."
     return text

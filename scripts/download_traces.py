@@ -9,8 +9,8 @@ Each trace becomes `<name>.csv` and `<name>.json` under `${APEX_CACHE_DIR:-~/.ca
 finds them. The CSV has the columns arrival_s (seconds from the first request, empty if the source has no arrivals),
 input_tokens and output_tokens. The JSON records the origin and the conversion. No text is kept.
 
-Tokens of texts are counted with --tokenizer, without a chat template. LiveBench and OSC are in parquet and need one more
-package: `pip install pyarrow`.
+Tokens of texts are counted with --tokenizer, without a chat template. LiveBench and OSC are in parquet and need
+`pip install pyarrow`.
 
 The test suite covers the conversions, but not the downloads, since these need the sources' servers.
 """
