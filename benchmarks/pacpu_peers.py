@@ -16,8 +16,8 @@ MAX_SDPA_BYTES = 160 << 20  # larger cases take seconds without AMX, and rounds 
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
 PEER_NOTES = {
     "torch SDPA": "torch SDPA: scaled_dot_product_attention over contiguous K and V, without a block table. It takes "
-    f"no ragged batches, and is skipped if a call reads over {MAX_SDPA_BYTES >> 20} MiB, to keep rounds short.",
-    "vLLM": "vLLM, vec: its kernel with vector instructions, used for float16 and, without AMX, for bfloat16.",
+    f"no ragged batches, and is left out where a call reads over {MAX_SDPA_BYTES >> 20} MiB, to keep rounds short.",
+    "vLLM": "vLLM, vec: its kernel of vector instructions, the one it has for float16 and, without AMX, for bfloat16.",
 }
 
 
