@@ -1,4 +1,4 @@
-"""Replays small workloads over HTTP against a server that does as it is told."""
+"""Replays small workloads over HTTP against a fake server with a given behaviour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def workload(*rows):
 
 
 def replayed(behave, *rows, **limits):
-    """The result of a workload (input, output, arrival) on a server with that behaviour, and what it was sent."""
+    """The result of a workload (input, output, arrival) on a server with this behaviour, and the requests it got."""
     with FakeServer(behave) as fake:
         return replay_workload(
             connect_server("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits

@@ -1,4 +1,4 @@
-"""The side-by-side of servers: its systems, its arithmetic on made-up figures, and a whole run against fake servers."""
+"""The comparison of servers: its systems, its arithmetic on invented figures, and a whole run with fake servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_systems_are_compared_on_the_same_cores(tmp_path, model, vllm, two_cores
         assert "bfloat16" in system.command.arguments and str(model) in system.command.arguments
         if system.name.startswith("vllm"):
             assert "--no-enable-prefix-caching" in system.command.arguments
-        else:  # what somebody gets who says nothing of threads
+        else:  # the default number of threads
             assert not any("threads" in argument for argument in system.command.arguments)
 
 
@@ -137,8 +137,8 @@ def test_a_whole_run(tmp_path, model, monkeypatch, capsys):
     assert titles.startswith("| cores | system | round |") and "cores busy" in titles and len(lines) == 4
     records = read_records(records_file(folder, "vllm-1core-round1"))
     assert [len(record["token_times_s"]) for record in records] == [6] * 4
-    told = json.loads((folder / "provenance.json").read_text())["configuration"]["commands"]["vllm-1core"]
-    assert told["arguments"][1:] == ["-m", "tests.evaluation.fake_server"] and len(told["cores"]) == 1
+    found = json.loads((folder / "provenance.json").read_text())["configuration"]["commands"]["vllm-1core"]
+    assert found["arguments"][1:] == ["-m", "tests.evaluation.fake_server"] and len(found["cores"]) == 1
     assert (folder / "figure.png").stat().st_size > 20_000 and "swiftllm" in printed
     assert main(chosen, console=console) == 0  # nothing left to run
     assert "starting" not in capsys.readouterr().out

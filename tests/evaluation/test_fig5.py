@@ -1,4 +1,4 @@
-"""The measured half of the figures, with engines on a virtual clock in place of real ones."""
+"""The measured half of the figures, with engines on a virtual clock instead of real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads against servers from one command: loads, targets, servers it starts itself."""
+"""The load test: kinds of load, targets, and servers that it starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.evaluation.fake_server import FakeServer, token_by_token
 
 
 class UnderWay:
-    """Counts how many requests a server has at once; each stays for a moment."""
+    """Counts the requests that a server has at once; each takes a moment."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -131,10 +131,10 @@ def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, 
     (row,) = summary_of(tmp_path)
     assert row["system"] == "own" and row["load"] == "at-once" and row["completed"] == 4
     folder = (tmp_path / "results" / "load_test" / "latest").resolve()
-    told = json.loads((folder / "provenance.json").read_text())["configuration"]["points"][0]["server"]
-    assert told["arguments"] == [sys.executable, "-m", "tests.evaluation.fake_server"] and told["cores"]
+    found = json.loads((folder / "provenance.json").read_text())["configuration"]["points"][0]["server"]
+    assert found["arguments"] == [sys.executable, "-m", "tests.evaluation.fake_server"] and found["cores"]
     assert main(options(tmp_path, model, start=(command,)), Console(width=200)) == 0
-    assert "finished before" in capsys.readouterr().out  # the same command, whatever its port
+    assert "finished before" in capsys.readouterr().out  # the same command, with another port
 
 
 @pytest.mark.parametrize(

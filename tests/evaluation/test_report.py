@@ -24,7 +24,7 @@ def row(system: str, rate: float, **values) -> dict:
 
 @pytest.fixture(scope="module")
 def results_dir(tmp_path_factory) -> Path:
-    """Two experiments: one simulated with a figure, one measured with failures and nasty words."""
+    """Two experiments: a simulated one with a figure, a measured one with failures and text that needs escaping."""
     results = tmp_path_factory.mktemp("results")
     folder = ResultFolder(
         "fig5", {"seed": 0, "simulated": [{"key": "a"}, {"key": "b"}], "torch": {"points": [{"key": "c"}]}}, results
@@ -55,7 +55,7 @@ def page(results_dir, tmp_path_factory) -> Path:
 
 
 class Outline(HTMLParser):
-    """Collects tags and text, and whether every tag is closed where it should be."""
+    """Collects tags and text, and checks that every tag is closed in the right place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_claims_are_held_against_predictions_and_measurements_apart():
 
 
 def test_rows_need_no_system(tmp_path):
-    """Those of a benchmark of kernels, or of a calibration, are about something else."""
+    """Rows of a kernel benchmark or of a calibration have other fields."""
     folder = ResultFolder("pacpu", {}, tmp_path)
     folder.record_invocation()
     folder.save_summary([{"kernel": "native", "gbps": 12.0, "backend": "measured: CPU attention speed"}])

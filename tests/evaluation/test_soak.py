@@ -1,4 +1,4 @@
-"""A short soak of a real server, and that a soak would tell what is wrong."""
+"""A short soak of a real server, and the problems that a soak must report."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def lengths(*rows):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_fits_its_machine(name):
-    """Weights and pool fit the GPU, the CPU pool the host, and the longest request the GPU pool."""
+    """Weights and pool fit the GPU, the CPU pool fits the host, and the longest request fits the GPU pool."""
     from apex.simulator.hardware import load_gpu, load_host
 
     setting = load_setting(name)

@@ -1,4 +1,4 @@
-"""What the figures say beside their data, and where the names of lines stand."""
+"""The texts of the figures, and the positions of the names of lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_places_are_the_nearest_that_are_far_enough_apart():
 
 
 def test_lines_are_named_where_they_end():
-    """On a logarithmic axis, too, whose limits a level moves."""
+    """Also on a logarithmic axis whose limits depend on a level."""
     series = [Series(name, "#000000", ((1.0, 1.0), (2.0, y))) for name, y in (("c", 9.0), ("a", 1.0), ("b", 1.001))]
     panel = LinePanel("", "x", "y", tuple(series), (Level(1000.0, "", "#000000"),), log_y=True)
     figure = line_figure([panel], FigureText("", "", ""))
@@ -59,7 +59,7 @@ def measured(system: str) -> dict:
 
 
 def grey(colour: str) -> float:
-    """Lightness of 0 to 255 that print in grey gives a colour."""
+    """The lightness (0 to 255) of a colour in grey print."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue
 

@@ -1,4 +1,4 @@
-"""What the papers' figures look like, on reduced runs of the simulated papers' machines."""
+"""The shapes of the papers' figures, on reduced runs of their simulated machines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_offloading_never_loses_on_the_papers_workloads(figure: str, index: int,
 
 
 def test_apex_gains_on_neo_with_the_output_length_when_the_cpu_is_slow() -> None:
-    """The A10 beside CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
+    """An A10 with CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
     sweep = sweep_of("fig7", 150)
     setting = replace(sweep.panels[0].setting, cpu_bandwidth_gb_s=SLOW_CPU_GB_S)
     assert 0.1 * setting.gpu_attention_gb_s() > SLOW_CPU_GB_S

@@ -1,4 +1,4 @@
-"""The HTTP backend against servers that behave, and how it finds out whether one is there; over real sockets."""
+"""The HTTP backend with correct servers, and its check that a server is ready; over real sockets."""
 
 from __future__ import annotations
 

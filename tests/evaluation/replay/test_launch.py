@@ -1,4 +1,4 @@
-"""Servers started and stopped for a measurement: real processes, fake behaviour."""
+"""Servers that are started and stopped for a measurement, as real processes with fake behaviour."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_children_that_outlive_their_parent_are_ended_with_it():
     assert process.stdout.readline() == b"ready\n"
     assert len(session_stats(process.pid)) == 2
     stop_process(process)
-    assert process.stdout.read() == b""  # ends when the last of them has
+    assert process.stdout.read() == b""  # the pipe closes when the last process ends
     process.stdout.close()
 
 
 def test_interrupting_twice_leaves_nothing_behind(tmp_path):
-    """A server that takes its time to end, with a child in a group of its own that does not end by itself."""
+    """A server that ends slowly, with a child in another process group that does not end by itself."""
     child = "import os, signal; os.setpgid(0, 0); print(os.getpid(), flush=True); signal.pause()"
     server = (
         "import signal, subprocess, sys; signal.signal(signal.SIGTERM, lambda *_: print('asked to end', flush=True));"
@@ -114,7 +114,7 @@ def test_interrupting_twice_leaves_nothing_behind(tmp_path):
         assert b"KeyboardInterrupt" in process.communicate(timeout=20)[1]
         os.set_blocking(printed.fileno(), False)
         try:
-            assert printed.read() == b""  # nobody is left who could print; with somebody it is None
+            assert printed.read() == b""  # empty: all writers have ended; None would mean that one is left
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -63,7 +63,7 @@ def test_file_is_preferred_and_keeps_its_origin(no_files, tmp_path):
     trace = load_trace("osc", tmp_path)
     assert trace.origin == Origin("measured", trace.origin.note, "osc_neo_llama2.csv")
     assert sorted(row.input_tokens for row in trace.sample(3, seed=0)) == [10, 20, 30]
-    assert {row.output_tokens for row in trace.sample(7, seed=0)} == {3, 4, 5}  # starts over past its end
+    assert {row.output_tokens for row in trace.sample(7, seed=0)} == {3, 4, 5}  # starts over at its end
 
 
 def test_window_keeps_arrivals(no_files, tmp_path):

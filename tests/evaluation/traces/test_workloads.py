@@ -63,7 +63,7 @@ def test_prompts_have_their_lengths_and_differ(tokens):
     workload = make_workload(lengths(num_requests=50), tokens)
     prompts = [request.prompt_token_ids for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [row.input_tokens for row in workload.lengths.rows]
-    assert len({prompt[:16] for prompt in prompts}) == 50  # not even beginnings are shared
+    assert len({prompt[:16] for prompt in prompts}) == 50  # no two prompts begin alike
     assert all(len(set(prompt)) > 50 for prompt in prompts)
     assert all(0 <= token < 5000 for prompt in prompts for token in prompt)
     assert workload == make_workload(lengths(num_requests=50), tokens)
