@@ -1,9 +1,9 @@
-"""How near the GPU path comes to the limits of the machine it runs on. Needs torch, numpy, Triton and pacpu alone.
+"""Compares the GPU path with the limits of its machine. Needs only torch, numpy, Triton and pacpu.
 
 python benchmarks/bench_gpu.py [--help]
 
 Every figure is a ratio within one run: paged decode attention to a copy in GPU memory, a decode iteration to the time
-that reading the weights takes, CPU attention to a streaming read of host memory. Medians of rounds count.
+of reading the weights, CPU attention to a streaming read of host memory. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import torch
 
-from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, memory_bandwidth, wake_up
+from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, measure_wake_up, memory_bandwidth
 from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
@@ -37,7 +37,7 @@ from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.sampling.sampler import Sampler
 
 ITERATION_BATCHES = (1, 8, 32, 64)
-ITERATION_CONTEXT = 32  # short: the weights are what an iteration reads
+ITERATION_CONTEXT = 32  # short, so that an iteration reads little but the weights
 SAMPLED_ROWS = 64
 HOWS = {
     "greedy": ({},),
@@ -50,8 +50,9 @@ HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 
 @torch.inference_mode()
 def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: bool) -> list[dict]:
-    """Decode iterations from the embedding to sampled tokens, beside the time to read all weights once: layer by layer,
-    as where CPU requests may board, and in one go, as where there are none and the graphs for it have been captured."""
+    """Times of decode iterations from the embedding to sampled tokens, compared with reading all weights once.
+
+    Layer by layer, as with CPU requests, and in one go, as without them where graphs have been captured."""
     floor_s = weight_bytes(backend) / (read_gb_s * 1e9)
     rows = []
     for batch, in_one_go in itertools.product(ITERATION_BATCHES[: 2 if quick else None], (True, False)):
@@ -86,7 +87,7 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
 
 
 def sampling(timer: Timer, backend: TorchBackend, columns: int) -> list[dict]:
-    """Tokens from logits as peaked as a model's: half of the probability lies on one token in a thousand."""
+    """Times of sampling from logits as peaked as a model's: one token in a thousand has half of the probability."""
     sampler = Sampler(device=backend.hardware)
     logits = (3.0 * torch.randn(SAMPLED_ROWS, columns)).to(backend.dtype).to(backend.device)
     rows = []
@@ -100,7 +101,7 @@ def sampling(timer: Timer, backend: TorchBackend, columns: int) -> list[dict]:
 
 
 def host_seconds(timer: Timer, iterate: Callable[[], None]) -> float:
-    """CPU time of the launching thread in an iteration: waiting for the GPU is none of it."""
+    """CPU time (seconds) of the launching thread in an iteration, without waiting for the GPU."""
     timer.synchronize()
     start_s = time.thread_time()
     iterate()
@@ -108,7 +109,7 @@ def host_seconds(timer: Timer, iterate: Callable[[], None]) -> float:
 
 
 def decoding_requests(backend: TorchBackend, batch: int) -> list[Request]:
-    """Requests that stand before a decode; their blocks hold whatever the pool holds, zeroed."""
+    """Requests that are ready to decode, in a zeroed pool."""
     blocks_each = -(-(ITERATION_CONTEXT + 1) // backend.block_size)
     backend.kv_pools.tensors[Tier.GPU].zero_()
     tables, requests = {}, []
@@ -123,7 +124,7 @@ def decoding_requests(backend: TorchBackend, batch: int) -> list[Request]:
 
 
 def weight_bytes(backend: TorchBackend) -> int:
-    """What an iteration reads: everything but an embedding that is not the output matrix too."""
+    """Bytes of weights that an iteration reads: all but an embedding that is not also the output matrix."""
     config = backend.model_config
     untied = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return (config.num_parameters - untied) * backend.dtype.itemsize
@@ -131,7 +132,7 @@ def weight_bytes(backend: TorchBackend) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU: shows that the script works")
+    parser.add_argument("--rehearse", action="store_true", help="run a tiny model on the CPU, to test the script")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
     for figures in measure(CASES["rehearsal" if options.rehearse else "llama-3.1-8b"], options.rehearse):
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
-    """The figures there are after each part; one that fails is named in ``failed``, and the others go on."""
+    """Yields all figures so far after each part. Parts that fail are named in ``failed``; the others still run."""
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
     timer = Timer(device)
     with warnings.catch_warnings(record=True) as warned:
@@ -169,7 +170,7 @@ def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
         "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
     }
     if device.type == "cuda":
-        parts["wake_up"] = lambda: wake_up(timer)
+        parts["wake_up"] = lambda: measure_wake_up(timer)
     for name, part in parts.items():
         try:
             figures[name] = part()
@@ -183,8 +184,8 @@ def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
 
 
 def open_backend(case: Case) -> TorchBackend:
-    """The model of a case, or the first half, quarter, ... of its layers where the GPU cannot hold them all: what is
-    measured are ratios and times per layer."""
+    """A backend with the model of a case, or with half, a quarter, ... of its layers if the GPU cannot hold all. Fewer
+    layers suffice, since the figures are ratios and times per layer."""
     with model_folder(case) as model, TemporaryDirectory() as folder:
         raw = json.loads((model / "config.json").read_text())
         while True:
@@ -205,7 +206,7 @@ def open_backend(case: Case) -> TorchBackend:
             except InsufficientMemory as error:
                 if raw["num_hidden_layers"] == 1:
                     raise
-                print(f"half of the layers: {error}", flush=True)
+                print(f"trying half of the layers: {error}", flush=True)
             raw["num_hidden_layers"] //= 2
 
 

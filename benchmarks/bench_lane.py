@@ -1,9 +1,9 @@
-"""Where a lane's step goes on a CPU: the seconds of each part, beside torch alone and beside what the machine could do.
+"""Measures the parts of a lane's step on a CPU, and compares each with torch and with the machine's limits.
 
-Every part runs for all layers in turn, as in a step, so that weights come from where they come from in a run. Parts and
-operations take turns within a round. Medians of the rounds count, of CPU time, which is a thread's real time on a core
-of its own. The floor of a part is the longer of two: to stream its weights (for attention: K and V) from memory once,
-and to do its multiply-adds in float32 at the rate of a product that stays in the cache.
+Every part runs through all layers, as in a step, so that weights come from memory as in a real run. Our operations and
+torch's alternate within a round. Figures are medians over rounds of CPU time, which equals real time on a core without
+other work. The lower bound of a part is the longer of two times: streaming its weights (for attention: K and V) from
+memory once, and its multiply-adds in float32 at the rate of a product that stays in the cache.
 
 OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_lane.py [--help]
 """
@@ -40,7 +40,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Part:
-    """``run`` does the part for all layers; ``flops`` and ``weight_bytes`` are of that."""
+    """A part of the step. ``run`` runs it for all layers; ``flops`` and ``weight_bytes`` are totals of that."""
 
     run: Callable[[], object]
     flops: int = 0
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lane:
-    """``num_rows`` decodes, each with ``context_len`` tokens, through the layers of a model with dummy weights."""
+    """``num_rows`` decodes with ``context_len`` tokens each, through a model with dummy weights."""
 
     config: ModelConfig
     weights: LlamaWeights
@@ -128,7 +128,7 @@ class Lane:
 
 
 def multiply_add_rate() -> float:
-    """FLOP/s of a float32 product that fits the level-2 cache: what the core's multiply-adds can do."""
+    """FLOP/s of a float32 product that fits the level-2 cache: the core's peak rate of multiply-adds."""
     a, b = torch.randn(192, 192), torch.randn(192, 192)
     out = torch.empty(192, 192)
     return 2 * 192**3 / min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(200))
@@ -142,18 +142,18 @@ def timed(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure every part of a CPU lane's iteration of decodes against its floor."""
+    """Measure every part of a CPU lane's decode iteration, and compare it with its lower bound and with torch."""
 
     model: Path | None = None
-    """Folder with a config.json, the weights are random; by default SmolLM2-135M-Instruct from the cache."""
+    """Folder with a config.json (weights are random); by default SmolLM2-135M-Instruct from the cache."""
     num_rows: int = 64
-    """Decodes in the lane."""
+    """Number of decodes in the lane."""
     context_len: int = 192
-    """Tokens of each."""
+    """Context tokens of each decode."""
     rounds: int = 7
-    """Medians are of so many."""
+    """Number of rounds, over which medians are taken."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights, activations and KV cache."""
+    """Data type of weights, activations and KV cache."""
 
 
 def main(options: Options) -> None:
@@ -177,14 +177,14 @@ def main(options: Options) -> None:
 
     print(f"{options.num_rows} decodes of {options.context_len} tokens, {options.dtype}")
     print(f"one core reads {read_rate / 1e9:.1f} GB/s and computes {compute_rate / 1e9:.0f} GFLOP/s in float32")
-    table = Table("part", "ms", "share", "torch ms", "floor ms", "GFLOP/s")
+    table = Table("part", "ms", "share", "torch ms", "bound ms", "GFLOP/s")
     medians = {name: [statistics.median(taken[1:]) for taken in both] for name, both in seconds.items()}
     totals = [sum(column) for column in zip(*medians.values(), strict=True)]
     for name, (mine, torch_s) in medians.items():
         part = ours[name]
-        floor_s = max(part.weight_bytes / read_rate, part.flops / compute_rate)
+        bound_s = max(part.weight_bytes / read_rate, part.flops / compute_rate)
         rates = f"{part.flops / mine / 1e9:.0f}" if part.flops else ""
-        cells = (f"{1e3 * mine:.2f}", f"{mine / totals[0]:.0%}", f"{1e3 * torch_s:.2f}", f"{1e3 * floor_s:.2f}", rates)
+        cells = (f"{1e3 * mine:.2f}", f"{mine / totals[0]:.0%}", f"{1e3 * torch_s:.2f}", f"{1e3 * bound_s:.2f}", rates)
         table.add_row(name, *cells)
     table.add_row("all", f"{1e3 * totals[0]:.1f}", "", f"{1e3 * totals[1]:.1f}", "", "")
     Console().print(table)

@@ -1,10 +1,10 @@
-"""How near every CPU attention kernel comes to the speed of memory.
+"""Compares every CPU attention kernel with the speed of memory.
 
 python benchmarks/bench_pacpu.py [--help]
 
-In each round every kernel, under every instruction set this CPU has, and a streaming read of the same memory take turns
-at every case; ratios are formed within a round, so that a machine that drifts or is shared blurs them least. Medians
-over rounds count. Calls rotate over the caches of several layers, more than the last-level cache holds.
+A round runs every case with every kernel, with every instruction set of this CPU, and a streaming read of the same
+memory. Ratios are taken within a round, so that drift and other work affect them least. Figures are medians over
+rounds. Calls rotate over the caches of several layers, which together exceed the last-level cache.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-# OpenMP threads of a peer that go on spinning after its turn would slow down whoever comes next.
+# Otherwise a peer's OpenMP threads keep spinning after its calls and slow down the next contender.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
 import pacpu
 from apex.cli.parser import parse_options
-from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernels, make_cases
-from benchmarks.pacpu_peers import peers
-from benchmarks.pacpu_report import Progress, figure, markdown, print_medians, verdicts
-from evaluation.figures import save
+from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
+from benchmarks.pacpu_peers import peer_contenders
+from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, verdicts
+from evaluation.figures import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
@@ -41,33 +41,33 @@ SHAPES = (
     Shape(128, 512), Shape(128, 1024, ragged=True), Shape(128, 2048),
 )  # fmt: skip
 QUICK_SHAPES = (Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True))
-MIN_TURN_BYTES = 64 << 20  # a turn takes milliseconds
+MIN_TURN_BYTES = 64 << 20  # so that a measurement takes milliseconds
 MAX_READ_BYTES = 512 << 20
 MIN_ROTATION_BYTES = 512 << 20
 MAX_ROUNDS = 15
-# On the distance of two kernels' outputs over their norm. Outputs are rounded to the type; bfloat16 products of the
-# native kernel round the weights as well.
+# Limits of the relative distance between two kernels' outputs. Outputs are rounded to the type; the native kernel's
+# bfloat16 products also round the weights.
 TOLERANCE = {"float16": 0.001, "bfloat16": 0.01}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the CPU attention kernels against each other and against streaming reads."""
+    """Compare the CPU attention kernels with each other and with streaming reads."""
 
     quick: bool = False
-    """A few cases, about a minute."""
+    """Run a few cases only, in about a minute."""
     seconds: float | None = None
-    """Stop after the round that ends before this; at least one round. Default: 220, with --quick 50."""
+    """Time limit in seconds; at least one round runs. By default 220, with --quick 50."""
     threads: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, usable_cores()})))
-    """Team sizes."""
+    """Numbers of threads to measure."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    """Types of the KV cache."""
+    """Data types of the KV cache."""
     results_dir: Path = RESULTS_DIR
     """Results go to pacpu/<run>/ in this folder."""
 
 
 class Point:
-    """One case with its contenders ready to run, and what each round gave."""
+    """One case, its contenders, and the results of each round."""
 
     def __init__(self, case: Case, memory: Memory, everyone: Sequence[Contender]) -> None:
         self.case = case
@@ -81,7 +81,7 @@ class Point:
         self.gbps: dict[Contender, list[float]] = defaultdict(list)
 
     def run_round(self) -> None:
-        # Built anew each time, since the tables and queries of all points together would be large.
+        # Prepared in every round, since the tables and queries of all points together would be large.
         attend = self._prepare()
         if not self.read_gbps:
             self._check(attend)
@@ -98,7 +98,7 @@ class Point:
         return {contender: function for contender, function in ready.items() if function is not None}
 
     def _check(self, attend: Mapping[Contender, Callable[[int], torch.Tensor]]) -> None:
-        """All kernels of pacpu say the same: a fast wrong answer is not to be measured."""
+        """Check that all kernels of pacpu agree, so that no wrong result is measured."""
         outputs = {}
         for contender, function in attend.items():
             with contender.selected():
@@ -158,18 +158,18 @@ def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
 
 
 def fitting(cases: Sequence[Case]) -> tuple[list[Case], Memory]:
-    """The cases for which there is memory, and that memory: a quarter of what is free at most."""
+    """The cases that fit a quarter of the free memory, and the memory for them."""
     room = available_host_bytes() // 4
     kept = [case for case in cases if case.bytes_held <= room]
     left_out = sorted({f"{case.heads} {case.shape}" for case in cases if case not in kept})
     if left_out:
-        print(f"left out, being larger than a quarter of the free memory ({room >> 20} MiB): {', '.join(left_out)}")
+        print(f"skipped, larger than a quarter of the free memory ({room >> 20} MiB): {', '.join(left_out)}")
     rotation = max(MIN_ROTATION_BYTES, 8 * last_level_cache_bytes(), *(case.bytes_held for case in kept))
     return kept, Memory(min(rotation, room))
 
 
 def measure(points: Sequence[Point], seconds: float) -> None:
-    """Rounds over all points until the next one would not end in time."""
+    """Run rounds over all points until the next round would exceed the time limit."""
     start_s = time.perf_counter()
     with Progress(len(points), start_s, seconds) as progress:
         for number in range(1, MAX_ROUNDS + 1):
@@ -183,8 +183,8 @@ def measure(points: Sequence[Point], seconds: float) -> None:
 
 
 def main(options: Options) -> None:
-    found, absent = peers()
-    everyone = [*kernels(), *found]
+    found, absent = peer_contenders()
+    everyone = [*kernel_contenders(), *found]
     cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {
@@ -196,16 +196,16 @@ def main(options: Options) -> None:
         "date": time.ctime(),
     }
     folder = ResultFolder("pacpu", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     print(f"{len(cases)} cases, {', '.join(contender.label for contender in everyone)}")
     for name, reason in (pacpu.unavailable() | absent).items():
         print(f"without {name}: {reason}")
     points = [Point(case, memory, everyone) for case in cases]
     measure(points, seconds)
     rows = [row for point in points for row in point.rows()]
-    folder.save_summary(rows, markdown(rows))
+    folder.save_summary(rows, markdown_rows(rows))
     made = f"{cpu_model()}, {usable_cores()} cores, {datetime.date.today()}"
-    save(figure(rows, made), folder.path)
+    save_figure(draw_kernels(rows, made), folder.path)
     print_medians(rows)
     for line in verdicts(rows):
         print(line)

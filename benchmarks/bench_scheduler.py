@@ -1,8 +1,8 @@
-"""What scheduling costs: seconds of ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
+"""Measures the cost of scheduling: ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
 
-The engine runs on predicted times, so the executor's work is not in the way; the scheduler is the real one. Counted is
-the CPU time of its thread: it never waits, so that is its real time on a core of its own. What else runs here still
-slows it down through caches and memory.
+The scheduler is the real one; the engine is simulated, so that no model runs. Measured is the CPU time of the
+scheduler's thread. The thread never waits, so this is its real time on an otherwise idle core. Other work on the
+machine still slows it down through caches and memory.
 
 python benchmarks/bench_scheduler.py [--help]
 """
@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.simulator.build import build_simulated
-from benchmarks.bench_simulator import NUM_LAYERS, table
+from benchmarks.bench_simulator import NUM_LAYERS, example_table
 from evaluation.results.folder import ResultFolder, flat_record
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.provenance import git_state
@@ -39,13 +39,13 @@ from swiftllm.systems import find_system, systems
 LIMIT_MS = 1.0
 WARM_UP_ITERATIONS = 1200
 ROUNDS = 8
-ITERATIONS = 50  # of a round
+ITERATIONS = 50  # per round
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure what every system's scheduler costs an iteration, with three mixes of requests; some minutes."""
+    """Measure every system's scheduler, in time per iteration, with three mixes of requests; takes some minutes."""
 
     results_dir: Path = RESULTS_DIR
     """Results go to scheduler/<run>/ in this folder."""
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Mix:
-    """So many requests fit the tiers, growth included; lengths are drawn from a range."""
+    """Numbers of requests that fit the tiers at full length, and the ranges from which lengths are drawn."""
 
     name: str
     gpu_requests: int
@@ -86,13 +86,13 @@ class Stopwatch:
 
 
 def running_engine(system: str, mix: Mix) -> Engine:
-    """An engine past its start, with more requests waiting; a GPU-only system has all of the mix on the GPU."""
+    """An engine past its warm-up, with more requests waiting; a GPU-only system has all requests on the GPU."""
     num_requests = mix.gpu_requests + mix.cpu_requests
     blocks_each = (mix.prompt_tokens[1] + mix.output_tokens[1]) // BLOCK_SIZE + 2
     offloads = find_system(system).offloads
     engine = build_simulated(
         system,
-        table(),
+        example_table(),
         NUM_LAYERS,
         num_gpu_blocks=(mix.gpu_requests if offloads else num_requests) * blocks_each,
         num_cpu_blocks=num_requests * blocks_each,
@@ -109,7 +109,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
 
 
 class Case:
-    """A running engine in a process of its own, as an engine has one to itself."""
+    """A running engine in a separate process, as in production."""
 
     def __init__(self, system: str, mix: Mix) -> None:
         self.system, self.mix = system, mix
@@ -132,7 +132,7 @@ def _start(system: str, mix: Mix) -> None:
 
 
 def _run_round() -> dict[str, list[float]]:
-    """Of each iteration: seconds scheduled, requests running in each tier, prompt tokens computed."""
+    """Per iteration: seconds of scheduling, running requests of each tier, computed prompt tokens."""
     scheduler, stopwatch = _engine.scheduler, Stopwatch()
     schedule, apply_result = scheduler.schedule, scheduler.apply_result
     scheduler.schedule, scheduler.apply_result = stopwatch.wrap(schedule), stopwatch.wrap(apply_result)
@@ -155,7 +155,7 @@ def verdict(median_ms: float, p99_ms: float) -> str:
 
 
 def summarise(case: Case) -> dict[str, Any]:
-    """Over the iterations of all rounds; the range of the rounds' own medians tells how calm the machine was."""
+    """Figures over the iterations of all rounds. The range of the rounds' medians shows how steady the machine was."""
     values = {name: [value for one in case.rounds for value in one[name]] for name in case.rounds[0]}
     median_ms, p99_ms = np.percentile(values["seconds"], (50, 99)) * 1e3
     medians_ms = [float(np.median(one["seconds"])) * 1e3 for one in case.rounds]
@@ -202,14 +202,14 @@ def main(options: Options) -> None:
         "clock": "thread CPU time",
     }
     folder = ResultFolder("scheduler", configuration | {"date": time.ctime()}, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     state = git_state()
     print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
     cases = [Case(system, mix) for mix in MIXES for system in systems()]
     try:
         for case in track(cases, "starting"):
             case.start()
-        for _ in track(range(ROUNDS), "rounds"):  # the cases take turns: the machine's mood strikes them all alike
+        for _ in track(range(ROUNDS), "rounds"):  # the cases are interleaved, so that drift affects all alike
             for case in cases:
                 case.run_round()
     finally:

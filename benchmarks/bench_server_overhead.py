@@ -1,19 +1,19 @@
-"""What the HTTP server adds to a token, at 64 streams, on an engine that takes no time.
+"""Measures the time that the HTTP server adds to a token, at 64 streams, with an engine that takes no time.
 
-The engine is simulated: scheduler, service, detokenizer, HTTP server and sockets are the real ones. Clients in another
-process stream at once. Two measures, by one clock:
+The engine is simulated. Scheduler, service, detokenizer, HTTP server and sockets are real. Clients in another process
+stream at the same time. There are two metrics, both by one clock:
 
-- what is added to each token: from the return of its step on the engine's thread until the last byte of its event is in
-  the client's socket, by the kernel's time stamp, so that the client's own reading does not count. All tokens of a step
-  are ready at the same moment and queue up for one event loop, so most of it is waiting for other streams' tokens. The
-  tokens that count are those of steps in which all streams are open; a column tells what the others make of it, whose
-  neighbours are only just being let in.
-- per-token latency as docs/metrics.md defines it: a request's latency over its tokens, the waiting to be let in, the
-  scheduler and the engine's bookkeeping included. It is an average over a stream.
+- Time added to each token: from the return of its step on the engine's thread until the last byte of its event is in
+  the client's socket. The kernel's time stamp is used, so the client's own reading does not count. All tokens of a step
+  are ready at once and queue for one event loop, so most of this time is waiting for other streams' tokens. The main
+  columns count tokens of steps in which all streams are open. One column counts all tokens, also those of steps in
+  which requests are still being accepted.
+- Per-token latency as docs/metrics.md defines it: a request's latency over its tokens. It is an average over a stream,
+  and includes the wait for acceptance, the scheduler and the engine's bookkeeping.
 
-Flat out, where the next step begins as soon as the server keeps pace, the limit of 2 ms at the 99th percentile is held
-against both. The other paces, with a step every so many milliseconds as on real hardware, show what it costs that the
-processor has had the time to become cold.
+At pace 0 (flat out) the next step begins as soon as the server keeps up. There both metrics must stay within 2 ms at
+the 99th percentile. The other paces run a step every few milliseconds, as on real hardware, and show the cost of a
+processor that idles between steps.
 
 python benchmarks/bench_server_overhead.py [--help]
 """
@@ -39,12 +39,12 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 from apex.cli.parser import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
-from apex.replay.metrics import output_tokens_per_s, per_token_latency_s, spread
+from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
 from evaluation.replay.launch import free_port
-from evaluation.replay.server import connect
+from evaluation.replay.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens
@@ -79,17 +79,17 @@ class Options:
     """Measure the time that the server adds to a token."""
 
     system: str = "apex"
-    """Whose scheduler plans the steps."""
+    """System whose scheduler plans the steps."""
     streams: int = 64
-    """Clients that stream at once."""
+    """Number of clients that stream at the same time."""
     output_len: int = 256
-    """Tokens that each of them gets."""
+    """Output tokens of each client."""
     pace_ms: tuple[float, ...] = (0.0, 5.0, 20.0)
-    """Milliseconds from one step's return to the next one's, a run for each; 0 is flat out."""
+    """Milliseconds between the ends of two steps, one run for each; 0 is flat out."""
     rounds: int = 3
-    """Runs at each pace, in turns; what is printed and held against the limit is the median of each number."""
+    """Runs at each pace, interleaved. Medians over the runs are printed and compared with the limit."""
     model: Path | None = None
-    """Folder whose tokenizer writes the tokens; by default SmolLM2-135M-Instruct from the cache."""
+    """Folder whose tokenizer detokenizes; by default SmolLM2-135M-Instruct from the cache."""
     results_dir: Path = RESULTS_DIR
     """Results go to bench_server_overhead/<run>/ in this folder."""
 
@@ -101,11 +101,11 @@ class Options:
 
 
 class TooFewTokens(ValueError):
-    """The streams were too short to be open all at once; the message says what to do."""
+    """The streams were too short to be open at the same time; the message says what to do."""
 
 
 class TimedEngine:
-    """Wraps an engine: a pace, kept where a device would be waited for, and when which tokens came back from a step."""
+    """Wraps an engine: keeps a pace where a device would be waited for, and records when tokens returned from steps."""
 
     def __init__(self, engine: Engine, pace_s: float) -> None:
         self.ready: dict[str, list[float]] = defaultdict(list)
@@ -132,7 +132,7 @@ class TimedEngine:
 
 
 def zero_time_engine(options: Options) -> Engine:
-    """An engine whose operations take no time at all, with GPU blocks for all streams; its output is real text."""
+    """An engine whose operations take no time, with GPU blocks for all streams. Its output is real text."""
     blocks = options.streams * (2 + (PROMPT_LEN + options.output_len) // BLOCK_SIZE)
     free = Surface((1, 2), (FREE, FREE))
     table = ProfileTable({}, linear=FREE, ends=FREE, swap=FREE, prefill_attention=free, gpu_attention=free,
@@ -151,7 +151,7 @@ def zero_time_engine(options: Options) -> Engine:
 
 
 def serve(options: Options, pace_s: float, port: int, results: Connection) -> None:
-    """The server's process: serve until SIGTERM, then send when each request's tokens were ready."""
+    """The server's process: serve until SIGTERM, then send the times at which each request's tokens were ready."""
     service = EngineService(zero_time_engine(options))
     timed = TimedEngine(service.engine, pace_s)
     run_server(service, ServerSettings(port=port, served_model_name="simulated"))
@@ -162,15 +162,15 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
     """One run.
 
     Raises:
-        RuntimeError: not every token has arrived.
-        TooFewTokens: not one came while all streams were open.
+        RuntimeError: some token has not arrived.
+        TooFewTokens: no token came while all streams were open.
     """
     context, port = multiprocessing.get_context("spawn"), free_port()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(options, pace_ms / 1e3, port, there), daemon=True)
     process.start()
     try:
-        connect("simulated", f"http://127.0.0.1:{port}", 60.0)
+        connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
         stream_all(port, options.streams, options.output_len)  # first calls pay for lazy initialisation
         streams = stream_all(port, options.streams, options.output_len)
         process.terminate()
@@ -184,11 +184,11 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
 def summarise(
     options: Options, pace_ms: float, streams: Sequence[Stream], ready: Mapping[str, Sequence[float]]
 ) -> FlatRecord:
-    """The figures of a run from when each token was ready, by the engine's name of its request, and had arrived.
+    """The figures of a run. ``ready`` has the times at which tokens were ready, by the engine's id of the request.
 
     Raises:
-        RuntimeError: not every token has arrived.
-        TooFewTokens: not one came while all streams were open.
+        RuntimeError: some token has not arrived.
+        TooFewTokens: no token came while all streams were open.
     """
     ready_s, arrived_s = np.empty((2, options.streams, options.output_len))
     for number, stream in enumerate(streams):
@@ -203,14 +203,14 @@ def summarise(
     all_are_open = (ready_s >= ready_s[:, 0].max()) & (ready_s <= ready_s[:, -1].min())
     if not all_are_open.any():
         raise TooFewTokens(
-            f"no token came while all {options.streams} streams were open, the first being over before the last began: "
+            f"no token came while all {options.streams} streams were open: the first ended before the last began; "
             f"use more tokens than --output-len {options.output_len}, or fewer --streams"
         )
     records = [
         RequestRecord(str(number), stream.sent_s, PROMPT_LEN, options.output_len, tuple(arrived_s[number].tolist()))
         for number, stream in enumerate(streams)
     ]
-    latency_s = spread("per_token_s", [per_token_latency_s(record) for record in records])
+    latency_s = distribution_metrics("per_token_s", [per_token_latency_s(record) for record in records])
     p50, p90, p99 = np.percentile(added_ms[all_are_open], (50, 90, 99))
     return flat_record(
         {
@@ -230,11 +230,11 @@ def summarise(
 def main(options: Options) -> int:
     """Measure at every pace, print, save.
 
-    Returns the exit status: 1 if the limit is exceeded flat out, 2 for options that do not fit.
+    Returns the exit status: 1 if the limit is exceeded flat out, 2 for invalid options.
     """
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
     folder = ResultFolder("bench_server_overhead", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     print(f"{options.streams} streams of {options.output_len} tokens, {options.system}, zero-time engine; milliseconds")
     records = []
     for number in range(options.rounds):
@@ -269,7 +269,7 @@ def pace_name(pace_ms: float) -> str:
 
 
 def median_of(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The median of each number of the rounds at one pace."""
+    """The median over rounds of each number, at one pace."""
     keys = [key for key, value in records[0].items() if isinstance(value, (int, float))]
     return {key: float(np.median([record[key] for record in records])) for key in keys}
 

@@ -1,4 +1,4 @@
-"""How fast the simulator goes: iterations of a 32-layer model per second of real time, and where that time goes.
+"""Measures the speed of the simulator: iterations per second with 32 layers, and the shares of its parts.
 
 python benchmarks/bench_simulator.py [--help]
 """
@@ -29,7 +29,7 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
-PARTS = "schedule", "run", "apply_result"  # functions of which a step's time is made
+PARTS = "schedule", "run", "apply_result"  # functions that make up the time of a step
 COLUMNS = (
     ("system", "system", "{}"),
     ("gpu_requests", "requests on the GPU", "{}"),
@@ -43,14 +43,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Measure how fast every system is simulated, at three sizes; about two minutes."""
+    """Measure how fast every system is simulated, at three sizes; takes about two minutes."""
 
     results_dir: Path = RESULTS_DIR
     """Results go to bench_simulator/<run>/ in this folder."""
 
 
-def table() -> ProfileTable:
-    """Times like those of an 8B model on an A10-class card; only their proportions matter here."""
+def example_table() -> ProfileTable:
+    """Times similar to those of an 8B model on an A10-class card; only their proportions matter."""
 
     def over_context(token_s: float) -> Surface:
         return Surface((1, 2), (Curve((0, 1000), (1e-6, 1000 * token_s)), Curve((0, 1000), (1e-6, 2000 * token_s))))
@@ -70,7 +70,7 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
     """An engine past its prefills, with more requests waiting."""
     engine = build_simulated(
         system,
-        table(),
+        example_table(),
         NUM_LAYERS,
         num_gpu_blocks=num_gpu * 80,
         num_cpu_blocks=num_cpu * 80,
@@ -116,7 +116,7 @@ def main(options: Options) -> None:
     """Measure, print, save."""
     configuration = {"benchmark": "simulator", "sizes": SIZES, "iterations": ITERATIONS, "date": time.ctime()}
     folder = ResultFolder("bench_simulator", configuration, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     records = []
     for num_gpu, num_cpu in SIZES:
         for system in systems():

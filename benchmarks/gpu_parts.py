@@ -1,4 +1,4 @@
-"""Parts of a machine with a GPU, each beside its limit: memory, waiting, decode attention on the GPU and on the CPU."""
+"""Parts of bench_gpu.py: memory bandwidth, waking up, decode attention on the GPU and on the CPU, with limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Timer:
-    """Seconds of work on a device."""
+    """Measures seconds of work on a device."""
 
     device: torch.device
 
@@ -61,8 +61,8 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
     return {name: rate / 1e9 for name, rate in figures.items()}
 
 
-def wake_up(timer: Timer) -> dict[str, float]:
-    """How much later a host that sleeps hears of an event than one that spins: what pacing has to hide."""
+def measure_wake_up(timer: Timer) -> dict[str, float]:
+    """The extra time until a sleeping host notices an event, compared with a spinning host. Pacing must hide it."""
     words = torch.zeros(GIB // 16, dtype=torch.int32, device=timer.device)
 
     def wait(blocking: bool) -> None:
@@ -75,9 +75,9 @@ def wake_up(timer: Timer) -> dict[str, float]:
     return {"us": (asleep - spinning) * 1e6}
 
 
-@torch.inference_mode()  # as the backend captures: torch makes tensors for its first capture and fills them at each
+@torch.inference_mode()  # as in the backend: torch makes tensors at its first capture and fills them at each one
 def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
-    """Paged decode attention over a GiB of K and V, which no cache of the GPU holds, in shuffled blocks of 16."""
+    """Paged decode attention over 1 GiB of K and V (larger than any GPU cache) in shuffled blocks of 16."""
     ops, device, block_size = select_ops(timer.device, dtype), timer.device, 16
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     hardware, graphs, rows = open_device(device.type), [], []
@@ -99,7 +99,7 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
                 ops.decode_attention(*new, layer, *arguments)
 
         attend()
-        if hardware.can_capture:  # as in the engine: short calls are measured, not their launches
+        if hardware.can_capture:  # as in the engine, so that launches of short calls are not measured
             graphs.append(hardware.capture(attend))
             attend = graphs[-1].replay
         seconds = timer.median(attend, calls=4) / copies
@@ -117,13 +117,13 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
 
 
 def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int) -> dict[str, Any]:
-    """The default kernel of pacpu over caches in host memory, beside streaming reads of the same memory."""
+    """The default kernel of pacpu over caches in host memory, compared with streaming reads of the same memory."""
     kv_heads, dim, batch, block_size, context = config.num_kv_heads, config.head_dim, 32, 16, 1024
     blocks = batch * context // block_size
     layer_bytes = blocks * kv_heads * 2 * block_size * dim * dtype.itemsize
     layers = torch.empty((max(2, num_bytes // layer_bytes), blocks, kv_heads, 2, block_size, dim), dtype=dtype)
     noise = torch.randn(1 << 20).to(dtype)
-    for part in layers.view(-1).split(len(noise)):  # billions of random numbers would take longer than all else
+    for part in layers.view(-1).split(len(noise)):  # drawing billions of random numbers would take too long
         part.copy_(noise[: len(part)])
     tables = torch.randperm(blocks).to(torch.int32).view(batch, -1)
     lens = torch.full((batch,), context, dtype=torch.int32)

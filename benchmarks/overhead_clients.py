@@ -1,4 +1,4 @@
-"""The clients of bench_server_overhead.py: streams read all at once, every part with the time at which it came in."""
+"""The clients of bench_server_overhead.py: read all streams at once, with the arrival time of every part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 PROMPT_LEN = 16
 TIMEOUT_S = 30.0
-SO_TIMESTAMPNS = 35  # Linux: the time at which what is read came in; Python has no name for it
+SO_TIMESTAMPNS = 35  # Linux: arrival times of received data; Python has no name for it
 TIMESTAMP = struct.Struct("qq")
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 LAST_EVENT = b"data: [DONE]"
@@ -23,7 +23,7 @@ LAST_EVENT = b"data: [DONE]"
 
 @dataclass
 class Stream:
-    """A connection and what has come through it; each part with the time at which the last of it had come in."""
+    """A connection and the parts read from it, each with the arrival time of its last byte."""
 
     connection: socket.socket
     sent_s: float = 0.0
@@ -34,15 +34,15 @@ class Stream:
         return LAST_EVENT in b"".join(self.parts[-2:])
 
     def read(self) -> bool:
-        """What there is. False if that was the end."""
+        """Read the available data. Returns False at the end of the stream."""
         part, stamps, _, _ = self.connection.recvmsg(65_536, socket.CMSG_SPACE(TIMESTAMP.size))
-        seconds, nanoseconds = TIMESTAMP.unpack(stamps[0][2]) if stamps else (time.time(), 0)  # an end has no stamp
+        seconds, nanoseconds = TIMESTAMP.unpack(stamps[0][2]) if stamps else (time.time(), 0)  # the end has no stamp
         self.parts.append(part)
         self.times_s.append(seconds + 1e-9 * nanoseconds)
         return bool(part) and not self.is_over()
 
     def arrivals(self) -> tuple[str, list[float]]:
-        """The engine's name of the request, and when each of its tokens had arrived."""
+        """The engine's id of the request, and the arrival time of each token."""
         ends = list(itertools.accumulate(map(len, self.parts)))
         arrived_s: list[float] = []
         name = ""
@@ -56,10 +56,10 @@ class Stream:
 
 
 def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
-    """Send all requests, read until all are over. Reading is all that happens meanwhile.
+    """Send all requests and read until all streams end. Nothing else runs meanwhile.
 
     Raises:
-        RuntimeError: nothing has come for TIMEOUT_S.
+        RuntimeError: nothing has arrived for TIMEOUT_S.
     """
     body = {
         "prompt": [5] * PROMPT_LEN, "max_tokens": output_len, "ignore_eos": True, "temperature": 0.0, "stream": True,

@@ -1,4 +1,4 @@
-"""What bench_pacpu.py measures: cases of decode attention, the memory they read, and who computes them."""
+"""The cases of decode attention in bench_pacpu.py, the memory that they read, and the kernels that compute them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEAD_DIM = 128
 BLOCK_SIZE = 16
 HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
-BF16_ISAS = ISAS[:2]  # these differ from AVX-512 in the native kernel for bfloat16 only
-BF16_AND_FP16_BITS = 0x3800, 0x4000  # as float16 the numbers from 0.5 to 2, as bfloat16 those from 2^-15 to 2
+BF16_ISAS = ISAS[:2]  # these differ from AVX-512 only in the native kernel for bfloat16
+BF16_AND_FP16_BITS = 0x3800, 0x4000  # numbers from 0.5 to 2 as float16, from 2^-15 to 2 as bfloat16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of contexts: all equal, or (`ragged`) of lengths between 1 and twice the mean `context`."""
+    """A batch of contexts: all equal, or (`ragged`) between 1 and twice the mean `context` (tokens)."""
 
     batch: int
     context: int
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """K and V that one call reads: 16-bit elements of all cached tokens, once per KV head."""
+        """Bytes of K and V that one call reads: 16-bit elements of all cached tokens, once per KV head."""
         return sum(self.shape.seq_lens()) * self.bytes_per_token
 
     @property
@@ -60,16 +60,16 @@ class Case:
 
     @property
     def bytes_held(self) -> int:
-        """Memory of the whole blocks that hold one layer of the case."""
+        """Bytes of the blocks that hold one layer of the case."""
         return sum(-(-n // BLOCK_SIZE) for n in self.shape.seq_lens()) * BLOCK_SIZE * self.bytes_per_token
 
 
 class Memory:
-    """One stretch of host memory in which every case finds the caches of as many layers as fit."""
+    """One range of host memory, which holds the caches of as many layers of a case as fit."""
 
     def __init__(self, num_bytes: int) -> None:
         self.bits = host_tensor((num_bytes // 2,), torch.int16)
-        # Random bits that are harmless numbers in both 16-bit types; a prime period keeps blocks different.
+        # Random bits that are moderate numbers in both 16-bit types; a prime period makes blocks differ.
         self.pattern = torch.randint(*BF16_AND_FP16_BITS, (999_983,), dtype=torch.int16)
         self.pattern[torch.rand(self.pattern.shape) < 0.5] |= -0x8000
         for at in range(0, self.bits.numel(), self.pattern.numel()):
@@ -86,8 +86,8 @@ class Memory:
     def new_tokens(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[batch, num_kv_heads, head_dim]` for every call to store.
 
-        They stay in the memory, where cases of the other type read them, so their bits too are harmless in both: as
-        bfloat16, a float16 of 3 would be a number in the hundreds.
+        They stay in the memory and are later read as the other type, so their bits are moderate numbers in both. The
+        bits of 3 in float16 would be a number in the hundreds in bfloat16.
         """
         shape = (case.shape.batch, HEADS[case.heads][1], HEAD_DIM)
         count = math.prod(shape)
@@ -97,7 +97,7 @@ class Memory:
     def paged(self, case: Case, num_layers: int, block_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]` and each layer's block table.
 
-        The blocks lie scattered over the memory, as they do in a cache that has been in use.
+        The blocks are scattered over the memory, as in a cache that has been in use.
         """
         num_kv_heads = HEADS[case.heads][1]
         block_elements = num_kv_heads * 2 * block_size * HEAD_DIM
@@ -113,10 +113,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Contender:
-    """Who computes: a kernel of pacpu under an instruction set, or a peer from elsewhere.
+    """What computes a case: a kernel of pacpu with an instruction set, or a peer from another project.
 
-    `prepare(case, memory, num_layers)` gives a function that attends over the layer of that number, or None where the
-    contender does not compute the case.
+    `prepare(case, memory, num_layers)` returns a function that computes attention over a layer by its number, or None
+    if the contender does not support the case.
     """
 
     kernel: str
@@ -129,7 +129,7 @@ class Contender:
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """Puts pacpu to the contender's instruction set for a while."""
+        """Context in which pacpu uses the contender's instruction set."""
         before = pacpu.isa()
         if self.isa in ISAS:
             _pacpu.select_isa(self.isa)
@@ -140,7 +140,7 @@ class Contender:
 
 
 def usable_isas() -> list[str]:
-    """Instruction sets with kernels of their own that this CPU has, best first."""
+    """Instruction sets of this CPU that have their own kernels, best first."""
     before, usable = pacpu.isa(), []
     for isa in ISAS:
         try:
@@ -152,8 +152,8 @@ def usable_isas() -> list[str]:
     return usable
 
 
-def kernels() -> list[Contender]:
-    """Every kernel of pacpu under every instruction set of this CPU."""
+def kernel_contenders() -> list[Contender]:
+    """Every kernel of pacpu with every instruction set of this CPU."""
     found = []
     for isa in usable_isas():
         with Contender("", isa, lambda *_: None).selected():

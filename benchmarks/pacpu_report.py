@@ -1,4 +1,4 @@
-"""What bench_pacpu.py shows of its rows: tables, verdicts, a figure."""
+"""The output of bench_pacpu.py: tables, verdicts, a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.pacpu_cases import HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
-from evaluation.figures.style import FAINT, INK, FigureText, set_words, style, tidy
+from evaluation.figures.style import FAINT, INK, FigureText, figure_style, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
 
 PLAIN_LINE_EVERY_S = 15.0
@@ -31,10 +31,10 @@ LEGEND_ENTRY, LEGEND_LINE = 1.5, 0.2
 
 
 @dataclass(frozen=True)
-class Floor:
-    """What a kernel shall reach on one thread: shares of the read limit and ratios to `ispc`, at the least and at best.
+class Requirement:
+    """Required speed of a kernel on one thread, as medians over all shapes.
 
-    Medians over all shapes count. `heads` is query heads per KV head: more than one with GQA.
+    `fraction` of the read limit and `ratio` to `ispc` are pairs of the required value and the aim.
     """
 
     name: str
@@ -46,47 +46,49 @@ class Floor:
     ratio: tuple[float, float] | None
 
 
-FLOORS = (
-    Floor("float16 GQA (AVX-512)", "native", ("avx512",), "float16", True, (0.62, 0.80), (1.8, 2.3)),
-    Floor("float16 MHA (AVX-512)", "native", ("avx512",), "float16", False, (0.78, 0.90), (1.2, 1.4)),
-    Floor("bfloat16 GQA (AMX)", "native", ("amx",), "bfloat16", True, (0.75, 0.88), (2.1, 2.5)),
-    Floor("float16 GQA (AVX2)", "native", ("avx2",), "float16", True, (0.55, 0.65), None),
-    Floor("llamafile, float16 GQA", "llamafile", ("avx512", "avx2"), "float16", True, None, (1.2, 1.4)),
+REQUIREMENTS = (
+    Requirement("float16 GQA (AVX-512)", "native", ("avx512",), "float16", True, (0.62, 0.80), (1.8, 2.3)),
+    Requirement("float16 MHA (AVX-512)", "native", ("avx512",), "float16", False, (0.78, 0.90), (1.2, 1.4)),
+    Requirement("bfloat16 GQA (AMX)", "native", ("amx",), "bfloat16", True, (0.75, 0.88), (2.1, 2.5)),
+    Requirement("float16 GQA (AVX2)", "native", ("avx2",), "float16", True, (0.55, 0.65), None),
+    Requirement("llamafile, float16 GQA", "llamafile", ("avx512", "avx2"), "float16", True, None, (1.2, 1.4)),
 )
 
 
 def verdicts(rows: Sequence[FlatRecord]) -> Iterator[str]:
-    """A line for each floor: met, missed, or skipped and why."""
-    for floor in FLOORS:
+    """A line for each requirement: met, missed, or skipped with the reason."""
+    for wanted in REQUIREMENTS:
         mine = []
-        for isa in floor.isas:
+        for isa in wanted.isas:
             mine = mine or [
                 row
                 for row in rows
-                if (row["kernel"], row["isa"], row["dtype"], row["threads"]) == (floor.kernel, isa, floor.dtype, 1)
-                and (row["heads"] > row["kv_heads"]) == floor.is_gqa
+                if (row["kernel"], row["isa"], row["dtype"], row["threads"]) == (wanted.kernel, isa, wanted.dtype, 1)
+                and (row["heads"] > row["kv_heads"]) == wanted.is_gqa
             ]
         if not mine:
-            yield f"{floor.name}: skipped, no {floor.kernel} with {' or '.join(floor.isas)} on this machine"
+            yield f"{wanted.name}: skipped, no {wanted.kernel} with {' or '.join(wanted.isas)} on this machine"
             continue
         parts, met = [], True
-        if floor.fraction:
+        if wanted.fraction:
             value = statistics.median(row["fraction_of_read"] for row in mine)
-            parts.append(f"{value:.0%} of the read limit (floor {floor.fraction[0]:.0%}, aim {floor.fraction[1]:.0%})")
-            met &= value >= floor.fraction[0]
-        if floor.ratio:
+            parts.append(
+                f"{value:.0%} of the read limit (required {wanted.fraction[0]:.0%}, aim {wanted.fraction[1]:.0%})"
+            )
+            met &= value >= wanted.fraction[0]
+        if wanted.ratio:
             ratios = [row["ratio_to_ispc"] for row in mine if row["ratio_to_ispc"]]
             if ratios:
                 value = statistics.median(ratios)
-                parts.append(f"{value:.2f}x ispc (floor {floor.ratio[0]}, aim {floor.ratio[1]})")
-                met &= value >= floor.ratio[0]
+                parts.append(f"{value:.2f}x ispc (required {wanted.ratio[0]}, aim {wanted.ratio[1]})")
+                met &= value >= wanted.ratio[0]
             else:
-                parts.append("ratio to ispc skipped, it is not there")
-        yield f"{floor.name}: {'met' if met else 'MISSED'}, {', '.join(parts)}"
+                parts.append("ratio to ispc skipped, ispc is not available")
+        yield f"{wanted.name}: {'met' if met else 'MISSED'}, {', '.join(parts)}"
 
 
-def medians(rows: Sequence[FlatRecord]) -> Iterator[tuple[str, ...]]:
-    """Medians over shapes for each kind of heads, dtype, team size and contender."""
+def median_cells(rows: Sequence[FlatRecord]) -> Iterator[tuple[str, ...]]:
+    """Cells of medians over shapes, for each kind of heads, dtype, number of threads and contender."""
     groups: dict[tuple, list[FlatRecord]] = {}
     for row in rows:
         key = (heads_name(row), row["dtype"], row["threads"], row["kernel"], row["isa"])
@@ -112,7 +114,7 @@ def print_medians(rows: Sequence[FlatRecord]) -> None:
     for name in ("heads", "dtype", "threads", "kernel", "isa", "GB/s", "read GB/s", "of read", "/ispc"):
         table.add_column(name, justify="left" if name in ("heads", "dtype", "kernel", "isa") else "right")
     before = None
-    for cells in medians(rows):
+    for cells in median_cells(rows):
         if before not in (None, cells[:3]):
             table.add_row()
         before = cells[:3]
@@ -120,8 +122,8 @@ def print_medians(rows: Sequence[FlatRecord]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def markdown(rows: Sequence[FlatRecord]) -> str:
-    """Every row, for reading."""
+def markdown_rows(rows: Sequence[FlatRecord]) -> str:
+    """Every row as Markdown."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
@@ -129,10 +131,10 @@ def markdown(rows: Sequence[FlatRecord]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def figure(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
-    """Share of the read limit over shapes: a column for each kind of heads and dtype, a row for each team size.
+def draw_kernels(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
+    """Fraction of the read limit over shapes: columns are kinds of heads and dtypes, rows are numbers of threads.
 
-    ``made`` says on what machine and when the rows were measured.
+    ``made`` names the machine and the date of the measurement.
     """
     columns = list(dict.fromkeys((heads_name(row), row["dtype"]) for row in rows))
     teams = sorted({row["threads"] for row in rows})
@@ -148,7 +150,7 @@ def figure(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
     legend_height = LEGEND_LINE * -(-len(contenders) // legend_columns)
     height = 2.5 * len(teams) + 1.9 + legend_height
     highest = max(110.0, *(105 * row["fraction_of_read"] for row in rows))
-    with style():
+    with figure_style():
         drawing = plt.figure(figsize=(width, height))
         bottom, top = set_words(drawing, text, width, height)
         axes = drawing.subplots(len(teams), len(columns), sharex=True, sharey=True, squeeze=False)
@@ -178,7 +180,7 @@ def draw_panel(
     contenders: Sequence[tuple[str, str]],
     colours: Mapping[str, str],
 ) -> None:
-    """The rows of one kind of heads, dtype and team size: a line for each contender."""
+    """The rows of one kind of heads, dtype and number of threads: a line for each contender."""
     if not rows:
         return
     for kernel, isa in contenders:
@@ -199,11 +201,11 @@ def draw_panel(
     ax.axhline(100, color=INK, linewidth=0.8)
     labels = [f"{batch}x{'~' if ragged else ''}{context}" for batch, context, ragged in shapes]
     ax.set_xticks(range(len(shapes)), labels, rotation=60, fontsize=8)
-    tidy(ax)
+    tidy_axes(ax)
 
 
 class Progress:
-    """How far the rounds are; the time left is known, since rounds stop at a deadline."""
+    """Progress of the rounds. The time left is known, since rounds stop at a deadline."""
 
     def __init__(self, num_points: int, start_s: float, seconds: float) -> None:
         self.num_points, self.end_s, self.last_line_s = num_points, start_s + seconds, start_s

@@ -1,8 +1,8 @@
-"""Checks the calibrated hardware files against measured tables: fits on two thirds of the rows, predicts the rest.
+"""Checks the calibrated hardware files against measured tables: fits two thirds of the rows, predicts the rest.
 
-`python -m evaluation.calibrate --tables FOLDER` prints the errors and the fitted figures; with `--write-curves` it also
-writes the compact curves of `configs/hardware/measured/`, fitted to all rows. The tables are published ones
-(evaluation/calibration/tables.py): docs/calibration.md tells where they come from and what they are called here.
+`python -m evaluation.calibrate --tables FOLDER` prints the errors and the fitted figures. With `--write-curves` it also
+writes the compact curves of `configs/hardware/measured/`, fitted to all rows. The tables are published
+(evaluation/calibration/tables.py); docs/calibration.md gives their origin and their file names here.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Options:
     """Report how well the calibrated hardware files predict measured operator times."""
 
     tables: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-    """Folder of the measured tables, mlp_<gpu>_<model>_tp1.csv and attention_*.csv; docs/calibration.md names the
-    public files they are made from, and how."""
+    """Folder of the measured tables, mlp_<gpu>_<model>_tp1.csv and attention_*.csv. docs/calibration.md names the
+    public files from which they are made, and how."""
     results_dir: Path = RESULTS_DIR
-    """Where calibration/<run>/ goes."""
+    """Results go to calibration/<run>/ in this folder."""
     write_curves: bool = False
     """Also write the compact curves to configs/hardware/measured, fitted to all rows."""
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Absolute relative errors of predictions for measured rows that were not used to make them."""
+    """Absolute relative errors of predictions for measured rows that were not used in the fit."""
 
     gpu: str
     model: str
@@ -70,12 +70,12 @@ class ErrorRecord:
 
 
 def held_out(num_rows: int) -> np.ndarray:
-    """Every third row, beginning with the third."""
+    """Mask of the held-out rows: every third one, beginning with the third."""
     return np.arange(num_rows) % 3 == 2
 
 
 def layer_errors(table: LayerTable) -> list[ErrorRecord]:
-    """Fit each operation, and the layer as it is shipped, to two thirds of the rows; predict the rest."""
+    """Fit each operation, and the layer as in the hardware files, to two thirds of the rows; predict the rest."""
     test = held_out(len(table.tokens))
     fitted = table.fit(~test)
     curves: dict[str, tuple[Callable[[float], float], np.ndarray]] = {
@@ -90,9 +90,9 @@ def layer_errors(table: LayerTable) -> list[ErrorRecord]:
 
 
 def transfer_errors(tables: Sequence[LayerTable]) -> list[ErrorRecord]:
-    """A layer predicted from the same card's table of another model, and from data sheets alone.
+    """Errors of a layer predicted from the same card's table of another model, and from data sheets alone.
 
-    The data sheet's fractions are the median of the other cards', since an unmeasured card has none of its own.
+    "other cards' fractions" are the medians of the other cards, as for an unmeasured card.
     """
     records = []
     for table in tables:
@@ -111,7 +111,7 @@ def transfer_errors(tables: Sequence[LayerTable]) -> list[ErrorRecord]:
 
 
 def attention_errors(folder: Path) -> tuple[list[ErrorRecord], dict[str, dict[str, float]]]:
-    """Attention fitted to two thirds of the rows, and with the figures that unmeasured cards assume.
+    """Errors of attention fitted to two thirds of the rows, and with the figures assumed for unmeasured cards.
 
     Returns:
         The errors, and the figures fitted to all rows by GPU.
@@ -119,7 +119,7 @@ def attention_errors(folder: Path) -> tuple[list[ErrorRecord], dict[str, dict[st
     records, figures = [], {}
     for name, (file, shape) in ATTENTION_TABLES.items():
         gpu, rows = load_gpu(name), read_rows(folder / file)
-        # The A100's file has no attention figures of its own, so it holds what is assumed for any card.
+        # The A100 has no measured attention figures, so its file holds those assumed for unmeasured cards.
         assumed = {key: figure.value for key, figure in load_gpu("a100").figures.items() if "_attention_" in key}
         figures[name] = {}
         for op, first, fit, predict in (
@@ -144,7 +144,7 @@ def attention_errors(folder: Path) -> tuple[list[ErrorRecord], dict[str, dict[st
 
 
 def fit_decode(gpu: Gpu, shape: LayerShape, requests, contexts, seconds) -> dict[str, float]:
-    """The three figures of ``gpu_attention_s``."""
+    """Fit the three figures of ``gpu_attention_s``."""
     kv_bytes = requests * contexts * shape.kv_elements * ITEMSIZE
     fixed_s, head_s, byte_s = fit_terms([np.ones_like(requests), requests * shape.num_kv_heads, kv_bytes], seconds)
     return {
@@ -155,7 +155,7 @@ def fit_decode(gpu: Gpu, shape: LayerShape, requests, contexts, seconds) -> dict
 
 
 def fit_prefill(gpu: Gpu, shape: LayerShape, new_tokens, contexts, seconds) -> dict[str, float]:
-    """The two figures of ``prefill_attention_s``."""
+    """Fit the two figures of ``prefill_attention_s``."""
     flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (contexts + new_tokens)
     fixed_s, flop_s = fit_terms([np.ones_like(new_tokens), flops], seconds)
     return {
@@ -236,7 +236,7 @@ def main(options: Options) -> int:
     read = [*sorted(options.tables.glob("*.csv")), *sorted(HARDWARE_DIR.rglob("*.yaml"))]
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in read}
     folder = ResultFolder("calibration", {"files": hashes}, options.results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     folder.save_summary([asdict(record) for record in records], markdown(records))
     print(markdown(records))
     for name, values in figures.items():

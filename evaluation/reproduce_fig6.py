@@ -32,9 +32,9 @@ class Options(FigureOptions):
     """Figure 6 of the APEX paper: mean per-token latency over the request rate, (a) on a T4 with OSC, (b) on an A10
     with Azure conversation.
 
-    Without arguments: SIMULATED (predicted times, no GPU needed), about three minutes on two cores. --backend torch
-    measures a scaled-down version on this machine. What is not given comes from configs/experiments/fig6.yaml. Results,
-    figure and provenance go to results/fig6/<run>/.
+    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about three minutes on two cores.
+    --backend torch measures a scaled-down version on this machine. Defaults come from configs/experiments/fig6.yaml.
+    Results, figure and provenance go to results/fig6/<run>/.
     """
 
 

@@ -32,9 +32,9 @@ class Options(FigureOptions):
     """Figure 7 of the APEX paper: throughput relative to SwiftLLM over the average output length, prompts of 1,000
     tokens, on an A10.
 
-    Without arguments: SIMULATED (predicted times, no GPU needed), about four minutes on two cores. --backend torch
-    measures a scaled-down version on this machine. What is not given comes from configs/experiments/fig7.yaml. Results,
-    figure and provenance go to results/fig7/<run>/.
+    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about four minutes on two cores.
+    --backend torch measures a scaled-down version on this machine. Defaults come from configs/experiments/fig7.yaml.
+    Results, figure and provenance go to results/fig7/<run>/.
     """
 
 

@@ -1,4 +1,4 @@
-"""Reproduces the figures of NEO's evaluation (6, 7, 8, 9 and 10a) on its machines, SIMULATED, beside its claims.
+"""Reproduces the figures of NEO's evaluation (6, 7, 8, 9 and 10a), SIMULATED, and compares them with its claims.
 
 python evaluation/reproduce_neo.py [--figure 6 10a] [--help]
 """
@@ -22,7 +22,7 @@ from evaluation.experiments.neo_points import make_neo_points, with_rates_at_lat
 from evaluation.experiments.options import Folder, Names, Range, experiment_settings
 from evaluation.experiments.runner import Point, print_error
 from evaluation.experiments.sensitivity import parse_sensitivity
-from evaluation.experiments.simulated_sweeps import describe
+from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, run_and_show, show
 from evaluation.results.paths import RESULTS_DIR
@@ -34,44 +34,45 @@ ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")
 
 @dataclass(frozen=True)
 class Options:
-    """The figures of NEO's evaluation, SIMULATED: predicted times, no GPU needed; all of them take some minutes on two
-    cores.
+    """The figures of NEO's evaluation, SIMULATED (predicted times, no GPU needed). All together take some minutes on
+    two cores.
 
-    What is not given comes from configs/experiments/neo.yaml. Results, figure and provenance go to
-    results/neo-fig<figure>/<run>/. The same command again goes on where the last one stopped.
+    Defaults come from configs/experiments/neo.yaml. Results, figure and provenance go to
+    results/neo-fig<figure>/<run>/. Running the same command again continues an interrupted run.
     """
 
     figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = ALL_FIGURES
-    """Figures of the paper. 6: load and latency; 7: distribution of latencies; 8: beside FastDecode+;
-    9: throughput over output length; 10a: the same on four hosts."""
+    """Figures of the paper. 6: latency over request rate; 7: distribution of latencies; 8: comparison with
+    FastDecode+; 9: throughput over output length; 10a: the same on four hosts."""
     gpu: Literal["t4", "a10", "2xh100"] | None = None
-    """Only the panels of this GPU; figures without any are left out."""
+    """Run only the panels of this GPU; figures without such panels are skipped."""
     systems: Names = None
-    """Systems to compare in place of the paper's; the figure's baseline must be among them."""
+    """Systems to compare instead of the paper's; they must include the figure's baseline."""
     num_requests: int | None = None
-    """Requests of every point; by default from the experiment file. NEO sent 2000."""
+    """Number of requests of every point; by default from the experiment file. NEO used 2000."""
     seed: int = 0
-    """Seed of everything drawn: lengths, arrivals."""
+    """Seed of all random draws: lengths, arrivals."""
     repeats: int = 1
-    """Run every point so often, with this seed and the next ones. Tables have the medians, figures the span, too."""
+    """How many times to run every point, with consecutive seeds. Tables show medians; figures also show
+    the lowest and the highest repeat."""
     jobs: int | None = None
-    """Points that run at once; by default one per usable core. Changes the time it takes, not the result."""
+    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
     sensitivity: Range = None
-    """Instead of Figure 9: how its ratios move with an assumption.
-    cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
-    gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    """Instead of Figure 9, show how its ratios depend on an assumption.
+    cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
+    gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
     trace_dir: Folder = None
-    """Folder with trace files, searched first."""
+    """Folder with trace files, searched before the cache."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Experiment file in place of configs/experiments/neo.yaml."""
+    """Experiment file to use instead of configs/experiments/neo.yaml."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to neo-fig<figure>/<run>/ in this folder."""
     from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
-    """Run nothing: draw and tell again from this result folder."""
+    """Run nothing; draw and print again from this result folder."""
 
 
 def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for options that do not fit."""
+    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = stdout_console()
     status = 0
     try:
@@ -83,7 +84,7 @@ def main(options: Options) -> int:
             return 0
         chosen = chosen_points(settings, options)
         for number, (name, points) in enumerate(chosen.items(), start=1):
-            configuration = {"simulated": describe(points)}
+            configuration = {"simulated": describe_simulated_points(points)}
             jobs = options.jobs or usable_cores()
             figure = figures[name_of_figure(name)]
             console.rule(f"{number} of {len(chosen)}: {figure.title}", align="left")
@@ -108,13 +109,13 @@ def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
 
 
 def name_of_figure(experiment: str | None) -> str:
-    """The figure behind the name of a result folder.
+    """The name of the figure of a result folder's experiment.
 
     Raises:
-        ValueError: the folder does not tell.
+        ValueError: the folder has no provenance, so its experiment is unknown.
     """
     if experiment is None:
-        raise ValueError("the folder has no provenance.json: which of NEO's figures it holds is not known")
+        raise ValueError("the folder has no provenance.json, so it is unknown which of NEO's figures it holds")
     return experiment.removesuffix(SENSITIVITY)
 
 
@@ -122,7 +123,7 @@ def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[
     """The points of each figure, by the name of its result folder.
 
     Raises:
-        ValueError: an option does not fit; the message says what would.
+        ValueError: an option is not valid here; the message says what is.
     """
     variation = None if options.sensitivity is None else parse_sensitivity(options.sensitivity)
     chosen = {}

@@ -1,10 +1,11 @@
-"""Thousands of requests of all kinds, good, bad and broken off, against a real server, whose CPU worker is killed
-in the middle: everything gets an answer or a documented error, and nothing is left behind.
+"""Sends thousands of valid, invalid and cancelled requests to a real server, and kills its CPU worker in the middle.
+
+Every request must get an answer or a documented error. At the end the server must be idle with empty pools.
 
     python evaluation/soak.py [--help]
 
-The server is the product's own, in a process of its own: system `apex`, a tiny model with random weights, pools too
-small for the load, so that requests wait, swap, are recomputed and refused. Its clients are in this process.
+The server is the product's own, in a separate process: system `apex`, a tiny model with random weights, and pools too
+small for the load, so that requests wait, swap, and are recomputed and refused. The clients run in this process.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ import httpx
 
 from apex.cli.parser import parse_options
 from evaluation.replay.launch import free_port, stop_on_sigterm
-from evaluation.replay.server import connect
-from evaluation.replay.soak_requests import Draw, Unexpected, exchange, plain
+from evaluation.replay.server import connect_server
+from evaluation.replay.soak_requests import RequestSource, Unexpected, plain_request, send_request
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
 from swiftllm.server.service.service import ServiceLimits
@@ -52,31 +53,31 @@ REQUEST_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
 REPORTS = 20
 WARM = 0.25
-"""The part of the run after which memory must not grow any more: by then every path has been taken many times."""
+"""Fraction of the run after which memory must not grow: by then every code path has run many times."""
 MEMORY_FROM = 8_000
-"""Requests of the shortest run whose memory is judged. Caches and allocators fill during the first two thousand, and a
-quarter of it must be past that."""
+"""Requests of the shortest run whose memory growth is checked. Caches and allocators fill during the first two
+thousand, which must be less than a quarter of the run."""
 SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
 class Options:
-    """Soak a server in requests; exit status 0 when nothing unexpected happened and nothing was left behind."""
+    """Soak-test a server. Exit status 0: nothing unexpected happened, and the server ended idle with empty pools."""
 
     requests: int = 20_000
-    """How many to send."""
+    """Number of requests to send."""
     concurrency: int = 32
-    """How many are under way at once."""
+    """Number of requests in flight."""
     memory_allowance_mib: float = 32.0
-    """How much the server's resident memory may grow over the last three quarters of the run.
-    Judged from 8,000 requests on: caches and allocators fill during the first two thousand."""
+    """How much (MiB) the server's resident memory may grow over the last three quarters of the run.
+    Checked in runs of at least 8,000 requests: caches and allocators fill during the first two thousand."""
     seed: int = 0
     """Seed of all requests."""
 
 
 @dataclass
 class Report:
-    """What has come of a soak."""
+    """The result of a soak."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -91,7 +92,7 @@ class Report:
 
 
 def make_tiny_model(folder: Path) -> None:
-    """Write a model of bytes: a config.json, for weights drawn at random, and a tokenizer of one token per byte."""
+    """Write a byte-level model: a config.json (weights are random) and a tokenizer of one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -104,7 +105,7 @@ def make_tiny_model(folder: Path) -> None:
 
 
 def serve(model: Path, port: int) -> None:
-    """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, as a crash in native code would."""
+    """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, like a crash in native code."""
     from apex.strategy import StrategyConfig
     from apex.systems import build_system
     from swiftllm.server.run import run_server
@@ -115,9 +116,9 @@ def serve(model: Path, port: int) -> None:
     config = EngineConfig(
         str(model), device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
     )
-    # Left to itself the scheduler may find, on a busy machine, that the CPU is not worth using.
+    # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
     engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))
-    worker = engine.backend._worker  # a server itself has no use for killing it
+    worker = engine.backend._worker  # only this test needs to kill it
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     run_server(EngineService(engine, ServiceLimits(max_queued_requests=MAX_QUEUED)), ServerSettings(port=port))
 
@@ -134,8 +135,8 @@ def resident_mib(pid: int) -> float:
 # -- the clients -------------------------------------------------------------------------------------------------------
 
 
-async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> Report:
-    """Send everything; whatever a request does, the others go on."""
+async def soak(options: Options, url: str, source: RequestSource, process: BaseProcess) -> Report:
+    """Send all requests. A failing request does not stop the others."""
     report = Report()
     start_s = time.monotonic()
     left = iter(range(options.requests))
@@ -149,10 +150,10 @@ async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> 
                 os.kill(process.pid, signal.SIGUSR1)
             if number and number % every == 0:
                 report.resident_mib.append(resident_mib(process.pid))
-                tell(number, options.requests, time.monotonic() - start_s, report)
-            asked = draw.next()
+                print_progress(number, options.requests, time.monotonic() - start_s, report)
+            asked = source.next_request()
             try:
-                end = await exchange(client, asked)
+                end = await send_request(client, asked)
             except Unexpected as problem:
                 report.problems.append(str(problem))
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -162,23 +163,23 @@ async def soak(options: Options, url: str, draw: Draw, process: BaseProcess) -> 
 
     async with client:
         await asyncio.gather(*(one_after_the_other() for _ in range(options.concurrency)))
-        await see_what_is_left(client, draw, report)
+        await check_idle_server(client, source, report)
     report.resident_mib.append(resident_mib(process.pid))
     report.seconds = time.monotonic() - start_s
     return report
 
 
-def tell(number: int, total: int, seconds: float, report: Report) -> None:
+def print_progress(number: int, total: int, seconds: float, report: Report) -> None:
     rate = number / seconds
     left = format_s((total - number) / rate)
     text = f"{number}/{total} requests, {rate:.0f}/s, server {report.resident_mib[-1]:.0f} MiB, {left} left"
     print(f"soak: {text}" + (f", {len(report.problems)} problems" if report.problems else ""), flush=True)
 
 
-async def see_what_is_left(client: httpx.AsyncClient, draw: Draw, report: Report) -> None:
-    """The server must get idle with empty pools, and serve."""
+async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, report: Report) -> None:
+    """Check that the server becomes idle with empty pools, and still serves."""
     deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-    while held := holds(now := (await client.get("/status.json")).json()["now"]):
+    while held := held_resources(now := (await client.get("/status.json")).json()["now"]):
         if time.monotonic() > deadline_s:
             report.problems.append(f"{IDLE_TIMEOUT_S:g} s after the last request the server still holds {held}")
             break
@@ -188,17 +189,17 @@ async def see_what_is_left(client: httpx.AsyncClient, draw: Draw, report: Report
     if not report.worker_restarts:
         report.problems.append("the CPU worker was never restarted: killing it had no effect")
     if not now["cpu_busy_s"]:
-        report.problems.append("the CPU worker has computed nothing: this soak has tested little")
+        report.problems.append("the CPU worker has computed nothing, so this soak has tested little")
     if (health := await client.get("/health")).status_code != 200:
-        report.problems.append(f"the server is not well: {health.text}")
+        report.problems.append(f"the server is not healthy: {health.text}")
     try:
-        await exchange(client, plain(draw))
+        await send_request(client, plain_request(source))
     except (Unexpected, httpx.HTTPError) as error:
-        report.problems.append(f"the server does not serve any more: {error}")
+        report.problems.append(f"the server no longer serves: {error}")
 
 
-def holds(now: dict[str, Any]) -> dict[str, int]:
-    """What a server that has nothing to do still holds, though it should hold nothing."""
+def held_resources(now: dict[str, Any]) -> dict[str, int]:
+    """The requests and blocks that a server still holds; an idle server should hold none."""
     names = ("waiting", "running_gpu", "running_cpu", "gpu_blocks_used", "cpu_blocks_used")
     return {name: now[name] for name in names if now[name]}
 
@@ -206,11 +207,11 @@ def holds(now: dict[str, Any]) -> dict[str, int]:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def run(options: Options) -> Report:
+def run_soak(options: Options) -> Report:
     """Start a server, soak it, stop it.
 
     Raises:
-        ServerNotReady: it did not start.
+        ServerNotReady: the server did not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
@@ -221,9 +222,9 @@ def run(options: Options) -> Report:
         process.start()
         try:
             url = f"http://127.0.0.1:{port}"
-            server = connect("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
-            draw = Draw(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
-            report = asyncio.run(soak(options, url, draw, process))
+            server = connect_server("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
+            source = RequestSource(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
+            report = asyncio.run(soak(options, url, source, process))
             process.terminate()
             process.join(IDLE_TIMEOUT_S)
             if process.exitcode != 0:
@@ -236,7 +237,7 @@ def run(options: Options) -> Report:
 
 
 def memory_problems(options: Options, report: Report) -> list[str]:
-    """That memory grew too much, if it did in a run that is long enough to tell."""
+    """A problem if memory grew too much; none for runs that are too short to tell."""
     grown = growth_mib(report)
     if options.requests < MEMORY_FROM or grown <= options.memory_allowance_mib:
         return []
@@ -244,12 +245,12 @@ def memory_problems(options: Options, report: Report) -> list[str]:
 
 
 def growth_mib(report: Report) -> float:
-    """Resident memory at the end over that after the first quarter."""
+    """Growth of resident memory (MiB) since the first quarter of the run."""
     return report.resident_mib[-1] - report.resident_mib[int(len(report.resident_mib) * WARM)]
 
 
 def main(options: Options) -> int:
-    report = run(options)
+    report = run_soak(options)
     for (kind, end), count in sorted(report.ends.items()):
         print(f"{count:7} {kind}: {end}")
     allowed = f"{options.memory_allowance_mib:g}" if options.requests >= MEMORY_FROM else "any, in so short a run"

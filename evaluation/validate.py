@@ -1,8 +1,8 @@
-"""Validates the simulator on this machine: real runs of the torch backend beside the same runs simulated.
+"""Validates the simulator on this machine: real runs of the torch backend against the same runs simulated.
 
 python -m evaluation.validate [--help], or: apex validate
 
-Profile tables measured right before and right after each real run are all the simulator knows of the machine.
+The simulator's only input about the machine is profile tables, measured right before and after each real run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation.experiments import measured_sweeps as measured
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.profile_check import (
     MachineProfiles,
@@ -35,7 +35,7 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, print_error, run_experiment
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.figures.style import save
+from evaluation.figures.style import save_figure
 from evaluation.figures.validation import draw_validation
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
@@ -51,10 +51,10 @@ AIM = 0.1
 
 @dataclass(frozen=True)
 class Options(ConfigFile):
-    """Run some workloads of Figure 5 for real and SIMULATED with this machine's own profile, and report the error.
+    """Run workloads of Figure 5 both for real and SIMULATED with this machine's own profile, and report the error.
 
-    Takes some 12 s for each system, workload and repeat with the default model on two cores. The same command again
-    goes on where the last one stopped.
+    With the default model on two cores, each system, workload and repeat takes about 12 s. Running the same command
+    again continues an interrupted run.
     """
 
     model: Path | None = None
@@ -64,27 +64,27 @@ class Options(ConfigFile):
     workloads: tuple[str, ...] = ("osc", "azure-conv")
     """Workloads of configs/experiments/fig5.yaml."""
     output_len: float = 96
-    """Average output length, before scaling, of workloads that sweep it."""
+    """Average output length (tokens, before scaling) of workloads that sweep it."""
     num_requests: int = 32
-    """Requests of every workload."""
+    """Number of requests of every workload."""
     repeats: int = 3
-    """Profile, run and simulate everything so often; the median error counts, the spread tells how steady it is."""
+    """How many times to profile, run and simulate everything; reports the median error and its spread."""
     results_dir: Path = RESULTS_DIR
     """Results go to validate/<run>/ in this folder."""
 
 
-class Pairs:
-    """Runs a point for real and simulated."""
+class PairRunner:
+    """Runs each point for real and simulated."""
 
     def __init__(self, profiles: MachineProfiles) -> None:
         self._profiles = profiles
 
-    def run(self, point: Point, label: str, console: Console) -> PointResult:
-        """The real run, with the simulated one's figures under ``simulated_*`` names."""
+    def run_pair(self, point: Point, label: str, console: Console) -> PointResult:
+        """The result of the real run, with the figures of the simulated run under ``simulated_*`` names."""
         task: TorchTask = point.task
-        before = self._profiles.before(task.engine)
+        before = self._profiles.profile_before(task.engine)
         real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
-        machine = mean_machine(before, self._profiles.after(task.engine))
+        machine = mean_machine(before, self._profiles.profile_after(task.engine))
         simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
         rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
         values = {
@@ -98,14 +98,14 @@ class Pairs:
 
 
 def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) -> Engine:
-    """The system, scheduling by the very table that was just measured."""
-    from apex.systems import build_system  # loads torch
+    """The system, with a scheduler that predicts from the table just measured."""
+    from apex.systems import build_system  # imported late: it loads torch
 
     return build_system(system, config, profile=machine.table)
 
 
 def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
-    """The same point for the simulator."""
+    """The same point, for the simulator."""
     task: TorchTask = point.task
     model = Path(task.engine.model).name
     twin = SimulatedTask(
@@ -121,11 +121,11 @@ def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
     return replace(point, task=twin)
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- report -----------------------------------------------------------------------------------------------------------
 
 
 def comparison(summary: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """A record for each workload and system, from one for each pair of runs: medians, and the errors' spread."""
+    """A record for each workload and system: medians and the spread of errors over its pairs of runs."""
     by_place: dict[tuple, list[FlatRecord]] = {}
     for record in summary:
         if record["simulated_error"] is not None:
@@ -157,7 +157,7 @@ def comparison(summary: Sequence[FlatRecord]) -> list[FlatRecord]:
 
 
 def system_errors(compared: Sequence[FlatRecord]) -> dict[str, float]:
-    """Mean absolute error of each system over its workloads and their repeats."""
+    """Mean absolute error of each system over its workloads and repeats."""
     by_system: dict[str, list[float]] = {}
     for record in compared:
         by_system.setdefault(record["system"], []).append(record["mean_absolute_error"])
@@ -186,7 +186,7 @@ def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
         for system, error in system_errors(compared).items()
     )
     console.print(f"mean absolute error of all runs: {means or 'nothing to compare'}", highlight=False)
-    console.print("others: cores that other work on this machine kept busy, in the worst repeat", highlight=False)
+    console.print("others: cores that other work on this machine kept busy in the worst repeat", highlight=False)
 
 
 def print_operations(errors: Sequence[OperationError], console: Console) -> None:
@@ -200,7 +200,7 @@ def print_operations(errors: Sequence[OperationError], console: Console) -> None
 
 
 def main(options: Options) -> int:
-    """Returns the exit status: 0 when every run is finished, whatever the errors are; 2 for options that do not fit."""
+    """Returns the exit status: 0 when every run is finished, whatever the errors; 2 for invalid options."""
     console = stdout_console()
     try:
         wanted = FigureOptions(
@@ -212,26 +212,27 @@ def main(options: Options) -> int:
             repeats=options.repeats,
         )
         plan = make_measured_plan("fig5", wanted)
-        points = [replace(point, group=point.key) for point in measured.make_points(plan)]  # the spread is reported
+        # One group per repeat, since the spread is reported.
+        points = [replace(point, group=point.key) for point in make_measured_points(plan)]
     except (ValueError, FileNotFoundError) as error:
         print_error(error, console)
         return 2
-    described = {**measured.configuration(plan, points), "experiment": "validate"}
-    pairs = Pairs(MachineProfiles())
-    outcome = run_experiment("validate", described, points, pairs.run, options.results_dir, console)
+    described = {**describe_measured_plan(plan, points), "experiment": "validate"}
+    pairs = PairRunner(MachineProfiles())
+    outcome = run_experiment("validate", described, points, pairs.run_pair, options.results_dir, console)
     compared = comparison(outcome.summary)
     if compared:
         errors = operation_errors(points[0].task.engine)
         print_operations(errors, console)
-        told = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
-        write_atomically(outcome.folder / "comparison.json", to_json(told))
-        save(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
+        report = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
+        write_atomically(outcome.folder / "comparison.json", to_json(report))
+        save_figure(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
     print_comparison(compared, console)
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """The command line; ``arguments`` are those of the process by default."""
+    """Run the command line; ``arguments`` are those of the process by default."""
     return main(parse_command(Options, "apex validate", sys.argv[1:] if arguments is None else arguments))
 
 

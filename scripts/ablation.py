@@ -1,4 +1,4 @@
-"""What each strategy is worth: the same requests with strategies forced, switched off, or run synchronously.
+"""Measures the effect of each strategy: the same requests with strategies forced, disabled, or run synchronously.
 
 python scripts/ablation.py [--help]
 """
@@ -41,7 +41,7 @@ BASELINE = "swiftllm"
 
 @dataclass(frozen=True)
 class Row:
-    """A system and what is changed about it."""
+    """A row of the table: a system and its changed settings."""
 
     name: str
     system: str
@@ -65,19 +65,19 @@ ROWS = {
     )
 }
 MEANINGS = (
-    "neo, fastdecode, apex as their papers have them; the others are apex with: force-* one strategy forced (overlap "
-    "without its threshold); no-* one switched off; no-threshold: overlap with however few CPU requests; synchronous: "
-    "CPU attention inline, no overlap"
+    "neo, fastdecode and apex are as in their papers; the others are variants of apex. force-*: one strategy forced "
+    "(overlap without its threshold); no-*: one strategy disabled; no-threshold: overlap with any number of CPU "
+    "requests; synchronous: CPU attention inline, no overlap"
 )
-ONCE = " Measured once: take no difference for real that --repeats 3 does not confirm."
+ONCE = " Measured once: confirm differences with --repeats 3."
 
 
 @dataclass(frozen=True)
 class Options:
-    """Toggle strategies on one workload and print what each is worth.
+    """Force and disable strategies on one workload, and print the throughput of each variant.
 
-    The GPU tier holds a few requests, all the others wait or go to the CPU. Running the same command again goes on
-    where the last one stopped.
+    The GPU tier holds a few requests; all others wait or go to the CPU tier. Running the same command again continues
+    an interrupted run.
     """
 
     model: Folder = None
@@ -85,19 +85,19 @@ class Options:
     rows: tuple[str, ...] = tuple(ROWS)
     """Rows of the table to measure."""
     num_requests: int = 64
-    """Requests, all there from the start."""
+    """Number of requests, all sent at the start."""
     input_len: int = 32
-    """Prompt tokens of each."""
+    """Prompt tokens of each request."""
     output_len: int = 48
-    """Output tokens of each."""
+    """Output tokens of each request."""
     gpu_requests: int = 4
-    """Requests that fit the GPU tier at once."""
+    """Number of requests that fit the GPU tier at once."""
     repeats: int = 1
-    """Measure every row so often and take medians."""
+    """How many times to measure every row; the table shows medians."""
     device: DeviceName = "auto"
-    """Where the linear layers run."""
+    """Device of the linear layers."""
     dtype: DtypeName = "auto"
-    """Weights, activations and KV cache."""
+    """Data type of weights, activations and KV cache."""
     cpu_threads: int = 1
     """Threads of the CPU attention worker."""
     seed: int = 0
@@ -116,7 +116,7 @@ def make_points(options: Options) -> list[Point]:
     """A point per row and repeat.
 
     Raises:
-        ValueError: an option does not fit; the message says what to do.
+        ValueError: an option is not valid; the message says what to do.
     """
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
@@ -129,7 +129,7 @@ def make_points(options: Options) -> list[Point]:
     origin = Origin("synthetic", "requests of one size, all at once")
     row = TraceRow(options.input_len, options.output_len, 0.0)
     lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
-    # The lane stands for a GPU: on a CPU it is as large in every row.
+    # On a CPU the lane takes the GPU's part, so it must have the same size in every row.
     threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads}
     engine = EngineConfig(str(model), device=options.device, dtype=options.dtype, **threads)
     blocks = -(-(options.input_len + options.output_len) // engine.block_size)
@@ -138,8 +138,8 @@ def make_points(options: Options) -> list[Point]:
     )
     points = []
     for repeat in range(options.repeats):
-        turn = repeat % len(options.rows)  # no row always goes first
-        for name in options.rows[turn:] + options.rows[:turn]:
+        first = repeat % len(options.rows)  # otherwise one row would always be measured first
+        for name in options.rows[first:] + options.rows[:first]:
             config = replace(engine, synchronous=ROWS[name].synchronous)
             task = TorchTask(ROWS[name].system, config, lengths, {"row": name})
             key = name + (f"-{repeat}" if options.repeats > 1 else "")
@@ -148,7 +148,7 @@ def make_points(options: Options) -> list[Point]:
 
 
 def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
-    """What decides the numbers."""
+    """Everything that decides the numbers."""
 
     def described(point: Point) -> dict[str, Any]:
         row, task = point.task.row, point.task.task
@@ -160,7 +160,7 @@ def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
 
 
 def run_row(point: Point, label: str, console: Console) -> PointResult:
-    """Run a point with its row's strategy, and keep what the bound is computed from."""
+    """Run a point with its row's strategy, and add the values from which the bound is computed."""
     row, task = point.task.row, point.task.task
     predictions: dict[str, float | None] = {}
 
@@ -183,8 +183,10 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
 
 
 def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:
-    """From the engine's profile table: how fast the CPU reads KV cache, and what the lane can pass at most (in tokens
-    per second, linear layers alone, with any batch up to ``num_requests``). Nothing for a system without a table."""
+    """Values for the bound from the engine's profile table; empty for a system without a table.
+
+    ``cpu_bytes_per_s`` is the rate at which the CPU reads KV cache. ``lane_limit_tokens_per_s`` is the lane's maximum
+    with linear layers alone and any batch up to ``num_requests``."""
     model = getattr(engine.scheduler, "model", None)
     if model is None:
         return {}
@@ -220,7 +222,7 @@ def results_table(summary: Sequence[FlatRecord]) -> Table:
 
 
 def bound_text(summary: Sequence[FlatRecord]) -> str:
-    """The best row beside what no schedule can exceed, and what it ran into instead."""
+    """The best row compared with the bound of any schedule, and what limited it instead."""
     base = next((record for record in summary if record["row"] == BASELINE), None)
     profiled = next((record for record in summary if record.get("cpu_bytes_per_s")), None)
     measured = [record for record in summary if record["output_tokens_per_s"]]
@@ -239,24 +241,24 @@ def bound_text(summary: Sequence[FlatRecord]) -> str:
     on_cpu = base["backend"] == "torch-cpu"
     if limit < bound:
         text += (
-            "\nThe bound takes the linear layers of offloaded requests for free. "
+            "\nThe bound ignores the cost of linear layers of offloaded requests. "
             f"{'On a CPU core, where they are bound by arithmetic,' if on_cpu else 'On ' + base['gpu']} they alone "
-            f"pass at most {limit:.0f} tokens/s with up to {base['num_requests']} requests in a batch."
+            f"allow at most {limit:.0f} tokens/s with up to {base['num_requests']} requests in a batch."
         )
     lane, cpu_worker = best["lane_busy_fraction"], best["cpu_busy_fraction"]
     if lane is not None and cpu_worker is not None:
         text += f"\nThe lane of the best row was busy {lane:.0%} of the time, its CPU worker {cpu_worker:.0%}"
         if best is not base:
             text += (
-                ": overlapping can have saved no more than that share of the time; the rest of the gain is the larger "
-                "batch that the CPU tier has the memory for"
+                ". Overlap can have saved at most that share of the time; the rest of the gain is due to the larger "
+                "batch that fits the CPU tier's memory"
             )
         text += "."
     return text
 
 
 def main(options: Options, run_point: RunPoint = run_row, console: Console | None = None) -> int:
-    """Run, print, tell where the results are. Returns the exit status: 0 when every row is finished."""
+    """Run and print the table and the result folder. Returns the exit status: 0 when every row is finished."""
     console = console or stdout_console()
     try:
         points = make_points(options)
@@ -277,7 +279,7 @@ def main(options: Options, run_point: RunPoint = run_row, console: Console | Non
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
         console.print(f"\n{MEANINGS}.{ONCE if options.repeats == 1 else ''}\n\n{bound_text(outcome.summary)}\n")
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Fetch the original request traces and turn each into request lengths.
+"""Download the original request traces and convert each to request lengths.
 
-    python scripts/download_traces.py                # lists them: name, origin, licence, size
+    python scripts/download_traces.py                # list them: name, origin, licence, size
     python scripts/download_traces.py azure2023-conv osc
     python scripts/download_traces.py all
 
-Each trace becomes `<name>.csv` with the columns arrival_s (seconds from the first request, empty where the source has
-no arrivals), input_tokens and output_tokens, and `<name>.json` that says where it came from and how it was made,
-under `${APEX_CACHE_DIR:-~/.cache/apex}/traces`, where the evaluation finds them. No text is kept.
+Each trace becomes `<name>.csv` and `<name>.json` under `${APEX_CACHE_DIR:-~/.cache/apex}/traces`, where the evaluation
+finds them. The CSV has the columns arrival_s (seconds from the first request, empty if the source has no arrivals),
+input_tokens and output_tokens. The JSON records the origin and the conversion. No text is kept.
 
-Texts are counted with --tokenizer, without a chat template. LiveBench and OSC are in parquet and need one more package:
+Tokens of texts are counted with --tokenizer, without a chat template. LiveBench and OSC are in parquet and need
 `pip install pyarrow`.
 
-The conversions are covered by the test suite; the downloads themselves are not, since they need the sources' servers.
+The test suite covers the conversions, but not the downloads, since these need the sources' servers.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ else:
 
 @dataclass(frozen=True)
 class Options:
-    """Fetch the original request traces and turn each into request lengths.
+    """Download the original request traces and convert each to request lengths.
 
     LiveBench and OSC are in parquet and need pyarrow: pip install pyarrow
     """
 
     names: Annotated[tyro.conf.Positional[tuple[Name, ...]], tyro.conf.arg(metavar="NAME ...")] = ()
-    """Traces to fetch, or all. Without a name they are listed: origin, licence, size."""
+    """Traces to download, or all. Without names, list the traces with origin, licence and size."""
     tokenizer: Path = field(default_factory=default_model)
-    """Counts the tokens of text: a tokenizer.json or a folder that has one."""
+    """Tokenizer for sources of text: a tokenizer.json or a folder that has one."""
     max_rows: int = 10_000
-    """Most requests from a source of text."""
+    """Maximum number of requests from a source of text."""
     livebench_model: str = "meta-llama-3.1-8b-instruct-turbo"
-    """Whose LiveBench answers to take."""
+    """Model whose LiveBench answers to use."""
 
 
 def main(options: Options) -> int:
-    """Fetch or list. Returns the exit status: 1 when a source failed; the others are fetched nevertheless."""
+    """Download or list. Returns the exit status: 1 if a source failed; the others are still downloaded."""
     wanted = [source for source in SOURCES if {"all", source.name} & set(options.names)]
     if not wanted:
-        console = stdout_console()  # ends quietly where what it is piped into has seen enough
+        console = stdout_console()  # exits quietly when the reader of a pipe closes it
         for source in SOURCES:
             about = (source.title, source.origin, f"{source.licence}; {source.size}; {source.note}")
             text = f"{source.name:15} " + f"\n{'':16}".join(about)

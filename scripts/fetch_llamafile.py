@@ -1,13 +1,13 @@
-"""Fetch Mozilla's llamafile sgemm, which APEX's CPU attention kernel is built on.
+"""Download Mozilla's llamafile sgemm, on which APEX's CPU attention kernel is built.
 
 python scripts/fetch_llamafile.py
 
-The source is part of llama.cpp (MIT) and comes in the source distribution of llama-cpp-python, by pip and so from the
-index, mirror or proxy that pip is configured for. pip checks the pinned hash before it opens the archive. The few files
-that are needed are kept in <cache>/llamafile (<cache> is $APEX_CACHE_DIR or ~/.cache/apex); setup.py looks there.
+The source is part of llama.cpp (MIT) and of the source distribution of llama-cpp-python. pip downloads that from its
+configured index, mirror or proxy, and checks the pinned hash before it opens the archive. The needed files go to
+<cache>/llamafile, where setup.py looks for them (<cache> is $APEX_CACHE_DIR or ~/.cache/apex).
 
-The kernel is optional: whatever goes wrong, the reason is printed and the exit status is 0, because the build then goes
-on with the other CPU attention kernels.
+The kernel is optional. On any error the reason is printed and the exit status is 0, because the build continues with
+the other CPU attention kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from swiftllm.files import cache_dir
 
 PACKAGE = "llama-cpp-python"
-# Version 0.3.2 refuses products with fewer than two columns, so decodes without grouped queries.
+# Version 0.3.2 refuses products with fewer than two columns, as in decodes without grouped queries.
 VERSION = "0.2.90"
 SHA256 = "419b041c62dbdb9f7e67883a6ef2f247d583d08417058776be0bff05b4ec9e3d"
 GGML = "vendor/llama.cpp/ggml"
@@ -42,11 +42,11 @@ TIMEOUT_S = 300
 
 
 class FetchError(Exception):
-    """Why the source could not be had."""
+    """The source could not be downloaded; the message says why."""
 
 
 def source_dir() -> Path:
-    """Where the files lie, flat, in a folder named after the version."""
+    """The flat folder of the files, named after the version."""
     return cache_dir() / "llamafile" / VERSION
 
 
@@ -55,10 +55,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def download(folder: Path) -> Path:
-    """The source distribution, with the right hash.
+    """Download the source distribution and check its hash.
 
     Raises:
-        FetchError: pip failed; the message is the last thing it said.
+        FetchError: pip failed; the message is its last error line.
     """
     pin = folder / "pin.txt"
     pin.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n")
@@ -78,10 +78,10 @@ def download(folder: Path) -> Path:
 
 
 def extract(archive: Path, folder: Path) -> None:
-    """Copy the needed files of the archive into a folder, flat.
+    """Copy the needed files of the archive into a flat folder.
 
     Raises:
-        FetchError: one is missing.
+        FetchError: a file is missing.
     """
     missing = set(FILES)
     with tarfile.open(archive) as tar:
@@ -95,10 +95,10 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 def fetch() -> Path:
-    """The folder with the files, fetched if they are not there yet.
+    """The folder with the files, downloaded unless they exist.
 
     Raises:
-        FetchError: they could not be had.
+        FetchError: they could not be downloaded.
     """
     target = source_dir()
     if is_complete(target):
@@ -119,8 +119,8 @@ def main() -> int:
     try:
         print(f"llamafile: {fetch()}")
     except FetchError as error:
-        print(f"llamafile: not there: {error}")
-        print("llamafile: the build goes on without it; the other CPU attention kernels serve.")
+        print(f"llamafile: not available: {error}")
+        print("llamafile: the build continues without it, with the other CPU attention kernels.")
     return 0
 
 

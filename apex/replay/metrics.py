@@ -1,8 +1,8 @@
 """Every metric, defined once.
 
 Times are seconds from the start of a replay. Percentiles interpolate linearly between order statistics. Only
-completed requests count, except in ``failed``. A metric that does not apply is None. docs/metrics.md says the same in
-words.
+completed requests count, except in ``failed``. A metric that does not apply is None. docs/metrics.md explains them in
+prose.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Metrics = dict[str, float | int | None]
 
 @dataclass(frozen=True)
 class Targets:
-    """What a request must keep to count in goodput."""
+    """Latency targets that a request must meet to count in goodput."""
 
     ttft_s: float = 2.0
-    """Time to first token: what NEO's load-latency curves on the A10G are read at (its section 5.2)."""
+    """Time to first token, in seconds: NEO reads its load-latency curves on the A10G at it (its section 5.2)."""
     tpot_s: float = 0.2
-    """Time per output token: five tokens a second, about as fast as people read."""
+    """Time per output token, in seconds: five tokens a second, about as fast as people read."""
 
 
 DEFAULT_TARGETS = Targets()
 
 
 def makespan_s(records: Sequence[RequestRecord]) -> float | None:
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     done = [record for record in records if record.completed]
     if not done:
         return None
@@ -41,13 +41,13 @@ def makespan_s(records: Sequence[RequestRecord]) -> float | None:
 
 
 def output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Output tokens over the makespan: filling and draining included."""
+    """Output tokens over the makespan, filling and draining included."""
     span = makespan_s(records)
     return sum(record.output_len for record in records if record.completed) / span if span else None
 
 
 def mid_window_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Output tokens per second between 20% and 80% of the makespan: filling and draining left out."""
+    """Output tokens per second between 20% and 80% of the makespan, without filling and draining."""
     span = makespan_s(records)
     if not span:
         return None
@@ -65,13 +65,13 @@ def requests_per_s(records: Sequence[RequestRecord]) -> float | None:
 
 
 def goodput_requests_per_s(records: Sequence[RequestRecord], targets: Targets) -> float | None:
-    """Completed requests that keep both targets, over the makespan."""
+    """Completed requests that meet both targets, over the makespan."""
     span = makespan_s(records)
-    return sum(record.completed and keeps(record, targets) for record in records) / span if span else None
+    return sum(record.completed and meets_targets(record, targets) for record in records) / span if span else None
 
 
-def keeps(record: RequestRecord, targets: Targets) -> bool:
-    """Whether a completed request keeps both targets; a single token has no gap to be too long."""
+def meets_targets(record: RequestRecord, targets: Targets) -> bool:
+    """Whether a completed request meets both targets. A single token has no gap, so it meets the second."""
     tpot_s = time_per_output_token_s(record) or 0.0
     return time_to_first_token_s(record) <= targets.ttft_s and tpot_s <= targets.tpot_s
 
@@ -93,7 +93,7 @@ def time_per_output_token_s(record: RequestRecord) -> float | None:
     return (record.token_times_s[-1] - record.token_times_s[0]) / (record.output_len - 1)
 
 
-def spread(name: str, values: Sequence[float]) -> Metrics:
+def distribution_metrics(name: str, values: Sequence[float]) -> Metrics:
     """Mean, p50, p90 and p99 of ``values`` under ``name_mean`` and so on."""
     if not values:
         return {f"{name}_{part}": None for part in ("mean", "p50", "p90", "p99")}
@@ -107,12 +107,12 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
-    """The part of the replay in which a resource was computing."""
+    """The fraction of the replay in which a resource was computing."""
     return None if busy_s is None or wall_s <= 0 else busy_s / wall_s
 
 
 def predicted_over_actual(stats: Mapping[str, float]) -> float | None:
-    """The iterations' predicted time over the time they took; None for a scheduler that predicts nothing."""
+    """Predicted over actual time of the iterations; None for a scheduler that predicts nothing."""
     return stats["predicted_s"] / stats["duration_s"] if stats["predicted_s"] and stats["duration_s"] else None
 
 
@@ -124,8 +124,8 @@ def compute_metrics(
 ) -> Metrics:
     """All metrics of one replay of ``wall_s`` seconds.
 
-    ``stats`` are the engine's counters over the replay; ``lane_busy_s`` is the time the lane computed
-    (waiting for the CPU left out), ``cpu_busy_s`` the time the CPU attention worker computed.
+    ``stats`` are the engine's counters over the replay. ``lane_busy_s`` is the time the lane computed, without
+    waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
     """
     stats = stats or {}
     done = [record for record in records if record.completed]
@@ -137,9 +137,9 @@ def compute_metrics(
         "goodput_requests_per_s": goodput_requests_per_s(records, targets),
         "ttft_target_s": targets.ttft_s,
         "tpot_target_s": targets.tpot_s,
-        **spread("per_token_latency_s", [per_token_latency_s(record) for record in done]),
-        **spread("ttft_s", [time_to_first_token_s(record) for record in done]),
-        **spread("tpot_s", gaps),
+        **distribution_metrics("per_token_latency_s", [per_token_latency_s(record) for record in done]),
+        **distribution_metrics("ttft_s", [time_to_first_token_s(record) for record in done]),
+        **distribution_metrics("tpot_s", gaps),
         "completed": len(done),
         "failed": len(records) - len(done),
         "output_tokens": sum(record.output_len for record in done),

@@ -1,4 +1,4 @@
-"""What a replay is given and what it keeps of each request: the raw material of every metric."""
+"""Requests of a replay, and the records of them from which every metric is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """``arrival_s`` is seconds from the start of the replay; exactly ``output_len`` tokens are generated."""
+    """A request to replay. ``arrival_s`` is seconds from the start; exactly ``output_len`` tokens are generated."""
 
     request_id: str
     arrival_s: float
@@ -25,8 +25,8 @@ class ReplayRequest:
 class RequestRecord:
     """One request of a replay. All times are seconds from the start of the replay.
 
-    ``failure`` is None for a request that got all its tokens, else says why not.
-    ``output_digest`` names the very tokens that came out, so that systems can be compared.
+    ``failure`` is None for a request that got all its tokens, else the reason.
+    ``output_digest`` is a hash of the output tokens, to compare systems.
     """
 
     request_id: str
@@ -57,8 +57,9 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay: a record per request in the order given, how long it took in seconds, by the engine's
-    clock or the client's, and the counters of the engine or of the client over it."""
+    """The result of a replay: a record per request in the order given, its duration, and counters over it.
+
+    Duration (seconds) and counters are the engine's, or the client's for a replay over HTTP."""
 
     records: tuple[RequestRecord, ...]
     wall_s: float
@@ -67,7 +68,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """A request without the times of its single tokens: whatever a distribution over requests needs, in few bytes.
+    """A record without the times of single tokens: what distributions over requests need, in few bytes.
 
     Times are seconds from the start of the replay, to the microsecond.
     """
@@ -84,7 +85,7 @@ class RequestSummary:
 
 
 def summary_of(record: RequestRecord) -> RequestSummary:
-    """A record in short."""
+    """The summary of a record."""
     times = record.token_times_s
     return RequestSummary(
         request_id=record.request_id,

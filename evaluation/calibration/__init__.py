@@ -1,1 +1,1 @@
-"""Fits of the calibrated hardware files to measured tables."""
+"""Fits the calibrated hardware files to measured tables."""

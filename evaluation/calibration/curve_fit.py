@@ -1,4 +1,4 @@
-"""Fits: a curve of few points through many, and a sum of terms, both by relative error."""
+"""Fits a curve of few points to many, and a sum of terms. Both minimise relative errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from apex.perf.model import Curve
 
 
 def compact_curve(sizes: Sequence[float], seconds: Sequence[float], num_points: int) -> Curve:
-    """The curve through ``num_points`` of the measured points with the least sum of relative errors at all of them.
+    """The curve through ``num_points`` of the measured points that minimises the sum of relative errors at all points.
 
-    Dynamic programming over which points to keep, so a step keeps the two points on either side of it. First and
-    last point always stay. Values are made ascending first, as every curve's are.
+    Dynamic programming chooses the points, so a jump in the data keeps a point on either side. The first and the last
+    point always stay. Values are made ascending first, as in every curve.
     """
     x, measured = np.asarray(sizes, float), np.asarray(seconds, float)
     y = np.asarray(Curve(tuple(x), tuple(measured)).seconds)

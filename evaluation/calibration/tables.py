@@ -1,7 +1,8 @@
 """The measured tables that hardware files are calibrated with, from Vidur (MIT) and forks of it.
 
 `mlp_<gpu>_<model>_tp1.csv` has columns op, num_tokens, time_ms: operations of one layer in fp16. The attention tables
-have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md tells how they are made from the public files.
+have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md describes how to make them from the public
+files.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LayerTable:
         return sum(times * self.ops[op] for op, times in ELEMENTWISE.items())
 
     def fit(self, rows: np.ndarray) -> MeasuredLayer:
-        """The compact curves of these rows (a mask)."""
+        """The compact curves fitted to these rows (a boolean mask)."""
         gemm = compact_curve(self.tokens[rows], self.gemm[rows], GEMM_POINTS)
         elementwise = compact_curve(self.tokens[rows], self.elementwise[rows], ELEMENTWISE_POINTS)
         return MeasuredLayer(self.model, self.shape, gemm, elementwise, self.origin)
@@ -81,7 +82,7 @@ def read_layer_tables(folder: Path) -> list[LayerTable]:
 def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: name the folder that has it with --tables; docs/calibration.md tells its origin"
+            f"{path} is missing: name the folder that has it with --tables; docs/calibration.md names its origin"
         )
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -1,1 +1,1 @@
-"""Experiments: the points of a figure, and what runs them."""
+"""Experiments: the points of a figure, and the code that runs them."""

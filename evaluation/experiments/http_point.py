@@ -1,4 +1,4 @@
-"""One measured point: a server that is already running is sent a workload."""
+"""One measured point: sends a workload to a server that is already running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRESH_TOKENS = 2
 
 @dataclass(frozen=True)
 class HttpTask:
-    """What an HTTP point runs. ``model`` is the folder that prompts take their tokens from; ``values`` are summary
+    """What an HTTP point runs. ``model`` is the folder whose tokenizer makes the prompts; ``values`` are summary
     fields that are known beforehand (swept variables)."""
 
     server: Server
@@ -38,25 +38,27 @@ class HttpTask:
     ready_timeout_s: float = 60.0
     targets: Targets = DEFAULT_TARGETS
     prompt_tokens: PromptTokens | None = None
-    """What prompts are made of; by default the model's own tokens of a text."""
+    """Tokens of the prompts; by default a text in the model's tokens."""
 
 
 class NothingServed(RuntimeError):
-    """Not a single request was completed; the message gives a reason."""
+    """No request was completed; the message gives a reason."""
 
 
 def run_http_point(point: Point, label: str, console: Console) -> PointResult:
-    """Check that the server still runs, warm it up, send the workload.
+    """Check that the server still runs, warm it up, and send the workload.
 
     Raises:
-        ServerNotReady: it is not ready, or not the one it was when the run began.
+        ServerNotReady: the server is not ready, or is another one than when the run began.
         NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
-    from evaluation.replay.http import replay_workload  # the HTTP client is needed only where a point really runs
-    from evaluation.replay.server import connect
+    from evaluation.replay.http import (
+        replay_workload,  # imported late: only points that really run need the HTTP client
+    )
+    from evaluation.replay.server import connect_server
 
     task: HttpTask = point.task
-    server = connect(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
+    server = connect_server(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
     prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
     workload = make_workload(task.lengths, prompt_tokens)
     limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}
@@ -82,10 +84,10 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
 
 
 def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
-    """The workload with the first tokens of each prompt drawn anew, from no seed.
+    """The workload with the first tokens of each prompt drawn anew, without a seed.
 
-    A server may keep the KV cache of earlier prompts (vLLM does by default), and the points of a figure share prompts.
-    A prompt with another beginning has no cached prefix, so every point finds the cache cold.
+    A server may cache the KV of earlier prompts (vLLM does by default), and the points of a figure share prompts.
+    A prompt that begins differently has no cached prefix, so every point starts with a cold cache.
     """
     rng = np.random.default_rng()
 

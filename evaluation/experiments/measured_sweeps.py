@@ -1,4 +1,4 @@
-"""Measured points of a figure: the same workloads, scaled down, on the torch backend of this machine or on servers."""
+"""Measured points of a figure: its workloads, scaled down, on this machine's torch backend or on servers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkloadPlan:
-    """One workload of the figure; ``output_lens`` sweeps the average output length (before scaling).
+    """One workload of the figure. ``output_lens`` sweeps the average output length in tokens, before scaling.
 
-    ``input_len`` makes a synthetic workload of that average prompt instead of reading the trace ``name``;
-    ``request_rates`` sweeps Poisson arrivals instead of sending all requests at once.
+    ``input_len`` makes a synthetic workload of that average prompt length instead of reading the trace ``name``.
+    ``request_rates`` (requests/s) sweeps Poisson arrivals instead of sending all requests at once.
     """
 
     panel: str
@@ -43,9 +43,9 @@ class WorkloadPlan:
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """Everything that decides the figure's measured numbers, beside machine and code.
+    """Everything that decides the figure's measured numbers, apart from machine and code.
 
-    With ``servers`` the systems are those servers, and of ``engine`` only the model counts: it makes the prompts.
+    With ``servers`` the systems are those servers; then only the model of ``engine`` is used, to make the prompts.
     """
 
     systems: tuple[str, ...]
@@ -63,9 +63,9 @@ class MeasuredPlan:
 
 
 def pool_blocks(lengths: Lengths, gpu_requests: int, block_size: int) -> tuple[int, int]:
-    """GPU and CPU blocks for a workload.
+    """Numbers of GPU and CPU blocks for a workload.
 
-    The GPU pool holds ``gpu_requests`` requests of average length, and at least the longest one; the CPU pool
+    The GPU pool holds ``gpu_requests`` requests of average length, and at least the longest one. The CPU pool
     holds all requests at once.
     """
     blocks = [math.ceil((row.input_tokens + row.output_tokens) / block_size) for row in lengths.rows]
@@ -73,8 +73,8 @@ def pool_blocks(lengths: Lengths, gpu_requests: int, block_size: int) -> tuple[i
     return max(gpu_requests * mean, max(blocks)), 1 << (sum(blocks) - 1).bit_length()
 
 
-def make_points(plan: MeasuredPlan) -> list[Point]:
-    """All points; the systems of one workload follow each other, so that a machine's moods hit them alike."""
+def make_measured_points(plan: MeasuredPlan) -> list[Point]:
+    """All points. The systems of one workload run one after the other, so that slow drift affects them alike."""
     points = []
     for workload in plan.workloads:
         for output_len in workload.output_lens or (None,):
@@ -102,8 +102,8 @@ def _repeated_points(
         label += f", {rate:g} requests/s"
     points = []
     for repeat in range(plan.repeats):
-        turn = repeat % len(plan.systems)  # no system always goes first
-        for system in plan.systems[turn:] + plan.systems[:turn]:
+        first = repeat % len(plan.systems)  # otherwise one system would always be measured first
+        for system in plan.systems[first:] + plan.systems[:first]:
             task = _task(plan, system, lengths, {"panel": workload.panel, "baseline": plan.baseline})
             key = f"{group}-{system}" + (f"-{repeat}" if plan.repeats > 1 else "")
             points.append(Point(key, f"{group}-{system}", f"{label}, {system}", task))
@@ -120,7 +120,7 @@ def _task(plan: MeasuredPlan, system: str, lengths: Lengths, values: Mapping[str
 
 
 def with_pools(engine: EngineConfig, lengths: Lengths, gpu_requests: int) -> EngineConfig:
-    """``engine`` with the pools of :func:`pool_blocks` where it leaves them open."""
+    """``engine`` with pool sizes from :func:`pool_blocks` where it has none."""
     gpu_blocks, cpu_blocks = pool_blocks(lengths, gpu_requests, engine.block_size)
     return replace(
         engine,
@@ -129,8 +129,8 @@ def with_pools(engine: EngineConfig, lengths: Lengths, gpu_requests: int) -> Eng
     )
 
 
-def configuration(plan: MeasuredPlan, points: Sequence[Point]) -> dict[str, Any]:
-    """The plan as it goes into the run's identity: engine options or servers, and the very lengths of each point."""
+def describe_measured_plan(plan: MeasuredPlan, points: Sequence[Point]) -> dict[str, Any]:
+    """The plan for the run's identity: engine options or servers, and a digest of each point's lengths."""
     shared = {"model": model_identity(Path(plan.engine.model)), "repeats": plan.repeats}
     if not plan.servers:
         shared |= {"cpu_kernels": cpu_kernels(), "gpu_requests": plan.gpu_requests}

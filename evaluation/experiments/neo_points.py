@@ -1,8 +1,8 @@
-"""The points of NEO's figures, and what is read off their rows.
+"""The points of NEO's figures, and values computed from all their rows.
 
-A figure is a section of ``configs/experiments/neo.yaml``. What its panels sweep says what they show: several request
-rates a load-latency curve, a single one the distribution of latencies, output lengths the throughput relative to the
-baseline.
+A figure is a section of ``configs/experiments/neo.yaml``. A panel's swept variable decides what it shows. Several
+request rates give a load-latency curve. One request rate gives the distribution of latencies. Output lengths give the
+throughput relative to the baseline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from apex.simulator.hardware import load_host
 from evaluation.experiments.paper_settings import PaperSetting
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Variation
-from evaluation.experiments.simulated_sweeps import Panel, make_points, make_sensitivity_points, make_sweep
+from evaluation.experiments.simulated_sweeps import Panel, make_sensitivity_points, make_simulated_points, make_sweep
 from evaluation.results.folder import FlatRecord
 
 LATENCY = "per_token_latency_s_mean"
@@ -30,9 +30,9 @@ def make_neo_points(
     """The points of one figure.
 
     Args:
-        settings: a section of the experiment file, as :func:`make_sweep` reads it. A panel may also name ``hosts`` to
-            put its setting on, and the latency ``at_latency_s`` at which its curves are compared.
-        variation: an assumption's values; then only what a panel lists in ``sensitivity_at``, once for each.
+        settings: a section of the experiment file, as :func:`make_sweep` reads it. A panel may also list ``hosts``,
+            and the latency ``at_latency_s`` (seconds) at which its curves are compared.
+        variation: an assumption and its values. Only the points of ``sensitivity_at`` run then, once for each value.
         options: those of ``make_sweep``.
     """
     own = {raw["panel"]: raw for raw in settings["panels"]}
@@ -45,7 +45,7 @@ def make_neo_points(
         for on_its_host in on_hosts(panel, raw.get("hosts", ())):
             alone = replace(sweep, panels=(on_its_host,))
             if variation is None:
-                made = make_points(alone)
+                made = make_simulated_points(alone)
             else:
                 made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
             points += [with_values(point, values) for point in made]
@@ -53,18 +53,18 @@ def make_neo_points(
 
 
 def with_values(point: Point, values: Mapping[str, Any]) -> Point:
-    """The point with ``values`` and its key (which names its records) in its row."""
+    """The point with ``values`` and its key in its row; the key names the file of its records."""
     row = {**point.task.values, **values, "point": point.key}
     return replace(point, task=replace(point.task, values=row))
 
 
 def on_hosts(panel: Panel, hosts: Sequence[str]) -> list[Panel]:
-    """The panel once for each host, or as it is."""
+    """The panel once for each host; without hosts, unchanged."""
     return [replace(panel, setting=on_host(panel.setting, host)) for host in hosts] or [panel]
 
 
 def on_host(setting: PaperSetting, host: str) -> PaperSetting:
-    """A setting on another host, its CPU KV cache in proportion to the cores (NEO section 5.5)."""
+    """A setting on another host. CPU KV cache scales with the number of cores (NEO section 5.5)."""
     there, here = load_host(host), load_host(setting.host)
     title = f"{setting.title.split(' (')[0]} ({there.name.split(' (')[0]})"
     name = f"{setting.name.split('-')[0]}-{host}"
@@ -74,10 +74,10 @@ def on_host(setting: PaperSetting, host: str) -> PaperSetting:
 
 
 def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """The rows; where curves are read at a latency, with the request rate at which they get there.
+    """The rows with ``request_rate_at_latency``: the request rate at which a curve reaches ``at_latency_s``.
 
-    ``request_rate_at_latency`` stands in the first row of a curve: interpolated between the two rates around the first
-    crossing, None where the curve does not cross.
+    The first row of a curve has the value, interpolated between the two rates around the first crossing. It is None
+    in the other rows, and where the curve does not cross.
     """
     curves: dict[tuple[str, str], list[FlatRecord]] = {}
     for row in rows:
@@ -91,7 +91,7 @@ def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
 
 
 def crossing(curve: Sequence[tuple[float, float]], level: float) -> float | None:
-    """Where a curve of (x, y) first rises through ``level``, between its points by a straight line."""
+    """The x at which a curve of (x, y) first rises through ``level``, interpolated linearly; None if it never does."""
     for (left, below), (right, above) in itertools.pairwise(sorted(curve)):
         if below <= level < above:
             return left + (right - left) * (level - below) / (above - below)

@@ -1,4 +1,4 @@
-"""The command line that all ``reproduce_*.py`` share: dataclasses for tyro, the help text below each field."""
+"""The command line that all ``reproduce_*.py`` share, as dataclasses for tyro. A field's docstring is its help text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 
 from evaluation.experiments.measured_sweeps import MeasuredPlan, WorkloadPlan
 from evaluation.results.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
-from evaluation.traces.workloads import only_named
+from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
 from swiftllm.machine import usable_cores
 
 if TYPE_CHECKING:
     from evaluation.replay.server import Server
 
-# Another backend gets its name here, its points in evaluation/figures/paper_figure.py, and what runs them in
+# To add a backend: name it here, make its points in evaluation/figures/paper_figure.py, run them in
 # evaluation/experiments/points.py.
 Backend = Literal["simulated", "torch", "http"]
 
@@ -33,44 +33,44 @@ SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_for
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """What every figure takes. Where the default is "from the experiment file", --help names that file above.
+    """Options of every figure. Where the default comes from the experiment file, --help names that file above.
 
-    Line breaks stay in the help: they stand where a sentence or clause ends.
+    tyro keeps these line breaks in the help, so a line ends where a sentence or clause ends.
     """
 
     backend: Backend | None = None
-    """simulated predicts the papers' GPUs in virtual time;
-    torch measures a small model on this machine, lengths and loads scaled down;
-    http sends the same to OpenAI-compatible servers that are running (--url).
-    By default what the figure says above."""
+    """simulated: predict the papers' GPUs in virtual time.
+    torch: measure a small model on this machine, with lengths and loads scaled down.
+    http: send the same scaled workloads to running OpenAI-compatible servers (--url).
+    The default is described above."""
     gpu: Literal["t4", "a10"] | None = None
-    """Only the panels of this GPU (simulated); by default all of them."""
+    """Run only the panels of this GPU (simulated); by default all."""
     systems: Names = None
-    """Systems to compare, in order; by default from the experiment file."""
+    """Systems to compare, in this order; by default those of the experiment file."""
     workloads: Names = None
-    """Only these workloads of the experiment file; by default all of them."""
+    """Run only these workloads of the experiment file; by default all."""
     num_requests: int | None = None
-    """Requests of every simulated point, or with --backend torch or http of every measured one;
-    by default from the experiment file. NEO sent 2000; APEX does not say."""
+    """Number of requests of every simulated point, or with --backend torch or http of every measured point.
+    By default from the experiment file. NEO used 2000; the APEX paper gives no number."""
     seed: int = 0
-    """Seed of everything drawn: lengths, arrivals, prompts."""
+    """Seed of all random draws: lengths, arrivals, prompts."""
     repeats: int | None = None
-    """Run every point so often, simulated ones with this seed and the next ones; by default once.
-    Tables have the medians, figures the whole span, too."""
+    """How many times to run every point; by default once. Simulated repeats use consecutive seeds.
+    Tables show medians. Figures also show the lowest and the highest repeat."""
     jobs: int | None = None
-    """Simulated points that run at once; by default one per usable core. Changes the time it takes, not the result."""
+    """Simulated points to run in parallel; by default one per usable core. The results do not depend on it."""
     sensitivity: Range = None
-    """Instead of the figure: how its ratios move with an assumption (simulated).
-    cpu_bandwidth=20..300: CPU attention that reads 20 to 300 GB/s;
-    gpu_blocks=54..400: a GPU pool of 54 to 400 KV blocks (choose the machine with --gpu)."""
+    """Instead of the figure, show how its ratios depend on an assumption (simulated).
+    cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
+    gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
     trace_dir: Folder = None
-    """Folder with trace files, searched first."""
+    """Folder with trace files, searched before the cache."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Experiment file; by default that of the figure in configs/experiments."""
+    """Experiment file; by default the figure's own in configs/experiments."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
-    """Results go to <figure>/<run>/ in this folder. The same command again goes on where the last one stopped."""
+    """Results go to <figure>/<run>/ in this folder. Running the same command again continues an interrupted run."""
     from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
-    """Run nothing: draw and tell again from the summary.json of this result folder."""
+    """Run nothing; draw and print again from the summary.json of this result folder."""
 
     @property
     def num_jobs(self) -> int:
@@ -79,46 +79,46 @@ class CommonOptions:
 
 @dataclass(frozen=True)
 class MeasuredOptions:
-    """What only the measured part (backends torch and http) takes."""
+    """Options of the measured part only (backends torch and http)."""
 
     model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
-    With --backend http the model that the servers serve: its tokenizer makes the prompts."""
+    With --backend http give the model that the servers run: its tokenizer makes the prompts."""
     scale: float | None = None
-    """Multiplies input and output lengths of every measured workload; 1 is the traces' own."""
+    """Factor for input and output lengths of every measured workload; 1 keeps the lengths of the traces."""
     output_lens: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="TOKENS ...")] = None
-    """Measured average output lengths, before scaling, where the figure sweeps them."""
+    """Average output lengths (tokens, before scaling) of measured workloads that sweep them."""
     gpu_requests: int | None = None
-    """Cap the measured GPU pool to this many requests of average length."""
+    """Size of the measured GPU pool, in requests of average length."""
     num_gpu_blocks: int | None = None
-    """Cap the measured GPU pool to this many KV blocks instead."""
+    """Size of the measured GPU pool, in KV blocks."""
     device: DeviceName | None = None
-    """Where the linear layers run; by default from the experiment file."""
+    """Device of the linear layers; by default from the experiment file."""
     dtype: DtypeName | None = None
-    """Weights, activations and KV cache; by default from the experiment file."""
+    """Data type of weights, activations and KV cache; by default from the experiment file."""
     load_format: LoadFormat | None = None
-    """dummy needs only the model's config.json and draws prompts at random."""
+    """dummy needs only the model's config.json; weights and prompts are random."""
     cpu_threads: int | None = None
     """Threads of the CPU attention worker."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
     stall_timeout_s: float = 120.0
-    """Give a measured point up after so many seconds without progress."""
+    """Abandon a measured point after this many seconds without progress."""
 
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """What only backend http takes."""
+    """Options of backend http only."""
 
     url: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")] = ()
-    """A server to measure and the name of its system, e.g. vllm=http://127.0.0.1:8000; once for each system.
-    Start it yourself, e.g. `vllm serve MODEL --port 8000`.
-    The same server with other flags needs another name, or its earlier results count as finished.
-    Ratios are to the figure's baseline if it is among the names, else to the first."""
+    """A running server and the name of its system, e.g. vllm=http://127.0.0.1:8000. Repeat for each system.
+    Start the server first, e.g. `vllm serve MODEL --port 8000`.
+    Give the same server with other flags another name, or its earlier results count as finished.
+    Ratios are to the figure's baseline if it is among the names, else to the first name."""
     ready_timeout_s: float = 60.0
-    """Wait so long for a server to become ready (GET /health)."""
+    """Seconds to wait for a server to become ready (GET /health)."""
     request_timeout_s: float = 1800.0
-    """A request that takes longer has failed."""
+    """Seconds after which a request counts as failed."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,11 @@ def experiment_settings(figure: str, config: Path | None = None) -> dict[str, An
     return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
 
 
-def refuse_what_nothing_takes(options: FigureOptions, backends: Collection[str]) -> None:
-    """
+def refuse_unused_options(options: FigureOptions, backends: Collection[str]) -> None:
+    """Check that one of these backends takes every given option.
+
     Raises:
-        ValueError: an option was given that none of these backends takes.
+        ValueError: none of them takes an option.
     """
     unused = [] if "http" in backends else [(HttpOptions, "--backend http")]
     unused += [] if {"torch", "http"}.intersection(backends) else [(MeasuredOptions, "--backend torch or http")]
@@ -153,10 +154,10 @@ def refuse_what_nothing_takes(options: FigureOptions, backends: Collection[str])
 
 
 def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
-    """The ``torch`` section of the experiment file with the options laid over it; servers are asked what they serve.
+    """The ``torch`` section of the experiment file, overridden by the options; servers are asked for their model.
 
     Raises:
-        ValueError: an option does not fit; the message says what to do.
+        ValueError: an option is not valid here; the message says what to do.
         ServerNotReady: a server does not answer; the message says what to start.
     """
     settings = experiment_settings(figure, options.config)["torch"]
@@ -181,16 +182,16 @@ def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:
 
 
 def chosen_workloads(settings: Mapping[str, Any], options: FigureOptions) -> tuple[WorkloadPlan, ...]:
-    """The workloads of the ``torch`` section that are wanted, at the sizes that are wanted.
+    """The chosen workloads of the ``torch`` section, at the chosen sizes.
 
     Raises:
-        ValueError: there is no workload of a name.
+        ValueError: a chosen workload does not exist.
     """
     lists = ("output_lens", "request_rates")
     workloads = [
         WorkloadPlan(**{**raw, **{name: tuple(raw.get(name, ())) for name in lists}}) for raw in settings["workloads"]
     ]
-    workloads = only_named(workloads, options.workloads)
+    workloads = select_by_workload(workloads, options.workloads)
     changes = given(num_requests=options.num_requests, scale=options.scale)
     workloads = [replace(workload, **changes) for workload in workloads]
     if options.output_lens is not None:
@@ -212,7 +213,7 @@ def engine_config(settings: Mapping[str, Any], options: FigureOptions) -> Engine
         cpu_threads=options.cpu_threads,
         cpu_kernel=options.cpu_kernel,
     )
-    # Without a GPU the lane stands for one: left to themselves systems would differ in its size.
+    # Without a GPU the lane takes the GPU's part, so it must have the same size in all systems.
     return EngineConfig(str(model_folder(options.model)), **{"lane_threads": 1, **settings["engine"], **chosen})
 
 
@@ -220,30 +221,30 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
     """The servers of --url, ready to be measured.
 
     Raises:
-        ValueError: an option does not fit; the message says what would.
+        ValueError: an option is not valid here; the message says what is.
         ServerNotReady: a server does not answer; the message says what to start.
     """
-    from evaluation.replay.server import connect  # the HTTP client is needed only here
+    from evaluation.replay.server import connect_server  # the HTTP client is needed only here
 
     if not options.url:
         raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")
     if unfit := [name for name in SERVER_DECIDES if getattr(options, name) is not None]:
         raise ValueError(
-            f"{flags(unfit)}: with --backend http that is the server's to decide; give it when you start the server"
+            f"{flags(unfit)}: with --backend http the server decides this; give it when you start the server"
         )
     urls = parse_urls(options.url)
     if unknown := set(options.systems or ()) - set(urls):
         raise ValueError(
             f"--systems {' '.join(sorted(unknown))}: give the server's address, --url NAME=http://HOST:PORT"
         )
-    return tuple(connect(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
+    return tuple(connect_server(name, urls[name], options.ready_timeout_s) for name in options.systems or urls)
 
 
 def parse_urls(texts: Sequence[str]) -> dict[str, str]:
     """The addresses of --url by name.
 
     Raises:
-        ValueError: one is no address, or two have the same name.
+        ValueError: a text is not an address, or two have the same name.
     """
     urls: dict[str, str] = {}
     for text in texts:
@@ -257,10 +258,10 @@ def parse_urls(texts: Sequence[str]) -> dict[str, str]:
 
 
 def flags(names: Sequence[str]) -> str:
-    """Options as they are typed."""
+    """Option names as they are typed on the command line."""
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def given(**options: object) -> dict[str, object]:
-    """The options that were given."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The papers' machines: a setting of ``configs/experiments/papers.yaml`` becomes what a simulated point runs."""
+"""The papers' machines: makes tasks of simulated points from the settings of ``configs/experiments/papers.yaml``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from swiftllm.scheduling.scheduler import SchedulerLimits
 PAPERS_FILE = EXPERIMENTS_DIR / "papers.yaml"
 BLOCK_SIZE = 16
 DEFAULT_KERNEL = "native"
-"""Fills the CPU attention of the profile table for systems that compute none."""
+"""Kernel of the profile table for systems that compute no CPU attention."""
 
 
 @dataclass(frozen=True)
 class PaperSetting:
-    """A machine, model and engine limits of a paper. ``figures`` say where each limit comes from.
+    """Machine, model and engine limits of a paper. Each entry of ``figures`` records where its limit comes from.
 
-    ``host`` and ``cpu_bandwidth_gb_s`` may be replaced (:func:`dataclasses.replace`) to ask what they change, figures
-    by :meth:`with_figures`; ``cpu_bandwidth_gb_s`` None leaves each system to what its kernel achieves on the host.
+    To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
+    :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel on the host.
     """
 
     name: str
@@ -66,24 +66,24 @@ class PaperSetting:
 
     @property
     def min_gpu_blocks(self) -> int:
-        """Blocks that the longest request takes."""
+        """GPU blocks of the longest request."""
         return -(-self.limits.max_model_len // BLOCK_SIZE)
 
     @property
     def max_gpu_blocks(self) -> int:
-        """Blocks that the GPU's whole memory would hold beside the weights, nothing left for activations."""
+        """Blocks that fit the GPU's memory beside the weights, with nothing left for activations."""
         model, itemsize = _model(self.model), ITEMSIZES[self.dtype]
         free_bytes = _gpu(self.gpu)["memory_gb"] * 1e9 - model.num_parameters * itemsize
         return int(free_bytes // (model.kv_bytes_per_token(itemsize) * BLOCK_SIZE))
 
     @property
     def num_cpu_blocks(self) -> int:
-        """Blocks that the host memory set aside for KV cache holds."""
+        """Blocks that fit the host memory reserved for KV cache."""
         token_bytes = _model(self.model).kv_bytes_per_token(ITEMSIZES[self.dtype])
         return int(self["cpu_kv_gb"] * 1e9 // (token_bytes * BLOCK_SIZE))
 
     def kernel_of(self, system: str) -> str | None:
-        """The CPU attention kernel a system computes with; None for a GPU-only system."""
+        """The CPU attention kernel of a system; None for a GPU-only system."""
         return self.cpu_kernels.get(system)
 
     def cpu_attention_gb_s(self, system: str) -> float | None:
@@ -95,7 +95,7 @@ class PaperSetting:
         return cpu_attention_gb_s(_host(self.host), kernel, shape)
 
     def gpu_attention_gb_s(self) -> float:
-        """GB/s at which the GPU's decode attention reads KV cache, starts left out."""
+        """GB/s at which the GPU's decode attention reads KV cache, without kernel launches."""
         gpu = _gpu(self.gpu)
         return gpu["memory_bandwidth_gb_s"] * gpu["decode_attention_fraction"]
 
@@ -111,12 +111,12 @@ class PaperSetting:
             self.limits.max_num_batched_tokens,
         )
 
-    def task(self, system: str, lengths: Lengths, values: Mapping[str, Any] | None = None) -> SimulatedTask:
-        """What a simulated point of this setting runs; ``values`` are more fields of its row.
+    def make_task(self, system: str, lengths: Lengths, values: Mapping[str, Any] | None = None) -> SimulatedTask:
+        """The task of a simulated point of this setting; ``values`` are further fields of its row.
 
-        The workload is clipped to what the setting can hold (:func:`clip`).
+        The workload is clipped to the longest request that the setting allows (:func:`clip_lengths`).
         """
-        clipped, num_clipped = clip(lengths, self.limits.max_model_len)
+        clipped, num_clipped = clip_lengths(lengths, self.limits.max_model_len)
         row = {
             "setting": self.name,
             "setting_title": self.title,
@@ -143,11 +143,14 @@ class PaperSetting:
         )
 
 
-def clip(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
+def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
     """Cut outputs, and prompts where they alone are too long, so that no request exceeds ``max_model_len`` tokens.
 
-    The papers' engines would never serve such a request (theirs blocks its queue for ever, ours refuses it at the
-    door), so a harness that measures throughput must not send it. Returns the workload and how many it cut.
+    No engine would serve such a request: the papers' engines block their queue, ours refuses it before queueing. So a
+    harness that measures throughput must not send it.
+
+    Returns:
+        The clipped workload, and the number of clipped requests.
     """
     rows, num_clipped = [], 0
     for row in lengths.rows:
@@ -162,7 +165,7 @@ def load_setting(name: str, path: Path = PAPERS_FILE) -> PaperSetting:
     """A setting by name.
 
     Raises:
-        ValueError: there is no such setting; the message lists those there are.
+        ValueError: there is no such setting; the message lists the existing ones.
     """
     settings, kernels = _read(path)
     if name not in settings:
@@ -178,7 +181,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return raw["settings"], {system: entry["kernel"] for system, entry in raw["cpu_kernels"].items()}
 
 
-# A sweep asks for the same few files at every point.
+# Cached: every point of a sweep needs the same few files.
 
 
 @functools.cache

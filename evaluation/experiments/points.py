@@ -1,4 +1,4 @@
-"""Runs a point of any backend: what a process of a sweep calls."""
+"""Runs a point of any backend. The processes of a sweep call this."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from evaluation.experiments.torch_point import TorchTask, run_torch_point
 
 
 def run_point(point: Point, label: str, console: Console) -> PointResult:
-    """Run a point by what its task is.
+    """Run a point according to the type of its task.
 
-    A simulation keeps a line per request without the times of its single tokens: thousands of requests make it large,
-    and it can be had again bit for bit.
+    Simulations keep summaries of requests, without the times of single tokens. Full records of thousands of requests
+    are large, and a simulation can be repeated bit for bit.
 
     Raises:
-        TypeError: nothing runs such a task.
+        TypeError: no backend runs such a task.
     """
     if isinstance(point.task, SimulatedTask):
         result = run_simulated_point(point, label, console)

@@ -1,4 +1,4 @@
-"""This machine as the simulator knows it: profile tables around a real run, and how well they predict in between."""
+"""Profile tables of this machine before and after a real run, and their errors at sizes between the measured ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from swiftllm.runtime.torch_backend import TorchBackend
 
 FRESH_S = 5.0
-"""How old the profile after one run may be to serve as the profile before the next."""
+"""Maximum age (seconds) at which the profile after one run is reused as the profile before the next."""
 
 
 @dataclass(frozen=True)
 class ProfiledMachine:
-    """What the simulator is told of the machine: the times and limits of one engine configuration."""
+    """The simulator's input: times and limits of one engine configuration on this machine."""
 
     table: ProfileTable
     num_layers: int
@@ -33,30 +33,30 @@ class ProfiledMachine:
 
 @dataclass(frozen=True)
 class OperationError:
-    """Predicted over measured seconds, less 1, at sizes that the table was not made from."""
+    """Predicted over measured seconds minus 1, at sizes that are not in the table."""
 
     operation: str
     sizes: int
     median: float
     p90: float
     bias: float
-    """The median with its sign: above 0 where the table is too slow."""
+    """The signed median: positive where the table predicts too slow a time."""
 
 
 class MachineProfiles:
-    """Measures profiles one after the other; the one after a run is also the one before the next."""
+    """Measures profiles before and after runs. The profile after a run also serves as the one before the next run."""
 
     def __init__(self) -> None:
         self._last: tuple[EngineConfig, float, ProfiledMachine] | None = None
 
-    def before(self, config: EngineConfig) -> ProfiledMachine:
+    def profile_before(self, config: EngineConfig) -> ProfiledMachine:
         if self._last is not None:
             last_config, taken_s, machine = self._last
             if last_config == config and time.monotonic() - taken_s < FRESH_S:
                 return machine
-        return self.after(config)
+        return self.profile_after(config)
 
-    def after(self, config: EngineConfig) -> ProfiledMachine:
+    def profile_after(self, config: EngineConfig) -> ProfiledMachine:
         machine = measure_machine(config)
         self._last = (config, time.monotonic(), machine)
         return machine
@@ -64,7 +64,7 @@ class MachineProfiles:
 
 @contextmanager
 def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
-    """A backend with the worker thread that serves, and nothing to do."""
+    """A backend that does nothing, with the worker thread of a serving engine."""
     from swiftllm.runtime.torch_backend import TorchBackend
     from swiftllm.runtime.workers.thread import CpuWorker  # torch is loaded only where something really runs
 
@@ -85,7 +85,7 @@ def measure_machine(config: EngineConfig) -> ProfiledMachine:
 
 
 def mean_machine(first: ProfiledMachine, second: ProfiledMachine) -> ProfiledMachine:
-    """Halfway between two profiles of one machine: its speed drifts by the second with whatever else runs on it."""
+    """The mean of two profiles of one machine, since its speed drifts by the second with the other work on it."""
     return replace(first, table=mean_table(first.table, second.table))
 
 
@@ -109,7 +109,7 @@ def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Cu
 
 
 def operation_errors(config: EngineConfig) -> list[OperationError]:
-    """Profile the machine at the table's sizes and at others in the same rounds, and predict the others."""
+    """Profile the machine at the table's sizes and at held-out sizes in the same rounds; predict the held-out ones."""
     from apex.perf.profile_cache import make_profiler, profile_identity
     from apex.perf.profiler import Grid, table_from_seconds
 

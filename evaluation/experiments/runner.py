@@ -1,7 +1,7 @@
-"""Runs the points of an experiment into a result folder, but those already there.
+"""Runs the points of an experiment that its result folder does not have yet.
 
-Points that measure this machine run one after another. Points that do not (``concurrent``: simulations) run in
-parallel processes; a point's result never depends on how many.
+Points that measure this machine run one after another. Other points (``concurrent``: simulations) run in parallel
+processes. A point's result never depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ BUSY_LOAD_PER_CORE = 0.75
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. ``key`` names its files; its repeats share ``group``; ``task`` is what to run."""
+    """One measurement. ``key`` names its files, repeats share a ``group``, ``task`` describes what to run."""
 
     key: str
     group: str
     label: str
     task: Any
     concurrent: bool = False
-    """Whether other points may run at the same time; then ``task`` and the function that runs it are picklable."""
+    """Whether other points may run at the same time. Then ``task`` and the function that runs it must be picklable."""
     cost: float = 1.0
-    """How long it takes, in any unit: the longest start first, and the time left is told from it."""
+    """Expected duration in any unit. Points of high cost start first; the time left is estimated from costs."""
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """``values`` are flat summary fields, ``details`` whatever else is worth keeping (engine, counters)."""
+    """``values`` are flat summary fields; ``details`` are saved with them (engine, counters)."""
 
     values: Mapping[str, Any]
     records: Sequence[RequestRecord | RequestSummary]
@@ -53,24 +53,24 @@ class PointResult:
 
 
 RunPoint = Callable[[Point, str, Console], PointResult]
-"""Runs a point; takes the point, the label for its progress bar, and the console."""
+"""Runs a point. Arguments: the point, the label for its progress bar, the console."""
 
 Complete = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
-"""Adds to the rows of a summary what only all of them together tell."""
+"""Adds fields to the rows of a summary that are computed from all rows together."""
 
-as_they_are: Complete = list
+unchanged_rows: Complete = list
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an experiment: folder, summary (finished points only), labels of failed points."""
+    """The result of an experiment: folder, summary (finished points only), labels of failed points."""
 
     folder: Path
     summary: list[FlatRecord]
     failed: list[str]
 
-    def tell(self, console: Console) -> int:
-        """Print what failed and where everything is. Returns the exit status: 0 when every point is finished."""
+    def print_outcome(self, console: Console) -> int:
+        """Print the failures and the folder. Returns the exit status: 0 when every point is finished."""
         for label in self.failed:
             print_failure(f"{label}, see errors/ in the results", console)
         console.print(f"summary, raw records and provenance: {self.folder}", highlight=False, soft_wrap=True)
@@ -82,7 +82,7 @@ def print_failure(text: str, console: Console) -> None:
 
 
 def print_error(error: object, console: Console) -> None:
-    """Say why nothing was run; the exit status that goes with it is 2."""
+    """Print why nothing was run. Callers then return exit status 2."""
     console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -94,15 +94,15 @@ def run_experiment(
     results_dir: Path,
     console: Console | None = None,
     jobs: int = 1,
-    complete: Complete = as_they_are,
+    complete: Complete = unchanged_rows,
 ) -> Outcome:
     """Run all points that are not finished yet and write the summary.
 
-    A point that raises is reported with its traceback in ``errors/`` and tried again by the next invocation;
-    the others still run. At most ``jobs`` concurrent points run at a time, before those that want the machine alone.
+    If a point raises, its traceback goes to ``errors/`` and the other points still run; the next invocation tries it
+    again. First the concurrent points run, at most ``jobs`` at a time, then the others one by one.
 
     Raises:
-        SystemExit: it was interrupted, or nothing can be written there; the user has been told.
+        SystemExit: the run was interrupted, or the folder cannot be written to. A message has been printed.
     """
     keys = [point.key for point in points]
     if len(set(keys)) < len(keys):
@@ -110,15 +110,17 @@ def run_experiment(
     console = console or stdout_console()
     try:
         folder = ResultFolder(name, configuration, results_dir)
-        folder.note_invocation()
+        folder.record_invocation()
     except OSError as error:
         print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
         raise SystemExit(2) from None
     try:
-        failed = run_what_is_left(folder, points, run_point, jobs, console)
+        failed = run_unfinished_points(folder, points, run_point, jobs, console)
     except KeyboardInterrupt:
         kept = sum(folder.finished_point(key) is not None for key in keys)
-        text = f"interrupted: {kept} of {len(points)} points are kept in {folder.path}; the same command goes on there"
+        text = (
+            f"interrupted: {kept} of {len(points)} points are kept in {folder.path}; the same command continues there"
+        )
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(128 + signal.SIGINT) from None
     summary = complete(summarise(folder, points))
@@ -126,7 +128,7 @@ def run_experiment(
     return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
 
 
-def run_what_is_left(
+def run_unfinished_points(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, jobs: int, console: Console
 ) -> list[str]:
     """Run the points that are not finished. Returns the labels of those that failed."""
@@ -139,7 +141,7 @@ def run_what_is_left(
             progress.skip_point(point.label)
     together = [point for point in left if point.concurrent and jobs > 1]
     alone = [point for point in left if point not in together]
-    progress.announce(len(together), min(jobs, len(together)), len(alone))
+    progress.print_plan(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
     failed = run_together(folder, together, run_point, progress, jobs) if together else []
@@ -149,13 +151,13 @@ def run_what_is_left(
 def run_one_by_one(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, console: Console
 ) -> list[str]:
-    """Run points in this process, in their order. Returns the labels of those that failed."""
+    """Run points in this process, in the given order. Returns the labels of those that failed."""
     failed = []
     for point in points:
         label = progress.start_point(point.label)
         load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
         try:
-            outcome = save(folder, point, run_point(point, label, console), load)
+            outcome = save_result(folder, point, run_point(point, label, console), load)
         except Exception as error:
             failed.append(point.label)
             outcome = save_failure(folder, point, error)
@@ -166,38 +168,38 @@ def run_one_by_one(
 def run_together(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, jobs: int
 ) -> list[str]:
-    """Run points in up to ``jobs`` processes, the longest first. Returns the labels of those that failed."""
+    """Run points in up to ``jobs`` processes, the costliest first. Returns the labels of those that failed."""
     failed = []
     # A fresh interpreter for each process: forking one that has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C reaches every process of the terminal: these end at once, and their parent tells what is kept.
+    # Ctrl-C reaches every process of the terminal. The workers exit at once; the parent prints what is kept.
     at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
     with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context, **at_once) as pool:
         try:
-            with progress.beside_each_other(sum(point.cost for point in points)) as lines:
+            with progress.pool_progress(sum(point.cost for point in points)) as lines:
                 by_cost = sorted(points, key=lambda point: -point.cost)
                 futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
                 for future in as_completed(futures):
                     point = futures[future]
                     try:
-                        outcome = save(folder, point, future.result(), {})
+                        outcome = save_result(folder, point, future.result(), {})
                     except Exception as error:
                         failed.append(point.label)
                         outcome = save_failure(folder, point, error)
                     lines.finish_point(point.label, outcome, point.cost)
-        except BaseException:  # interrupted: what has not begun need not begin
+        except BaseException:  # interrupted: cancel the points that have not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return failed
 
 
 def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
-    """Run a point in a process of its own, whose parent shows the progress."""
+    """Run a point in a worker process. The parent process shows the progress."""
     return run_point(point, point.label, Console(quiet=True))
 
 
-def save(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
-    """Save a point's result; returns it in a few words."""
+def save_result(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
+    """Save a point's result. Returns a few words about it for the progress line."""
     values = flat_record(result.values)
     saved = {"group": point.group, "values": values, "details": {**result.details, **details}}
     folder.save_point(point.key, saved, result.records)
@@ -210,7 +212,7 @@ def save(folder: ResultFolder, point: Point, result: PointResult, details: Mappi
 
 
 def save_failure(folder: ResultFolder, point: Point, error: Exception) -> str:
-    """Save why a point failed; returns it in a line."""
+    """Save the traceback of a failed point. Returns the error in one line."""
     folder.save_error(point.key, "".join(traceback.format_exception(error)))
     if isinstance(error, BrokenProcessPool):
         return "FAILED: a process died, perhaps for lack of memory; run the same command again with fewer --jobs"
@@ -218,7 +220,7 @@ def save_failure(folder: ResultFolder, point: Point, error: Exception) -> str:
 
 
 def warn_if_busy(console: Console) -> None:
-    """Other work on the machine falls on some points and not on others; say so before minutes go by."""
+    """Warn before measuring if other work on the machine would disturb some of the points."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load > BUSY_LOAD_PER_CORE * cores:
         text = f"this machine is busy (load average {load:.1f} on {cores} cores): times will be noisy, use --repeats"
@@ -226,7 +228,7 @@ def warn_if_busy(console: Console) -> None:
 
 
 def summarise(folder: ResultFolder, points: Sequence[Point]) -> list[FlatRecord]:
-    """One flat record per group of repeats, in the order of the points, from the saved files alone."""
+    """One flat record per group of repeats, in the order of the points, read from the saved files."""
     groups: dict[str, list[FlatRecord]] = {}
     for point in points:
         saved = folder.finished_point(point.key)

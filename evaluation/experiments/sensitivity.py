@@ -1,7 +1,7 @@
-"""Assumptions that a figure's ratios hang on, and how they are varied (``--sensitivity``).
+"""Assumptions on which a figure's ratios depend, and how they are varied (``--sensitivity``).
 
-The papers leave two figures of their machines open that decide more than any other: how fast CPU attention reads the
-KV cache, and how many KV blocks the GPU holds.
+The papers do not state two values of their machines, and these matter most: how fast CPU attention reads the KV cache,
+and how many KV blocks the GPU holds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ STEPS = 8
 class Assumption:
     """One figure of a :class:`~evaluation.experiments.paper_settings.PaperSetting` that can be replaced.
 
-    ``name`` is that of the command line and of a row's ``sensitivity``; ``field`` the row's field with the value;
+    ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the field of its value.
     ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
-    ``concerns`` says whether a system depends on it: one that does not runs once, its field empty.
+    ``concerns`` says whether a system depends on it. A system that does not runs once, with an empty field.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Variation:
-    """An assumption and the values it is given."""
+    """An assumption and its values."""
 
     assumption: Assumption
     values: tuple[float, ...]
@@ -53,9 +53,10 @@ def with_cpu_bandwidth(setting: PaperSetting, gb_s: float) -> PaperSetting:
 
 
 def with_gpu_blocks(setting: PaperSetting, num_blocks: float) -> PaperSetting:
-    """
+    """The setting with a GPU pool of ``num_blocks`` KV blocks.
+
     Raises:
-        ValueError: the setting's longest request does not fit so many blocks.
+        ValueError: the setting's longest request needs more blocks.
     """
     if num_blocks < setting.min_gpu_blocks:
         raise ValueError(
@@ -89,15 +90,15 @@ ASSUMPTIONS = {assumption.name: assumption for assumption in (CPU_BANDWIDTH, GPU
 
 
 def varied_in(records: Iterable[FlatRecord]) -> Assumption | None:
-    """The assumption that a run varied, by its rows; None for a run of the figure itself."""
+    """The assumption that a run varied, read from its rows; None for a run of the figure itself."""
     return ASSUMPTIONS.get(next(iter(records)).get("sensitivity"))
 
 
 def parse_sensitivity(text: str) -> Variation:
-    """``NAME=LOW..HIGH``: both ends, and between them values of two digits, evenly spaced on a logarithmic axis.
+    """``NAME=LOW..HIGH``: both ends, and values of two digits between them, evenly spaced on a logarithmic axis.
 
     Raises:
-        ValueError: the text has another form, or nothing of that name can be varied; the message shows what is right.
+        ValueError: the text has another form, or the name is unknown; the message shows what is valid.
     """
     match = re.fullmatch(r"(\w+)=([\d.]+)\.\.([\d.]+)", text)
     try:

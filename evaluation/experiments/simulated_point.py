@@ -31,8 +31,8 @@ PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
 class SimulatedHardware:
     """A machine and model as the simulator knows them; ``table`` holds one layer's times.
 
-    ``gpu``, ``model`` and ``dtype`` are names for the rows; ``launch_s`` and ``interconnect`` are costs that the table
-    leaves out.
+    ``gpu``, ``model`` and ``dtype`` are names for the rows. ``launch_s`` (seconds) and ``interconnect`` are costs that
+    are not in the table.
     """
 
     gpu: str
@@ -46,7 +46,7 @@ class SimulatedHardware:
 
 @dataclass(frozen=True)
 class SimulatedTask:
-    """What a simulated point runs; picklable. ``values`` are summary fields that are known beforehand."""
+    """What a simulated point runs; picklable. ``values`` are summary fields known beforehand."""
 
     system: str
     hardware: SimulatedHardware
@@ -80,7 +80,7 @@ def build_engine(task: SimulatedTask) -> Engine:
 
 
 def run_simulated_point(point: Point, label: str, console: Console) -> PointResult:
-    """Build the system and replay the workload; every time in the result is virtual. The rows say so themselves."""
+    """Build the system and replay the workload. All times are virtual, and the row says so (``backend``)."""
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
@@ -113,7 +113,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
 
 
 def placeholder_workload(lengths: Lengths) -> Workload:
-    """A workload whose prompts have lengths and nothing else: a simulation never looks at the tokens."""
+    """A workload of prompts with the right lengths and meaningless tokens, which a simulation never reads."""
     requests = tuple(
         ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens)
         for index, row in enumerate(lengths.rows)

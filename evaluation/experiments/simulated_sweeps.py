@@ -14,17 +14,17 @@ from evaluation.experiments.sensitivity import Assumption, Variation
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.provenance import fingerprint
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace, synthetic_name
-from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, only_named
+from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, select_by_workload
 from swiftllm.systems import find_system
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: a setting, a workload, and what is swept. Empty tuples sweep nothing.
+    """One panel: a setting, a workload, and the swept variables. Empty tuples sweep nothing.
 
-    ``input_len`` makes a synthetic workload of that average prompt in place of the trace ``workload``; then
-    ``output_lens`` must be given. ``request_rates`` (requests/s, Poisson) in place of all requests at once.
-    ``sensitivity_at`` are the output lengths or request rates at which other assumptions are varied.
+    ``input_len`` (tokens) makes a synthetic workload of that average prompt length in place of the trace ``workload``;
+    then ``output_lens`` must be given. ``request_rates`` (requests/s) are Poisson arrivals in place of all requests at
+    once. ``sensitivity_at`` are the output lengths or request rates at which other assumptions are varied.
     """
 
     panel: str
@@ -55,7 +55,7 @@ class Sweep:
     panels: tuple[Panel, ...]
     seed: int = 0
     repeats: int = 1
-    """Every point is run so often, each time with the next seed: a simulation has no other chance in it."""
+    """How many times every point runs, each with the next seed: nothing else in a simulation is random."""
     trace_dir: Path | None = None
 
 
@@ -70,16 +70,16 @@ def make_sweep(
     repeats: int | None = None,
     trace_dir: Path | None = None,
 ) -> Sweep:
-    """A sweep from the ``simulated`` section of a figure's experiment file, with options laid over it.
+    """A sweep from the ``simulated`` section of a figure's experiment file, overridden by options.
 
     Raises:
-        ValueError: an option does not fit; the message says what would.
+        ValueError: an option is not valid here; the message says what is.
     """
     panels = []
     for raw in settings["panels"]:
         lists = {name: tuple(raw.get(name, ())) for name in ("output_lens", "request_rates", "sensitivity_at")}
         panels.append(Panel(**{**raw, "setting": load_setting(raw["setting"]), **lists}))
-    panels = only_named(panels, workloads)
+    panels = select_by_workload(panels, workloads)
     gpus = sorted({panel.setting.gpu for panel in panels})
     if gpu is not None:
         if gpu not in gpus:
@@ -97,7 +97,7 @@ def make_sweep(
     return Sweep(chosen, baseline, tuple(panels), seed, repeats or 1, trace_dir)
 
 
-def make_points(sweep: Sweep) -> list[Point]:
+def make_simulated_points(sweep: Sweep) -> list[Point]:
     """All points of the figure, in the order panel, swept value, system."""
     points = []
     for panel in sweep.panels:
@@ -111,10 +111,10 @@ def make_points(sweep: Sweep) -> list[Point]:
 def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
     """The points of ``sensitivity_at`` of every panel, once for each value of an assumption.
 
-    Systems that do not depend on it run once: GPU-only ones compute no attention on the CPU.
+    Systems that do not depend on the assumption run once: GPU-only systems compute no attention on the CPU.
 
     Raises:
-        ValueError: a setting cannot take a value; the message says what it can.
+        ValueError: a value is not possible in a setting; the message says which are.
     """
     assumption = variation.assumption
     points = []
@@ -127,14 +127,14 @@ def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
 
 
 def _places(panel: Panel) -> list[tuple[float | None, float | None]]:
-    """(output length, request rate) where a panel's other assumptions are varied."""
+    """(output length, request rate) of the points at which assumptions are varied."""
     if panel.request_rates:
         return [(output_len, rate) for output_len in panel.output_lens or (None,) for rate in panel.sensitivity_at]
     return [(output_len, None) for output_len in panel.sensitivity_at or (None,)]
 
 
 def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float | None) -> list[Lengths]:
-    """The workload of a place in a panel, once for each repeat."""
+    """The workload of a panel's point, once for each repeat."""
     trace = panel.trace(output_len, sweep.trace_dir)
     arrivals = "at-once" if rate is None else "poisson"
     first = WorkloadSpec(
@@ -152,14 +152,14 @@ def _point(
     assumption: Assumption | None = None,
     value: float | None = None,
 ) -> Point:
-    """A point of a panel; with ``value`` in place of what its setting assumes."""
+    """A point of a panel; ``value`` replaces what its setting assumes."""
     setting, spec = panel.setting, lengths.spec
     if value is not None:
         setting = assumption.replaced(setting, value)
     values = {
         "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
     }  # fmt: skip
-    task = setting.task(system, lengths, values)
+    task = setting.make_task(system, lengths, values)
     parts = [f"sim-{panel.panel}", setting.name, spec.name]
     words = [setting.title, lengths.title]
     swept = [("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")]
@@ -178,8 +178,8 @@ def _point(
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 
-def describe(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Simulated points as they go into a run's identity: everything that decides their numbers."""
+def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Simulated points for the run's identity: everything that decides their numbers."""
     return [_described(point, point.task) for point in points]
 
 

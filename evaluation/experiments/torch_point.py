@@ -30,7 +30,7 @@ EngineFactory = Callable[[str, EngineConfig], "Engine"]
 
 @dataclass(frozen=True)
 class TorchTask:
-    """What a torch point runs. ``values`` are summary fields that are known beforehand (swept variables)."""
+    """What a torch point runs. ``values`` are summary fields known beforehand (swept variables)."""
 
     system: str
     engine: EngineConfig
@@ -40,7 +40,7 @@ class TorchTask:
 
 
 def build_engine(system: str, config: EngineConfig) -> Engine:
-    from apex.systems import build_system  # loads torch: only where a point really runs
+    from apex.systems import build_system  # imported late: it loads torch, which only running points need
 
     return build_system(system, config)
 
@@ -55,7 +55,7 @@ def run_torch_point(
     requests = open_loop_requests(workload)
     engine = engine_factory(task.system, task.engine)
     try:
-        # First calls pay for caches and lazy initialisation, which no measurement may contain.
+        # First calls fill caches and initialise lazily; the measurement must not contain that.
         replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
         with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
             others = OtherWork()
@@ -85,18 +85,18 @@ def run_torch_point(
 
 
 def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
-    """What an engine in this process is given of a workload.
+    """The requests of an open-loop workload, for an engine in this process.
 
     Raises:
-        ValueError: the workload is a closed loop, which only servers are sent.
+        ValueError: the workload is a closed loop; only servers can replay these.
     """
     if workload.lengths.spec.concurrency is not None:
-        raise ValueError("a closed loop is for servers; in this process requests come at their arrivals")
+        raise ValueError("a closed loop needs a server; an engine in this process replays arrivals only")
     return workload.requests
 
 
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:
-    """Summary fields that say which work was done and where its lengths come from."""
+    """Summary fields that describe the workload and the origin of its lengths."""
     spec = lengths.spec
     return {
         "workload": spec.name,
@@ -118,7 +118,7 @@ def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, 
 
 
 def warm_up(workload: Workload) -> Workload:
-    """The first requests of a workload, at once and cut short, under other names."""
+    """The first requests of a workload, all at once, shortened and renamed."""
     requests = tuple(
         dataclasses.replace(
             request,

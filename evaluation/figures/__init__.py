@@ -1,8 +1,8 @@
-"""Figures, readable without the paper they reproduce, drawn from summary records alone."""
+"""Figures drawn from summary records, readable without the paper that they reproduce."""
 
 from evaluation.figures.bars import Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
-from evaluation.figures.style import COLOURS, FigureText, colour, save
+from evaluation.figures.style import COLOURS, FigureText, save_figure, system_colour
 
 __all__ = [
     "COLOURS",
@@ -12,8 +12,8 @@ __all__ = [
     "Level",
     "LinePanel",
     "Series",
-    "colour",
     "line_figure",
-    "save",
+    "save_figure",
+    "system_colour",
     "throughput_figure",
 ]

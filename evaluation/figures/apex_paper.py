@@ -1,4 +1,4 @@
-"""The APEX paper's figures 5, 6 and 7, and how they move with an assumption: from summary records to a drawing."""
+"""Draws the APEX paper's figures 5, 6 and 7 from summary records, and how they depend on an assumption."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib import pyplot as plt
 from evaluation.experiments.sensitivity import varied_in
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
-from evaluation.figures.style import INK, colour
-from evaluation.figures.words import halves_of, is_simulated, lettered, panel_name, unique, words
+from evaluation.figures.style import INK, system_colour
+from evaluation.figures.words import figure_text, halves_of, is_simulated, lettered_title, panel_name, unique_values
 from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import FlatRecord, span_of
 
@@ -20,27 +20,29 @@ Records = Sequence[FlatRecord]
 
 
 def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
-    """Throughput as bars; simulated and measured halves beside each other where there are both."""
+    """Throughput as bars. Simulated and measured halves stand side by side where both exist."""
     halves = []
     for half in halves_of(records):
         simulated = is_simulated(half)
         panels = []
         for panel in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == panel]
-            names = unique(here, "workload_title")
+            names = unique_values(here, "workload_title")
             titles = " and ".join(names) if panel == "a" or len(names) == 1 else f"{len(names)} workloads"
             where = f"{here[0]['setting_title']}, " if simulated else ""
-            title = lettered(f"{where}{titles}", panel, half) + (", varied output length" if panel == "a" else "")
+            title = lettered_title(f"{where}{titles}", panel, half) + (", varied output length" if panel == "a" else "")
             x_label = "average output tokens per request" if panel == "a" else "workload, average input / output tokens"
-            panels.append(BarPanel(title, x_label, tuple(groups(here))))
+            panels.append(BarPanel(title, x_label, tuple(bar_groups(here))))
         how = "predicted output tokens/s (SIMULATED)" if simulated else "measured output tokens/s"
         baseline = half[0]["baseline"]
         what = f"Output throughput, all requests at once; bars are marked with their ratio to {baseline}"
-        text = words(what, half, machine, in_title=False)
-        if absent := [system for system in unique(records, "system") if system not in unique(half, "system")]:
+        text = figure_text(what, half, machine, in_title=False)
+        if absent := [
+            system for system in unique_values(records, "system") if system not in unique_values(half, "system")
+        ]:
             where = "simulated" if simulated else "measured"
             text = replace(text, notes=f"{text.notes}\nNot {where}: {', '.join(absent)}.")
-        halves.append(Half(tuple(panels), unique(half, "system"), baseline, how, text))
+        halves.append(Half(tuple(panels), unique_values(half, "system"), baseline, how, text))
     return throughput_figure(halves)
 
 
@@ -53,9 +55,9 @@ def draw_fig6(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
             here = [record for record in half if record["panel"] == letter]
             y_label = "mean per-token latency (s)" + (", SIMULATED" if is_simulated(half) else ", measured")
             lines = tuple(system_lines(here, "request_rate", metric))
-            title = lettered(panel_name(here), letter, half)
+            title = lettered_title(panel_name(here), letter, half)
             panels.append(LinePanel(title, "request rate (requests/s, Poisson arrivals)", y_label, lines, log_y=True))
-    text = words("Mean per-token latency under load", records, machine)
+    text = figure_text("Mean per-token latency under load", records, machine)
     return line_figure(panels, text)
 
 
@@ -69,17 +71,18 @@ def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
         for letter in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == letter]
             lines = tuple(system_lines(here, "output_len", "output_tokens_per_s", baseline))
-            title = lettered(panel_name(here), letter, half)
+            title = lettered_title(panel_name(here), letter, half)
             panels.append(LinePanel(title, "average output tokens per request", y_label, lines))
-    text = words("Throughput over the output length", records, machine)
+    text = figure_text("Throughput over the output length", records, machine)
     return line_figure(panels, text)
 
 
 def draw_sensitivity(
     records: Records, claims: Sequence[Claim], metric: str, what: str, machine: Mapping[str, Any]
 ) -> plt.Figure:
-    """Ratios in ``metric`` over the assumption that was varied, one panel per point of the figure, with the papers'
-    claims as lines. Solid lines are ratios to the baseline, dashed ones those that are claimed to another system."""
+    """Ratios in ``metric`` over the varied assumption, one panel per point of the figure, with the papers' claims.
+
+    Solid lines are ratios to the baseline; dashed lines are ratios that a paper claims to another system."""
     assumption, baseline = varied_in(records), records[0]["baseline"]
     panels = []
     for place in dict.fromkeys(place_of(record) for record in records):
@@ -87,16 +90,16 @@ def draw_sensitivity(
         first = here[0]
         values = {
             system: {r[assumption.field]: r[metric] for r in here if r["system"] == system and r[metric]}
-            for system in unique(here, "system")
+            for system in unique_values(here, "system")
         }
         lines = [
-            Series(system, colour(system), over(values[system], values.get(baseline, {})))
+            Series(system, system_colour(system), ratios_by_value(values[system], values.get(baseline, {})))
             for system in values
             if system != baseline
         ]
         claimed = [claim.systems for claim in claims_about(claims, metric, first) if claim.systems[1] != baseline]
         for pair in dict.fromkeys([("apex", "neo"), *claimed]):
-            points = over(values.get(pair[0], {}), values.get(pair[1], {}))
+            points = ratios_by_value(values.get(pair[0], {}), values.get(pair[1], {}))
             lines.append(Series(" / ".join(pair), pair_colour(pair), points, dashed=True))
         levels = tuple(claim_levels(claims, metric, first))
         swept = f", {first['output_len']:.0f} output tokens" if first["request_rate"] is None else (
@@ -105,22 +108,24 @@ def draw_sensitivity(
         title = f"{first['setting_title']}, {first['workload_title']}{swept}"
         y_label = f"{what} relative to {baseline}, SIMULATED"
         panels.append(LinePanel(title, assumption.axis, y_label, tuple(lines), levels, log_x=True))
-    text = words(f"{what.capitalize()} against {assumption.words}", records, machine)
+    text = figure_text(f"{what.capitalize()} against {assumption.words}", records, machine)
     return line_figure(panels, text)
 
 
-def over(values: Mapping[float | None, float], base: Mapping[float | None, float]) -> tuple[tuple[float, float], ...]:
-    """(x, ratio) of two systems' values by what was varied; None stands for a system that does not depend on it."""
+def ratios_by_value(
+    values: Mapping[float | None, float], base: Mapping[float | None, float]
+) -> tuple[tuple[float, float], ...]:
+    """(x, ratio) of two systems' values. x is the assumption's value; None marks a system independent of it."""
     bases = {x: base.get(x, base.get(None)) for x in values if x is not None}
     return tuple((x, values[x] / at) for x, at in bases.items() if at)
 
 
 def pair_colour(systems: tuple[str, str]) -> str:
-    return INK if systems[1] == "neo" else colour(systems[0])
+    return INK if systems[1] == "neo" else system_colour(systems[0])
 
 
 def claims_about(claims: Sequence[Claim], metric: str, record: FlatRecord) -> list[Claim]:
-    """The claims about a point that name a ratio; those about any workload only where there is no other."""
+    """The claims about a point that state a ratio. Claims about any workload count only if there is no other."""
     about = [claim for claim in claims if claim.ratio and claim.metric == metric and claim.covers(record)]
     return [claim for claim in about if claim.workload is not None] or about
 
@@ -136,7 +141,7 @@ def claim_levels(claims: Sequence[Claim], metric: str, record: FlatRecord) -> It
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def groups(records: Records) -> list[Group]:
+def bar_groups(records: Records) -> list[Group]:
     """The bars of one panel, in the order of the records."""
     by_place: dict[tuple[Any, ...], list[FlatRecord]] = {}
     for record in records:
@@ -154,7 +159,7 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
     """A line per system in ``metric``, or in its ratio to the baseline's."""
     base = {r[x]: r[metric] for r in records if r["system"] == baseline}
     lines = []
-    for system in unique(records, "system"):
+    for system in unique_values(records, "system"):
         here = [r for r in records if r["system"] == system and r[metric]]
         if baseline is not None:
             here = [r for r in here if base.get(r[x])]
@@ -163,5 +168,5 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
         spans = tuple(
             (r[x], *(end / unit[r[x]] for end in span_of(r, metric))) for r in here if r.get("repeats", 1) > 1
         )
-        lines.append(Series(system, colour(system), points, spans=spans))
+        lines.append(Series(system, system_colour(system), points, spans=spans))
     return lines

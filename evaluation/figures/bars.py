@@ -1,4 +1,4 @@
-"""Throughput as bars: systems side by side, measured and simulated in halves of their own."""
+"""Throughput as bars: systems side by side, measured and simulated rows in separate halves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evaluation.figures.style import (
     FAINT,
     INK,
     FigureText,
-    colour,
-    legend,
+    figure_legend,
+    figure_style,
     panel_legend,
     panel_title,
     set_words,
-    style,
-    tidy,
+    system_colour,
+    tidy_axes,
     words_inches,
 )
 from evaluation.results.folder import FlatRecord, span_of
@@ -27,14 +27,14 @@ from evaluation.results.folder import FlatRecord, span_of
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
 AXIS_SPACE = 0.7
-"""Inches below the axes for ticks of two lines and the axis' name."""
+"""Inches below the axes for tick labels of two lines and the axis label."""
 TITLE_SPACE = 0.42
 ROW_HEIGHT = AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE
 
 
 @dataclass(frozen=True)
 class Group:
-    """Bars side by side: one per system at one point. ``label`` stands under them."""
+    """Bars side by side: one per system at one point. ``label`` is below them."""
 
     label: str
     records: tuple[FlatRecord, ...]
@@ -49,7 +49,7 @@ class BarPanel:
 
 @dataclass(frozen=True)
 class Half:
-    """Bars that were made the same way: all measured or all simulated. ``y_label`` says which."""
+    """Bars of one kind, all measured or all simulated; ``y_label`` says which."""
 
     panels: tuple[BarPanel, ...]
     systems: tuple[str, ...]
@@ -59,7 +59,7 @@ class Half:
 
 
 def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
-    """One half with its panels beside each other, or two halves beside each other with their panels in a column.
+    """One half with its panels in a row, or two halves side by side with their panels in a column.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -67,7 +67,7 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
     halves = [half for half in halves if any(panel.groups for panel in half.panels)]
     if not halves:
         raise ValueError("nothing to draw: no point is finished")
-    with style():
+    with figure_style():
         if len(halves) == 1:
             height = words_inches(halves[0].text, WIDTH_ALONE) + ROW_HEIGHT
             figure = plt.figure(figsize=(WIDTH_ALONE, height))
@@ -90,7 +90,7 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     widths = None if in_column else [max(len(panel.groups), 3) for panel in panels]
     axes = figure.subplots(*shape, squeeze=False, width_ratios=widths)
     if not in_column:
-        legend(figure, half.systems, width, height)
+        figure_legend(figure, half.systems, width, height)
     for ax, panel in zip(axes.flat, panels, strict=True):
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
@@ -110,7 +110,7 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
 
 
 def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
-    """One bar per system in each group; above it its ratio to the baseline (above the baseline its value)."""
+    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value)."""
     bar_width = 0.84 / len(systems)
     highest = max((span_of(r, METRIC)[1] for group in groups for r in group.records if r[METRIC]), default=0.0)
     for index, group in enumerate(groups):
@@ -123,7 +123,7 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
                 continue
             x = index + (place - (len(systems) - 1) / 2) * bar_width
             low, high = span_of(record, METRIC)
-            ax.bar(x, value, bar_width * 0.92, color=colour(system))
+            ax.bar(x, value, bar_width * 0.92, color=system_colour(system))
             if high > low:
                 ax.errorbar(x, value, [[value - low], [high - value]], color=INK, linewidth=0.9, capsize=2.5)
             is_ratio = system != baseline and reference
@@ -141,9 +141,9 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
     ax.set_xlim(-0.6, len(groups) - 0.4)
     ax.set_ylim(0, highest * 1.13 or 1.0)
     ax.tick_params(axis="x", length=0)
-    tidy(ax)
+    tidy_axes(ax)
 
 
 def times(ratio: float) -> str:
-    """A ratio in three figures or four."""
+    """A ratio as text with three significant digits."""
     return f"{ratio:.2f}\u00d7" if ratio < 10 else f"{ratio:.1f}\u00d7"

@@ -1,4 +1,4 @@
-"""A value over a swept variable: one line per system, its name at the line's end."""
+"""A value over a swept variable: one line per system, with its name at the end of the line."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from evaluation.figures.style import (
     FAINT,
     POINTS_PER_INCH,
     FigureText,
+    figure_style,
     panel_title,
     set_words,
-    style,
-    tidy,
+    tidy_axes,
     words_inches,
 )
 
 PANEL_WIDTH, AXES_HEIGHT = 5.6, 2.8
 AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.85
 LABEL_SPACE = 0.95
-"""Inches to the right of a panel for the lines' names."""
+"""Inches to the right of a panel for the names of the lines."""
 LABEL_SIZE, MIN_LABEL_GAP = 9, 11
-"""Points: names of lines that end close together are moved apart."""
+"""In points. Names of lines that end close together are moved apart by the gap."""
 LABEL_DISTANCE = 0.025
-"""Of the axes' width, from a line's end to its name."""
+"""Distance from the end of a line to its name, as a fraction of the axes' width."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line; ``dashed`` for what is derived from other lines. ``spans`` are (x, lowest, highest) of repeats."""
+    """A line. ``dashed`` lines are derived from other lines. ``spans`` are (x, lowest, highest) of repeats."""
 
     label: str
     colour: str
@@ -77,7 +77,7 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
     panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
     width = columns * panel_width
     height = words_inches(text, width) + rows * (AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE)
-    with style():
+    with figure_style():
         figure = plt.figure(figsize=(width, height))
         bottom, top = set_words(figure, text, width, height)
         axes = figure.subplots(rows, columns, squeeze=False)
@@ -126,12 +126,12 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)
     begins = f"\naxis from {panel.y_from:g} on" if panel.y_from else ""
     ax.set_ylabel(panel.y_label + ("\nlog scale" if panel.log_y else begins))
-    tidy(ax)
+    tidy_axes(ax)
     name_lines(ax, drawn)
 
 
 def draw_levels(ax: Axes, levels: Sequence[Level]) -> None:
-    """Horizontal lines, with their words where there is least data."""
+    """Horizontal lines, with a legend where it hides the least data."""
     for level in levels:
         ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)), label=level.label)
     if levels:
@@ -140,13 +140,13 @@ def draw_levels(ax: Axes, levels: Sequence[Level]) -> None:
 
 
 def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
-    """Each line's name beside its end, in the order of the ends, moved apart where these are close."""
-    ax.autoscale_view()  # limits that are still to be computed would move the ends
+    """Each line's name beside its end, in the order of the ends. Names of close ends are moved apart."""
+    ax.autoscale_view()  # limits computed later would move the ends
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = [(to_axes.transform(max(series.points)), series) for series in drawn]
     ends.sort(key=lambda end: end[0][1])
     height = POINTS_PER_INCH * ax.figure.get_size_inches()[1] * ax.get_position().height
-    places = spread([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
+    places = spread_labels([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
     for ((x, y), series), place in zip(ends, places, strict=True):
         ax.annotate(
             series.label,
@@ -162,9 +162,9 @@ def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
         )
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Places between 0 and 1, ``gap`` apart at least, that are nearest to ascending ``heights`` (least squares)."""
-    pools: list[tuple[float, int]] = []  # mean and number of neighbours that have to stand as close as they may
+def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
+    """Positions in [0, 1] that are at least ``gap`` apart and nearest to ascending ``heights`` (least squares)."""
+    pools: list[tuple[float, int]] = []  # mean position and number of labels that touch each other
     for number, height in enumerate(heights):
         mean, count = height - number * gap, 1
         while pools and pools[-1][0] > mean:

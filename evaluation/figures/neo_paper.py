@@ -1,4 +1,4 @@
-"""NEO's figures 6 to 10a, from summary records to a drawing; the distribution of latencies needs their folder, too."""
+"""Draws NEO's figures 6 to 10a from summary records. The distribution of latencies also reads per-request records."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from apex.replay.metrics import per_token_latency_s
 from apex.replay.records import RequestSummary
 from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
-from evaluation.figures.style import FAINT, FigureText, colour
-from evaluation.figures.words import lettered, panel_name, trace_note, unique, words
+from evaluation.figures.style import FAINT, FigureText, system_colour
+from evaluation.figures.words import figure_text, lettered_title, panel_name, trace_note, unique_values
 from evaluation.results.folder import FlatRecord, read_records, records_file
 
 Records = Sequence[FlatRecord]
 
 PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97, 98, 99)
-# From light to dark in the order of the hosts, a bigger host being more of the same; hues apart enough to tell them.
+# Light to dark in the order of the hosts, as each has more cores than the last; hues that are easy to distinguish.
 HOST_COLOURS = ("#9FB827", "#21A083", "#31688E", "#440154")
 
 
 def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
-    """All panels of a figure; ``what`` it shows, in words."""
-    letters = unique(records, "panel")
+    """All panels of a figure; ``what`` is its title."""
+    letters = unique_values(records, "panel")
     panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
     panels = [
-        replace(panel, title=lettered(panel.title, letter, records))
+        replace(panel, title=lettered_title(panel.title, letter, records))
         for panel, letter in zip(panels, letters, strict=True)
     ]
-    by_host = len(unique(records, "setting")) > len(letters)
-    text = host_words(records) if by_host else words(what, records, {})
+    by_host = len(unique_values(records, "setting")) > len(letters)
+    text = host_words(records) if by_host else figure_text(what, records, {})
     at_once = any(record["request_rate"] is None for record in records)
     notes = (
         text.notes,
-        f"Predicted as: {', '.join(unique(records, 'gpu'))}."
+        f"Predicted as: {', '.join(unique_values(records, 'gpu'))}."
         + (" Throughput is that of the whole run, all requests there from the start." if at_once else ""),
     )
     return line_figure(panels, FigureText(f"{what} \u2014 SIMULATED", text.subtitle, "\n".join(notes)))
 
 
 def host_words(records: Records) -> FigureText:
-    """Subtitle and notes of a figure that differs in nothing but the host."""
+    """Subtitle and notes of a figure whose rows differ in the host only."""
     first = records[0]
     hosts = {}
     for record in records:
         if record["cpu_bandwidth_gb_s"] is not None:
             rate, pool = record["cpu_bandwidth_gb_s"], record["cpu_kv_gb"]
             hosts[record["host"]] = f"{record['host'].split(' (')[0]} {rate:.0f} GB/s, {pool:g} GB"
-    kernels = ", ".join(unique((r for r in records if r["cpu_bandwidth_gb_s"] is not None), "cpu_kernel"))
+    kernels = ", ".join(unique_values((r for r in records if r["cpu_bandwidth_gb_s"] is not None), "cpu_kernel"))
     machine = first["setting_title"].split(" (")[0]
     return FigureText(
         "",
@@ -63,10 +63,10 @@ def host_words(records: Records) -> FigureText:
 
 
 def draw_panel(records: Records, folder: Path) -> LinePanel:
-    """What the panel's rows sweep says what it shows."""
-    rates = unique(records, "request_rate")
+    """The kind of panel depends on the variable that its rows sweep."""
+    rates = unique_values(records, "request_rate")
     if rates == (None,):
-        return by_host_panel(records) if len(unique(records, "setting")) > 1 else throughput_panel(records)
+        return by_host_panel(records) if len(unique_values(records, "setting")) > 1 else throughput_panel(records)
     return latency_panel(records) if len(rates) > 1 else distribution_panel(records, folder)
 
 
@@ -96,11 +96,15 @@ def throughput_panel(records: Records) -> LinePanel:
 
 
 def by_host_panel(records: Records) -> LinePanel:
-    """A line per host for the one system that is not the baseline; ratios are to the baseline on the same host."""
+    """A line per host for each system but the baseline; ratios are to the baseline on the same host."""
     baseline = records[0]["baseline"]
-    systems = [system for system in unique(records, "system") if system != baseline]
-    lines = [Series(baseline, colour(baseline), tuple((length, 1.0) for length in unique(records, "output_len")))]
-    for place, setting in enumerate(unique(records, "setting")):
+    systems = [system for system in unique_values(records, "system") if system != baseline]
+    lines = [
+        Series(
+            baseline, system_colour(baseline), tuple((length, 1.0) for length in unique_values(records, "output_len"))
+        )
+    ]
+    for place, setting in enumerate(unique_values(records, "setting")):
         here = [record for record in records if record["setting"] == setting]
         host = here[0]["host"].split(" (")[0]
         shade = HOST_COLOURS[place % len(HOST_COLOURS)]
@@ -119,18 +123,18 @@ def by_host_panel(records: Records) -> LinePanel:
 
 
 def axis_start(lines: Sequence[Series]) -> float:
-    """Where the axis of ratios begins: close below them where all are about 1, else at 0."""
+    """The start of an axis of ratios: 0.9 if all ratios are near 1, else 0."""
     ratios = [ratio for line in lines for _, ratio in line.points]
     return 0.9 if min(ratios) > 0.92 and max(ratios) < 2 else 0.0
 
 
 def distribution_panel(records: Records, folder: Path) -> LinePanel:
-    """The share of requests with at most a latency: a system's line goes up to its 99th percentile."""
+    """The percentage of requests within each latency; a system's line ends at its 99th percentile."""
     lines = []
     for record in records:
         latencies = per_token_latencies_s(records_file(folder, record["point"]))
         points = zip(np.percentile(latencies, PERCENTS).tolist(), PERCENTS, strict=True)
-        lines.append(Series(record["system"], colour(record["system"]), tuple(points)))
+        lines.append(Series(record["system"], system_colour(record["system"]), tuple(points)))
     which = ", first seed" if records[0].get("repeats", 1) > 1 else ""
     return LinePanel(
         f"{panel_name(records)}, {records[0]['request_rate']:g} requests/s{which}",
@@ -141,6 +145,6 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
 
 
 def per_token_latencies_s(path: Path) -> list[float]:
-    """Latency over output tokens of every completed request of a point, from its records."""
+    """Per-token latency (seconds) of every completed request of a point, from its records."""
     requests = read_records(path)
     return [per_token_latency_s(RequestSummary(**r)) for r in requests if r["failure"] is None]

@@ -1,4 +1,4 @@
-"""What every ``reproduce_*.py`` does: points from the experiment file, run, draw, tell, compare with the claims."""
+"""The steps of every ``reproduce_*.py``: make points, run them, draw, print, compare with the papers' claims."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from evaluation.experiments import measured_sweeps as measured
-from evaluation.experiments import simulated_sweeps as sweeps
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import (
     FigureOptions,
     experiment_settings,
     make_measured_plan,
-    refuse_what_nothing_takes,
+    refuse_unused_options,
 )
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Complete, Point, as_they_are, print_error, run_experiment
+from evaluation.experiments.runner import Complete, Point, print_error, run_experiment, unchanged_rows
 from evaluation.experiments.sensitivity import parse_sensitivity, varied_in
+from evaluation.experiments.simulated_sweeps import (
+    describe_simulated_points,
+    make_sensitivity_points,
+    make_simulated_points,
+    make_sweep,
+)
 from evaluation.figures.apex_paper import draw_sensitivity
-from evaluation.figures.style import save
+from evaluation.figures.style import save_figure
 from evaluation.figures.table import print_results
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord
@@ -33,12 +38,12 @@ from swiftllm.systems import find_system
 
 MEASURED = frozenset({"torch", "http"})
 SENSITIVITY = "_sensitivity"
-"""Ends the name of a result folder in which an assumption was varied."""
+"""Suffix of the name of a result folder in which an assumption was varied."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. ``experiment`` is the name of what was run, None where the folder does not tell."""
+    """A finished run. ``experiment`` is the name of the experiment, None if the folder has no provenance."""
 
     folder: Path
     experiment: str | None
@@ -48,10 +53,10 @@ class Run:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """A figure of a paper: ``name`` is that of its experiment file, its result folder and its claims.
+    """A figure of a paper. ``name`` is the name of its experiment file, its result folder and its claims.
 
-    ``metric`` is what its sensitivity is about, ``what`` that metric in words. ``backends`` run when none is asked for.
-    ``complete`` adds what only all rows together tell.
+    ``metric`` is the metric of its sensitivity plots, ``what`` that metric in words. ``backends`` run by default.
+    ``complete`` adds fields that are computed from all rows together.
     """
 
     name: str
@@ -60,12 +65,12 @@ class PaperFigure:
     metric: str
     what: str
     backends: tuple[str, ...] = ("simulated",)
-    complete: Complete = as_they_are
+    complete: Complete = unchanged_rows
 
 
 def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
-    """Run what is not there yet, draw, tell. Returns the exit status: 0 when every point is finished, 2 for options
-    that do not fit."""
+    """Run the unfinished points, draw, print. Returns the exit status: 0 when every point is finished, 2 for invalid
+    options."""
     console = stdout_console()
     try:
         if options.from_folder is not None:
@@ -88,19 +93,19 @@ def run_and_show(
     jobs: int,
     console: Console,
 ) -> int:
-    """Run what is not there yet under the name of a result folder, draw, tell. Returns the exit status."""
+    """Run the unfinished points of the named result folder, draw, print. Returns the exit status."""
     described = {"experiment": name, **configuration}
     outcome = run_experiment(name, described, points, run_point, results_dir, console, jobs, figure.complete)
     if outcome.summary:
         show(figure, Run(outcome.folder, name, outcome.summary, machine_identity()), console)
-    return outcome.tell(console)
+    return outcome.print_outcome(console)
 
 
 def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -> tuple[list[Point], dict[str, Any]]:
-    """The points of the chosen backends, and what goes into the run's identity.
+    """The points of the chosen backends, and their description for the run's identity.
 
     Raises:
-        ValueError: an option does not fit; the message says what would.
+        ValueError: an option is not valid here; the message says what is.
         ConnectionError: a server does not answer; the message says what to start.
     """
     backends = figure.backends if options.backend is None else (options.backend,)
@@ -108,29 +113,29 @@ def make_points(figure: PaperFigure, options: FigureOptions, console: Console) -
         if options.backend in MEASURED:
             raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
         backends = ("simulated",)
-    refuse_what_nothing_takes(options, backends)
+    refuse_unused_options(options, backends)
     points: list[Point] = []
     configuration: dict[str, Any] = {}
     if "simulated" in backends:
         simulated = simulated_points(figure.name, options)
         points += simulated
-        configuration["simulated"] = sweeps.describe(simulated)
+        configuration["simulated"] = describe_simulated_points(simulated)
     for backend in MEASURED.intersection(backends):
         try:
             plan = make_measured_plan(figure.name, measured_options(options))
         except ValueError as error:
             if "simulated" not in backends:
                 raise
-            console.print(f"the measured half is left out: {error}", style="yellow", highlight=False, markup=False)
+            console.print(f"the measured half is skipped: {error}", style="yellow", highlight=False, markup=False)
         else:
-            here = measured.make_points(plan)
+            here = make_measured_points(plan)
             points += here
-            configuration[backend] = measured.configuration(plan, here)
+            configuration[backend] = describe_measured_plan(plan, here)
     return points, configuration
 
 
 def simulated_points(name: str, options: FigureOptions) -> list[Point]:
-    sweep = sweeps.make_sweep(
+    sweep = make_sweep(
         experiment_settings(name, options.config)["simulated"],
         gpu=options.gpu,
         systems=options.systems,
@@ -141,14 +146,14 @@ def simulated_points(name: str, options: FigureOptions) -> list[Point]:
         trace_dir=options.trace_dir,
     )
     if options.sensitivity is None:
-        return sweeps.make_points(sweep)
-    return sweeps.make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
+        return make_simulated_points(sweep)
+    return make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
 
 
 def measured_options(options: FigureOptions) -> FigureOptions:
     """The options for the measured part.
 
-    Beside a simulation the number of requests is the simulation's: thousands would take this machine hours.
+    Beside a simulation ``num_requests`` applies to the simulation only: thousands would take this machine hours.
     """
     if options.backend == "torch":
         for system in options.systems or ():
@@ -157,10 +162,10 @@ def measured_options(options: FigureOptions) -> FigureOptions:
 
 
 def read_run(folder: Path, wanted: Sequence[str]) -> Run:
-    """A finished run of one of the ``wanted`` experiments, or of what an assumption changes in it.
+    """A finished run of one of the ``wanted`` experiments, or of its sensitivity to an assumption.
 
     Raises:
-        ValueError: it holds no results, or others.
+        ValueError: the folder has no results, or those of another experiment.
     """
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
     if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
@@ -176,7 +181,7 @@ def read_run(folder: Path, wanted: Sequence[str]) -> Run:
 
 
 def show(figure: PaperFigure, run: Run, console: Console) -> None:
-    """Draw the figure into its folder; print the results and the claims beside them."""
+    """Draw the figure into its folder; print the results and compare them with the claims."""
     claims = load_claims(figure.name)
     varied = varied_in(run.summary)
     if varied:
@@ -184,9 +189,9 @@ def show(figure: PaperFigure, run: Run, console: Console) -> None:
     else:
         drawing = figure.draw(run)
     try:
-        png, _ = save(drawing, run.folder)
+        png, _ = save_figure(drawing, run.folder)
     except OSError as error:
-        raise ValueError(f"the figure cannot be written: {error}; copy the folder to where you may write") from None
+        raise ValueError(f"cannot write the figure: {error}; copy the folder to a writable place") from None
     print_results(figure.title, run.summary, console)
     if not varied:
         print_claims(claims, run.summary, console)

@@ -1,4 +1,4 @@
-"""The tables of evaluation/report.py: records as cells, under the titles that summary.md gives them."""
+"""The tables of evaluation/report.py: records as cells, with the column titles of summary.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
 
 SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
 
-# What replays report beside the summary table's columns: shown under "all columns", not in the short table.
+# Metrics of replays that are not in the summary table: shown under "all columns", not in the short table.
 SIDE_METRICS = {
     *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
     "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
@@ -21,7 +21,7 @@ SIDE_METRICS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """``text`` is shown, ``order`` is sorted by: a number where there is one."""
+    """``text`` is shown; ``order`` is the sort key, a number if the value is one."""
 
     text: str
     order: float | str
@@ -38,7 +38,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """``origins`` says of each row whether it is simulated or measured."""
+    """``origins`` says for each row whether it is simulated or measured."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -46,7 +46,7 @@ class Table:
 
 
 def origin_of(record: FlatRecord) -> str:
-    """Whether a row's times were predicted or taken with a clock; rows say so by their backend."""
+    """Whether a row's times are simulated or measured, derived from its backend."""
     backend = record.get("backend")
     return UNSTATED if backend is None else SIMULATED if backend.startswith("simulated") else MEASURED
 
@@ -62,7 +62,7 @@ def make_cell(value: Any, form: str | None = None) -> Cell:
 
 
 def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> Table:
-    """The named fields of the records, with the titles and formats of summary.md where it has them."""
+    """The named fields of the records, with titles and formats of summary.md if it has the field."""
     known = {name: (title, form) for name, title, form in TABLE}
     rows = [tuple(make_cell(record.get(name), known.get(name, ("", None))[1]) for name in names) for record in records]
     columns = [
@@ -80,7 +80,7 @@ def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> Table:
 def columns_of(records: Sequence[FlatRecord]) -> tuple[list[str], list[str], dict[str, str]]:
     """Names for the short table, names of all fields that have a value, and the inputs that all rows share.
 
-    The short table has the system, what was swept, the main figures, and whatever else differs between rows.
+    The short table has the system, the swept variables, the main metrics, and every other input that differs.
     """
     names = [name for name in dict.fromkeys(name for record in records for name in record)]
     names = [name for name in names if any(record.get(name) is not None for record in records)]

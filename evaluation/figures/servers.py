@@ -1,4 +1,4 @@
-"""Servers side by side: ratios to vLLM on as many cores, medians over rounds, table and bars."""
+"""Comparison of servers: ratios to vLLM on the same number of cores, medians over rounds, table and bars."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.table import Table
 
 from apex.cli.output import table
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
-from evaluation.figures.style import FigureText, save
-from evaluation.figures.table import LATENCY_COLUMNS, cell
+from evaluation.figures.style import FigureText, save_figure
+from evaluation.figures.table import LATENCY_COLUMNS, format_cell
 from evaluation.results.folder import FlatRecord, median_record
 from swiftllm.machine import cpu_model
 
@@ -23,7 +23,7 @@ def cores_text(cores: int) -> str:
 
 
 def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """The rows with ``ratio``: output tokens/s over vLLM's on as many cores in the same round; None without that."""
+    """The rows with ``ratio``: output tokens/s over vLLM's with as many cores in the same round, or None."""
     base = {(row["cores"], row["round"]): row["output_tokens_per_s"] for row in rows if row["system"] == BASELINE}
 
     def ratio(row: FlatRecord) -> float | None:
@@ -40,7 +40,7 @@ COLUMNS = (
     ("cores busy", "server_cores_busy", ".2f"),
     ("failed", "failed", ".0f"),
 )
-# What summary.md tells of every round.
+# Columns of summary.md, which has a row for every round.
 ROUND_COLUMNS = (
     ("cores", "cores", "{}"),
     ("system", "system", "{}"),
@@ -51,8 +51,8 @@ ROUND_COLUMNS = (
 )
 
 
-def medians(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-    """One row per system and cores with the median of each column over the rounds; failures are added up."""
+def median_rows(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """One row per system and number of cores: the median of each column over the rounds, the sum of failures."""
     groups: dict[tuple[int, str], list[FlatRecord]] = {}
     for row in rows:
         groups.setdefault((row["cores"], row["system"]), []).append(row)
@@ -72,15 +72,17 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
     cells = []
     for row in middle:
         mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
-        by_round = " ".join(cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"]))
-        figures = [cell(row[field], form) for _, field, form in COLUMNS]
+        by_round = " ".join(
+            format_cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"])
+        )
+        figures = [format_cell(row[field], form) for _, field, form in COLUMNS]
         cells.append([str(row["cores"]), row["system"], *figures, by_round])
     titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
     return table(titles, cells, left=("system",))
 
 
-def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
-    """Bars of the medians, a panel per number of cores."""
+def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
+    """Bars of the medians, one panel per number of cores. Returns the path of the figure."""
     first = middle[0]
     panels = []
     for cores in sorted({row["cores"] for row in middle}):
@@ -96,4 +98,4 @@ def draw(middle: Sequence[FlatRecord], folder: Path) -> Path:
         "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
     )
     half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
-    return save(throughput_figure([half]), folder)[0]
+    return save_figure(throughput_figure([half]), folder)[0]

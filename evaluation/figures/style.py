@@ -1,4 +1,4 @@
-"""What all figures look like: colours, the words around the axes, files."""
+"""The common style of all figures: colours, the text around the axes, files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 
-# The hues of Okabe and Ito, distinct for every common kind of colour vision; their lightness tells them apart in grey.
+# The hues of Okabe and Ito, distinct for every common kind of colour vision, and distinct in lightness for grey prints.
 COLOURS = {
     "vllm": "#E3A5C9",
     "swiftllm": "#848484",
@@ -24,7 +24,7 @@ COLOURS = {
     "apex": "#0B5CAD",
 }
 OTHER_COLOURS = ("#56B4E9", "#D55E00", "#C9B800", "#7A4FA3")
-"""Of systems by other names, such as servers: each gets the next one when it is first drawn."""
+"""Colours of systems with other names, such as servers: each takes the next one when first drawn."""
 _others: dict[str, str] = {}
 INK = "#222222"
 FAINT = "#666666"
@@ -32,27 +32,27 @@ FAINT = "#666666"
 TITLE_SIZE, SUBTITLE_SIZE, NOTE_SIZE = 12.5, 9.0, 7.5
 LINE_FACTOR = 1.4
 BOLD_FACTOR = 1.12
-"""Bold letters are so much wider."""
+"""Width of bold letters over normal ones."""
 POINTS_PER_INCH = 72
 
 
 @dataclass(frozen=True)
 class FigureText:
-    """Words of a figure or a half of it: what it shows, what it was made with, and the small print."""
+    """Text of a figure or of a half: what it shows, how it was made, and small print."""
 
     title: str
     subtitle: str
     notes: str
 
 
-def colour(system: str) -> str:
+def system_colour(system: str) -> str:
     if system in COLOURS:
         return COLOURS[system]
     return _others.setdefault(system, OTHER_COLOURS[len(_others) % len(OTHER_COLOURS)])
 
 
-def style() -> AbstractContextManager[None]:
-    """Fonts and inks while a figure is drawn."""
+def figure_style() -> AbstractContextManager[None]:
+    """Context in which a figure is drawn: fonts and text colours."""
     return plt.rc_context(
         {
             "font.family": "DejaVu Sans",
@@ -65,20 +65,20 @@ def style() -> AbstractContextManager[None]:
 
 
 MARGIN = 0.13
-"""Inches above and below the words."""
+"""Inches above and below the text."""
 
 
 def words_inches(text: FigureText, width: float) -> float:
-    """The height that the words of a figure so wide take, so that axes need not make room for them."""
+    """Inches of height that the text takes in a figure of this width (inches)."""
     parts = ((text.title, BOLD_FACTOR, TITLE_SIZE), (text.subtitle, 1.0, SUBTITLE_SIZE), (text.notes, 1.0, NOTE_SIZE))
     return 2 * MARGIN + sum(lines_height(wrapped(part, wide * size, width), size, 1.0) for part, wide, size in parts)
 
 
 def set_words(figure: FigureBase, text: FigureText, width: float, height: float) -> tuple[float, float]:
-    """Write title and subtitle above and the notes below a figure of that size in inches.
+    """Write title and subtitle at the top and the notes at the bottom of a figure of this size in inches.
 
-    Long lines are wrapped to the width. Returns (bottom, top): the part of the height that is left for axes and their
-    own titles.
+    Long lines are wrapped to the width. Returns (bottom, top), fractions of the height between which axes and their
+    titles fit.
     """
     margin = MARGIN / height
     title = wrapped(text.title, BOLD_FACTOR * TITLE_SIZE, width)
@@ -95,31 +95,31 @@ def set_words(figure: FigureBase, text: FigureText, width: float, height: float)
 
 
 def wrapped(text: str, size: float, width: float) -> str:
-    """``text`` with lines that fit into so many inches at a font size in points."""
+    """``text`` with lines wrapped to ``width`` inches at a font ``size`` in points."""
     characters = int((width - 0.3) * POINTS_PER_INCH / (0.53 * size))
     return "\n".join(textwrap.fill(line, characters) for line in text.splitlines())
 
 
 def lines_height(text: str, size: float, height: float) -> float:
-    """The part of the height that the lines of ``text`` take."""
+    """The fraction of the height that the lines of ``text`` take."""
     return (text.count("\n") + 1) * size * LINE_FACTOR / POINTS_PER_INCH / height if text else 0.0
 
 
 def panel_legend(ax: Axes, systems: Sequence[str]) -> None:
     """The systems' colours on the line of the panel's title, at its right end."""
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=system_colour(system)) for system in systems]
     place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.3}
     ax.legend(handles, systems, ncols=len(systems), frameon=False, columnspacing=1.2, handlelength=1.2, **place)
 
 
-def legend(figure: FigureBase, systems: tuple[str, ...], width: float, height: float) -> None:
+def figure_legend(figure: FigureBase, systems: tuple[str, ...], width: float, height: float) -> None:
     """The systems' colours in the upper right corner."""
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour(system)) for system in systems]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=system_colour(system)) for system in systems]
     corner = (1 - 0.1 / width, 1 - 0.08 / height)
     figure.legend(handles, systems, loc="upper right", bbox_to_anchor=corner, ncols=len(systems), frameon=False)
 
 
-def tidy(ax: Axes) -> None:
+def tidy_axes(ax: Axes) -> None:
     """No box around the axes, a faint grid behind the data."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="#E2E2E2", linewidth=0.7)
@@ -130,8 +130,8 @@ def panel_title(ax: Axes, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=8)
 
 
-def save(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
-    """Write <name>.png and <name>.pdf: the same figure, the same bytes."""
+def save_figure(figure: plt.Figure, folder: Path, name: str = "figure") -> list[Path]:
+    """Write <name>.png and <name>.pdf. The same figure gives the same bytes."""
     png, pdf = folder / f"{name}.png", folder / f"{name}.pdf"
     figure.savefig(png, dpi=180)
     figure.savefig(pdf, metadata={"CreationDate": None})

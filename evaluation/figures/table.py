@@ -1,4 +1,4 @@
-"""Summary records as tables on the terminal."""
+"""Prints summary records as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = (
     ("lane", "lane_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
 )
-# Of a server: how long its clients wait.
+# Latencies at the clients of a server.
 LATENCY_COLUMNS = (
     ("TTFT p50", "ttft_s_p50", ".2f"),
     ("p99 (s)", "ttft_s_p99", ".2f"),
@@ -36,14 +36,14 @@ LATENCY_COLUMNS = (
     ("p99 (s)", "tpot_s_p99", ".3f"),
 )
 ASSUMED = 2
-"""The column of an assumption: the one that was varied, or else the speed of CPU attention."""
+"""Index of the assumption's column: the varied one, by default the speed of CPU attention."""
 
 
 def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -> None:
-    """The figures in short (summary.md has them all): a table for each panel and workload.
+    """The main metrics (summary.md has all of them): a table for each panel and workload.
 
-    ratio: output tokens/s over the baseline's; s/token: mean per-token latency; goodput: requests/s that keep the
-    targets; lane and CPU: the part of the time in which they computed. Columns that say nothing are left out.
+    ratio: output tokens/s over the baseline's; s/token: mean per-token latency; goodput: requests/s that meet the
+    targets; lane and CPU: the fraction of time in which they computed. Empty columns are left out.
     """
     by_table: dict[tuple[str, ...], list[FlatRecord]] = {}
     for record in summary:
@@ -72,9 +72,9 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
         # A baseline that does not depend on what was varied ran once.
         rate, base = record["output_tokens_per_s"], rates.get(place(record)) or rates.get((place_of(record), None))
         values = {**record, "ratio": rate / base if rate and base else None}
-        if record["request_rate"] is None:  # who comes with all the others at once cannot keep a target
+        if record["request_rate"] is None:  # goodput means nothing when all requests arrive at once
             values["goodput_requests_per_s"] = None
-        rows.append([cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
+        rows.append([format_cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
     failures = any(record["failed"] for record in records)
     shown = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)] + [len(columns)] * failures
     titles = [column[0] for column in columns] + ["failed"]
@@ -87,6 +87,6 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
     return table
 
 
-def cell(value: Any, form: str) -> str:
-    """A value as a table cell; a dash where it does not apply."""
+def format_cell(value: Any, form: str) -> str:
+    """A value as a table cell; a dash for None."""
     return "-" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""Measured against SIMULATED throughput of one machine, with the band that is aimed at."""
+"""Measured against SIMULATED throughput of one machine, with a band of the error that is aimed at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from evaluation.figures.style import FAINT, FigureText, colour, legend, set_words, style, tidy
+from evaluation.figures.style import FAINT, FigureText, figure_legend, figure_style, set_words, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord
 
 MARKERS = "osD^vP"
@@ -28,7 +28,7 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], a
         "Vertical: SIMULATED from profiles measured right before and after the run. "
         f"Band: within {aim:.0%} of the measured rate.",
     )
-    with style():
+    with figure_style():
         figure, ax = plt.subplots(figsize=SIZE)
         bottom, top = set_words(figure, text, *SIZE)
         rates = [
@@ -42,7 +42,7 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], a
                 record["output_tokens_per_s"],
                 record["simulated_output_tokens_per_s"],
                 MARKERS[workloads.index(record["workload"]) % len(MARKERS)],
-                color=colour(record["system"]),
+                color=system_colour(record["system"]),
                 markersize=6,
                 alpha=0.85,
                 markeredgewidth=0,
@@ -50,9 +50,9 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], a
         for place, workload in enumerate(workloads):
             ax.plot([], [], MARKERS[place % len(MARKERS)], color=FAINT, label=workload, linestyle="none")
         ax.legend(loc="upper left", frameon=False)
-        legend(figure, systems, *SIZE)
+        figure_legend(figure, systems, *SIZE)
         ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
-        tidy(ax)
+        tidy_axes(ax)
         ax.grid(axis="x", color="#E2E2E2", linewidth=0.7)
         figure.subplots_adjust(left=0.11, right=0.97, bottom=bottom + 0.08, top=top - 0.02)
     return figure

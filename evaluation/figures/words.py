@@ -1,4 +1,4 @@
-"""Titles, subtitles and notes of the papers' figures: what was made where, at what scale, from which lengths."""
+"""Titles, subtitles and notes of the papers' figures: machine, scale, origin of the lengths, assumptions."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def is_simulated(records: Records) -> bool:
 
 
 def halves_of(records: Records) -> list[list[FlatRecord]]:
-    """Simulated records, then measured ones, where there are any."""
+    """Simulated records, then measured ones; empty halves are left out."""
     parts = [[r for r in records if (r["backend"] == "simulated") is simulated] for simulated in (True, False)]
     return [part for part in parts if part]
 
 
-def unique(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
+def unique_values(records: Iterable[FlatRecord], field: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(record[field] for record in records))
 
 
@@ -47,15 +47,15 @@ def panel_name(records: Records) -> str:
     return f"{where}, {first['workload_title']}"
 
 
-def lettered(title: str, letter: str, records: Records) -> str:
-    """The title of a panel of a figure of these records; a figure of one panel needs no letter."""
-    return f"({letter}) {title}" if len(unique(records, "panel")) > 1 else title
+def lettered_title(title: str, letter: str, records: Records) -> str:
+    """A panel's title with its letter, if the figure of these records has several panels."""
+    return f"({letter}) {title}" if len(unique_values(records, "panel")) > 1 else title
 
 
-def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
-    """Title, subtitle and notes of a figure or half: what was made where, at what scale, from which lengths.
+def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
+    """Title, subtitle and notes of a figure or half: machine, scale, origin of the lengths, assumptions.
 
-    ``what`` it shows stands in the title after whether it was simulated or measured, or else below it.
+    With ``in_title`` the title begins with ``what``; otherwise ``what`` is the first line of the subtitle.
     """
     halves = halves_of(records)
     subtitles, notes = [] if in_title else [what], []
@@ -65,7 +65,7 @@ def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: 
     if len(halves) == 2:
         kind = "SIMULATED and MEASURED"
     elif is_simulated(records):
-        kind = f"SIMULATED: predicted times for {' and '.join(unique(records, 'gpu'))}"
+        kind = f"SIMULATED: predicted times for {' and '.join(unique_values(records, 'gpu'))}"
     else:
         kind = f"MEASURED {measured_where(records)}: {records[0]['model']}"
     title = f"{what} \u2014 {kind}" if in_title else kind
@@ -74,7 +74,7 @@ def words(what: str, records: Records, machine: Mapping[str, Any], *, in_title: 
 
 def simulated_subtitle(records: Records) -> str:
     parts = []
-    for name in unique(records, "setting"):
+    for name in unique_values(records, "setting"):
         here = [record for record in records if record["setting"] == name]
         first = here[0]
         parts.append(
@@ -106,7 +106,7 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
 
 
 def notes_of(records: Records) -> list[str]:
-    """Where the request lengths come from, and what was cut; CPU attention, and pools that no such card holds."""
+    """Notes on request lengths and clipping, load, repeats, failures, CPU attention, and oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
     about_machine = [*cpu_attention_notes(records), *pool_notes(records)]
     return [*length_notes(records), *about_load, *repeat_notes(records), *failure_notes(records), *about_machine]
@@ -132,54 +132,54 @@ def length_notes(records: Records) -> list[str]:
 
 
 def repeat_notes(records: Records) -> list[str]:
-    """How often it was measured, and how quiet the machine was."""
+    """The number of repeats, and how busy the machine was with other work."""
     repeats = max(record.get("repeats", 1) for record in records)
     seeds = ", each with its own seed" if is_simulated(records) else ""
-    told = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
-    notes = [told] if repeats > 1 else [] if is_simulated(records) else ["Measured once."]
+    text = f"Medians of {repeats} repeats{seeds}; thin vertical lines span the lowest and the highest of them."
+    notes = [text] if repeats > 1 else [] if is_simulated(records) else ["Measured once."]
     others = max(record.get("others_busy_cores") or 0.0 for record in records)
     return notes + [f"Other work kept up to {others:.1f} cores busy meanwhile."] * (others > DISTURBING_CORES)
 
 
 def failure_notes(records: Records) -> list[str]:
-    """Systems that did not answer everything: their other figures are of the requests that they did answer."""
+    """Systems with failed requests. Their metrics count only the completed ones."""
     failed: dict[str, float] = {}
     for record in records:
         failed[record["system"]] = failed.get(record["system"], 0) + (record.get("failed") or 0)
-    told = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
-    return [f"FAILED requests, which count in nothing that is drawn: {told}."] if told else []
+    text = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
+    return [f"FAILED requests, which count in nothing that is drawn: {text}."] if text else []
 
 
 def trace_note(records: Records) -> str:
-    """What the kinds of traces in the notes mean."""
-    kinds = unique(records, "trace_origin")
+    """The meaning of the kinds of traces that the notes name."""
+    kinds = unique_values(records, "trace_origin")
     return "Traces: " + "; ".join(f"{kind}: {TRACE_WORDS[kind]}" for kind in kinds) + "."
 
 
 def cpu_attention_notes(records: Records) -> list[str]:
-    """Who computes attention on the CPU with which kernel; where that is assumed, how fast."""
+    """The CPU attention kernel of each system, and its speed where that is assumed."""
     notes = []
     offloading = {name for name, system in systems().items() if system.offloads}
     kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] in offloading}
-    for title in unique((r for r in records if r.get("setting_title")), "setting_title"):
+    for title in unique_values((r for r in records if r.get("setting_title")), "setting_title"):
         rates: dict[str, set[float]] = {}
         for record in records:
             if record.get("setting_title") == title and record["cpu_bandwidth_gb_s"] is not None:
                 rates.setdefault(record["system"], set()).add(record["cpu_bandwidth_gb_s"])
         if rates and all(len(values) == 1 for values in rates.values()):
-            told = ", ".join(f"{system} ({kernels[system]} kernel) {min(v):.0f} GB/s" for system, v in rates.items())
+            text = ", ".join(f"{system} ({kernels[system]} kernel) {min(v):.0f} GB/s" for system, v in rates.items())
             gpu_rate = next(r["gpu_attention_gb_s"] for r in records if r.get("setting_title") == title)
-            notes.append(f"{title}: attention on the CPU assumed at {told}; on the GPU {gpu_rate:.0f} GB/s.")
+            notes.append(f"{title}: attention on the CPU assumed at {text}; on the GPU {gpu_rate:.0f} GB/s.")
     if records[0]["backend"].startswith("torch") and kernels:
-        told = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items())
-        notes.append(f"Attention on the CPU: {told}.")
+        text = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items())
+        notes.append(f"Attention on the CPU: {text}.")
     return notes
 
 
 def pool_notes(records: Records) -> list[str]:
     notes = []
     beyond = [r for r in records if r.get("max_gpu_blocks") is not None and r["num_gpu_blocks"] > r["max_gpu_blocks"]]
-    for title in unique(beyond, "setting_title"):
+    for title in unique_values(beyond, "setting_title"):
         most = next(r["max_gpu_blocks"] for r in beyond if r["setting_title"] == title)
         notes.append(
             f"{title}: the card itself holds at most {most} blocks beside the weights; more need a larger one."

@@ -118,8 +118,10 @@ def run(stages: Sequence[Stage], folder: Path, end_s: float) -> bool:
 
 def run_stage(stage: Stage, folder: Path, limit_s: float) -> bool:
     start_s, all_well = time.monotonic(), True
-    running = {part: start(part, folder, limit_s) for part in stage.parts}
+    running: dict[Part, subprocess.Popen] = {}
     try:
+        for part in stage.parts:
+            running[part] = start_part(part, folder, limit_s)
         while running:
             time.sleep(POLL_S)
             is_late = time.monotonic() - start_s >= limit_s
@@ -128,21 +130,21 @@ def run_stage(stage: Stage, folder: Path, limit_s: float) -> bool:
                 if status is None and not is_late:
                     continue
                 if status is None:
-                    stop(process)
+                    stop_part(process)
                 del running[part]
-                result = "time limit" if status is None else told(status)
+                result = "time limit" if status is None else result_text(status)
                 all_well &= status == 0
-                note(folder, part.name, result, time.monotonic() - start_s)
-    finally:  # of whoever is interrupted
+                record_part(folder, part.name, result, time.monotonic() - start_s)
+    finally:  # an interrupt leaves no process behind
         for process in running.values():
-            stop(process)
+            stop_part(process)
     return all_well
 
 
-def start(part: Part, folder: Path, limit_s: float) -> subprocess.Popen:
+def start_part(part: Part, folder: Path, limit_s: float) -> subprocess.Popen:
     """In a session of its own, so that what it has started goes with it."""
     command = [word.replace("{limit_s}", f"{limit_s:.0f}") for word in part.command]
-    with log_of(folder, part.name).open("wb") as log:
+    with log_path(folder, part.name).open("wb") as log:
         return subprocess.Popen(
             command,
             cwd=REPO_ROOT,
@@ -153,7 +155,7 @@ def start(part: Part, folder: Path, limit_s: float) -> subprocess.Popen:
         )
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop_part(process: subprocess.Popen) -> None:
     """A Python that hangs says where on SIGABRT (with PYTHONFAULTHANDLER). One that the driver holds fast is left."""
     for how in (signal.SIGABRT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -162,15 +164,15 @@ def stop(process: subprocess.Popen) -> None:
             process.wait(GRACE_S)
 
 
-def told(status: int) -> str:
+def result_text(status: int) -> str:
     if status == 0:
         return "ok"
     return f"failed ({signal.Signals(-status).name if status < 0 else status})"
 
 
-def note(folder: Path, name: str, result: str, seconds: float) -> None:
+def record_part(folder: Path, name: str, result: str, seconds: float) -> None:
     """Show the end of a part's log, and keep it if the part failed: not more of it than can be committed."""
-    log = log_of(folder, name)
+    log = log_path(folder, name)
     text = log.read_bytes()
     shown = text.decode(errors="replace").splitlines()[-SHOWN_LINES:]
     print("\n".join([*shown, f"-- {name}: {result}, {seconds:.0f} s"]), flush=True)
@@ -182,7 +184,7 @@ def note(folder: Path, name: str, result: str, seconds: float) -> None:
         parts.write(f"{name}\t{result}\t{seconds:.0f}\n")
 
 
-def log_of(folder: Path, name: str) -> Path:
+def log_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.log"
 
 

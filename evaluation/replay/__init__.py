@@ -1,1 +1,1 @@
-"""Servers and their clients: starts servers, replays workloads against them over HTTP, draws the requests of a soak."""
+"""Starts servers, replays workloads against them over HTTP, and generates the requests of a soak."""

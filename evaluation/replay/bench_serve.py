@@ -1,4 +1,4 @@
-"""vLLM's own benchmark client, `vllm bench serve`, as a third party's judgement of a server."""
+"""Runs vLLM's own benchmark client, `vllm bench serve`, as an independent test of a server."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ TIMEOUT_S = 900.0
 
 
 class BenchFailed(RuntimeError):
-    """The client did not get to its result; the message holds the end of what it printed."""
+    """The client produced no result; the message holds the end of its output."""
 
 
 def bench_serve(
     vllm: Path, server: Server, model: Path, num_requests: int, input_len: int, output_len: int, result: Path
 ) -> dict[str, Any]:
-    """Send ``server`` random prompts, all at once, and wait for all answers.
+    """Send random prompts to ``server``, all at once, and wait for all answers.
 
     Args:
         vllm: the vllm command.
-        model: the folder of the served model, whose tokenizer makes the prompts.
+        model: folder of the served model; its tokenizer makes the prompts.
         input_len, output_len: tokens of each request.
-        result: JSON file that the client writes its figures to.
+        result: JSON file to which the client writes its figures.
 
     Returns:
-        The client's figures, among them ``completed`` and ``failed``, counts of requests.
+        The client's figures, with the numbers of ``completed`` and ``failed`` requests among them.
 
     Raises:
         BenchFailed: the client ended with an error or took too long.

@@ -1,9 +1,9 @@
-"""Replays a workload against a running OpenAI-compatible server; every token is timed here, at the client.
+"""Replays a workload against a running OpenAI-compatible server. Every token is timed at the client.
 
-Open loop: a request is sent at its arrival, however busy the server is, over a connection of its own. Closed loop: a
-fixed number of requests is in flight, and a request arrives at the moment it is sent. Output lengths are forced
-(end-of-sequence ignored) and decoding is greedy, so every server does the same work. Everything runs on one event loop
-in one thread. Each request ends as a record, whatever the server does: with all its tokens, or with the reason why not.
+Open loop: a request is sent at its arrival, however busy the server is, over its own connection. Closed loop: a fixed
+number of requests is in flight, and a request arrives when it is sent. Output lengths are forced (end-of-sequence
+ignored) and decoding is greedy, so every server does the same work. Everything runs on one event loop in one thread.
+Each request becomes a record, with all its tokens or with the reason of its failure.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ SPARE_FILES = 256
 
 
 class BadAnswer(Exception):
-    """The answer to a request is not a valid completion; the message says what it is."""
+    """The answer to a request is not a valid completion; the message describes it."""
 
 
 # -- one request ------------------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """A request in flight and what has come of it. Times are seconds from the start of the replay.
+    """A request in flight and its answer so far. Times are seconds from the start of the replay.
 
-    The server's running count says how many tokens a chunk carries (``continuous_usage_stats`` of vLLM and SGLang);
-    the tokens of one chunk share its time. Where the server counts only at the end, the tokens are spread evenly over
-    the chunks, the first and the last on the first and the last chunk.
+    The server's running count gives the number of tokens in a chunk (``continuous_usage_stats`` of vLLM and SGLang);
+    the tokens of one chunk share its time. If the server counts only at the end, the tokens are spread evenly over the
+    chunks, with the first token on the first chunk and the last token on the last.
     """
 
     def __init__(self, request: ReplayRequest) -> None:
         self.request = request
-        self.arrival_s = request.arrival_s  # in a closed loop, once it is sent, that moment
+        self.arrival_s = request.arrival_s  # in a closed loop replaced by the time of sending
         self.sent_s: float | None = None
         self.finish_s: float | None = None
         self.finish_reason: str | None = None
         self.failure: str | None = None
-        self.num_tokens: int | None = None  # by the server's latest count
-        self.counts_chunks: bool | None = None  # whether chunks come with counts, once the first has come
+        self.num_tokens: int | None = None  # latest count of the server
+        self.counts_chunks: bool | None = None  # whether chunks carry counts; None before the first chunk
         self.chunk_times_s: list[float] = []
         self.counted_times_s: list[float] = []
 
@@ -70,8 +70,7 @@ class Stream:
         """Record an event.
 
         Raises:
-            BadAnswer: the event is an error or not a completion chunk, or the server counts more tokens than were asked
-                for.
+            BadAnswer: the event is an error or no completion chunk, or the server counts more tokens than requested.
         """
         try:
             chunk = json.loads(data)
@@ -84,7 +83,7 @@ class Stream:
                 self.finish_reason = reason or self.finish_reason
                 if self.counts_chunks is None and (text or count):
                     self.counts_chunks = count is not None
-                if text or reason is None:  # else it only closes the stream
+                if text or reason is None:  # otherwise the event only closes the stream
                     self.chunk_times_s.append(now_s)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadAnswer(f"malformed event {data[:SHOWN_CHARS]!r}") from error
@@ -95,14 +94,16 @@ class Stream:
             self.counted_times_s += [now_s] * (count - len(self.counted_times_s))
 
     def end(self) -> None:
-        """The stream is complete: check the server's count.
+        """Check the server's count at the end of the stream.
 
         Raises:
-            BadAnswer: the server gave no count, or not the one asked for.
+            BadAnswer: the server gave no count, or not the requested one.
         """
         wanted = self.request.output_len
         if self.num_tokens is None:
-            raise BadAnswer(f"no usage in the stream: whether its {len(self.chunk_times_s)} chunks are {wanted} tokens")
+            raise BadAnswer(
+                f"no usage in the stream of {len(self.chunk_times_s)} chunks: it may not have {wanted} tokens"
+            )
         if self.num_tokens != wanted:
             raise BadAnswer(f"{self.num_tokens} of {wanted} tokens (finish reason: {self.finish_reason or 'none'})")
 
@@ -133,7 +134,7 @@ class Stream:
 
 
 def spread_over(chunk_times_s: list[float], num_tokens: int) -> tuple[float, ...]:
-    """A time for each of ``num_tokens`` tokens, where it is unknown which of these chunks carried which token."""
+    """A time for each of ``num_tokens`` tokens, if it is unknown which chunk carried which token."""
     last = len(chunk_times_s) - 1
     gaps = max(1, num_tokens - 1)
     return tuple(chunk_times_s[round(token * last / gaps)] for token in range(num_tokens))
@@ -151,10 +152,10 @@ def replay_workload(
 ) -> Replay:
     """Send all requests of ``workload`` at their arrivals, or in a closed loop, and read their answers to the end.
 
-    A request that the server refuses, breaks off, answers wrongly or does not end within ``request_timeout_s`` becomes
-    a failed record. If requests are in flight and none of them gets a token or ends for ``stall_timeout_s``, all
-    unfinished ones fail. ``stats["max_send_lag_s"]`` is the largest delay of this client in sending a request; measured
-    latencies contain it although the server did not cause it.
+    A request becomes a failed record if the server refuses it, breaks it off, answers wrongly or takes longer than
+    ``request_timeout_s``. If no request in flight gets a token or ends for ``stall_timeout_s``, all unfinished requests
+    fail. ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain
+    that delay although the server did not cause it.
     """
     return asyncio.run(HttpReplay(server, workload, request_timeout_s).run(progress, stall_timeout_s))
 
@@ -191,7 +192,7 @@ class HttpReplay:
             sender.cancel()
             await asyncio.wait((sender,))
         if stall is None:
-            sender.result()  # raises what no request should have raised
+            sender.result()  # raises an unexpected error of a request, if there was one
         for stream in self.streams:
             if stream.finish_s is None:
                 stream.failure = stall
@@ -210,11 +211,11 @@ class HttpReplay:
                 task.add_done_callback(lambda _: self.free.release())
 
     async def complete(self, stream: Stream) -> None:
-        """Send a request and read its answer; whatever goes wrong becomes its record's failure."""
+        """Send a request and read its answer; any error becomes the failure of its record."""
         stream.sent_s = self.now()
         if self.concurrency is not None:
             stream.arrival_s = stream.sent_s
-        if not self.in_flight:  # a server without requests could make no progress
+        if not self.in_flight:  # an idle server makes no progress, and that is no stall
             self.last_progress_s = stream.sent_s
         self.in_flight += 1
         try:
@@ -232,8 +233,8 @@ class HttpReplay:
         stream.finish_s = self.last_progress_s = self.now()
 
     async def exchange(self, stream: Stream) -> None:
-        # A client and so a connection for each request: the time that a shared pool takes grows with the square of its
-        # connections, and a kept connection may be closed by the server just when the next request goes out.
+        # One client, so one connection, per request. A shared pool takes time that grows with the square of its
+        # connections, and the server may close a kept connection just when the next request goes out.
         url, context = self.server.url, self.ssl_context
         client = httpx.AsyncClient(base_url=url, timeout=None, verify=context, trust_env=False)
         body = stream.body(self.server.model)
@@ -273,7 +274,7 @@ class HttpReplay:
 
 
 def allow_open_files(count: int) -> None:
-    """Every request in flight is an open file; many systems allow 1,024 by default."""
+    """Raise the limit of open files: each request in flight is one, and many systems allow 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)

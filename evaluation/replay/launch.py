@@ -1,7 +1,7 @@
 """Starts OpenAI-compatible servers for a measurement, and stops them with all their processes.
 
-A server runs in a session of its own, bound to the cores it is given (Linux). The session's processor time and memory
-are read from /proc, for the measured server as well as for the idle ones beside it.
+A server runs in its own session, bound to the given cores (Linux). The session's processor time and memory are read
+from /proc, for the measured server and for the idle ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation.replay.server import Server, ServerNotReady, connect
+from evaluation.replay.server import Server, ServerNotReady, connect_server
 
 STOP_GRACE_S = 30.0
 LOOK_AGAIN_S = 0.01
-ZOMBIE = "Z"  # ended; whoever started it has not asked how
+ZOMBIE = "Z"  # ended, but its parent has not read its exit status
 SHOWN_LOG_LINES = 15
-# Variables of the surrounding environment that may change what a server does or how fast.
+# Prefixes of environment variables that may change a server's behaviour or speed.
 SHOWN_PREFIXES = (
     "OMP_",
     "KMP_",
@@ -42,10 +42,10 @@ SHOWN_PREFIXES = (
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What starts a server: everything that decides what it does.
+    """The command that starts a server.
 
-    ``arguments`` leave out ``--host`` and ``--port``, which are added; ``environment`` comes on top of this process'
-    own; ``cores`` are the ones it may run on.
+    ``--host`` and ``--port`` are added to ``arguments``. ``environment`` extends this process' environment. ``cores``
+    are the cores on which the server may run.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ServerCommand:
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
 
     def describe(self) -> dict[str, Any]:
-        """The command for provenance files, with the surrounding variables that may matter."""
+        """The command for provenance files, with the inherited environment variables that may matter."""
         surrounding = {name: value for name, value in os.environ.items() if name.startswith(SHOWN_PREFIXES)}
         environment = {**surrounding, **self.environment}
         return {"arguments": list(self.arguments), "environment": environment, "cores": list(self.cores)}
@@ -62,28 +62,28 @@ class ServerCommand:
 
 @dataclass(frozen=True)
 class LaunchedServer:
-    """A server that this process started; ``log`` is what it printed."""
+    """A server that this process started; ``log`` is the file of its output."""
 
     server: Server
     process: subprocess.Popen[bytes]
     log: Path
 
     def processor_s(self) -> float:
-        """Seconds of processor time that all processes of the server have used, ended ones they waited for included."""
+        """Seconds of processor time used by all processes of the server, including ended and reaped children."""
         ticks = sum(sum(map(int, stat[11:15])) for stat in session_stats(self.process.pid).values())
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
-        """Physical memory of all its processes; what they share counts for each."""
+        """Physical memory of all its processes. Shared memory counts once per process."""
         return sum(int(stat[21]) for stat in session_stats(self.process.pid).values()) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager
-def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) -> Iterator[LaunchedServer]:
-    """A server that is ready; stopped at the end, with SIGTERM first and SIGKILL for what is left of it then.
+def launched_server(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) -> Iterator[LaunchedServer]:
+    """Start a server and wait until it is ready. At the end stop it with SIGTERM, then SIGKILL for what is left.
 
     Raises:
-        ServerNotReady: it ended or was not ready in time; the message holds the last lines of ``log``.
+        ServerNotReady: the server ended or was not ready in time; the message holds the last lines of ``log``.
         FileNotFoundError: there is no such program.
     """
     port = free_port()
@@ -94,20 +94,20 @@ def launched(command: ServerCommand, log: Path, ready_timeout_s: float = 300.0) 
     with contextlib.ExitStack() as stack:
         with log.open("wb") as output, bound_to(command.cores):
             process = subprocess.Popen(arguments, env=environment, stdout=output, **streams, start_new_session=True)
-            stack.callback(stop, process)
+            stack.callback(stop_process, process)
 
         def ended() -> str | None:
             return None if process.poll() is None else f"it ended with status {process.returncode}"
 
         try:
-            server = connect(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
+            server = connect_server(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
         except ServerNotReady as error:
             raise ServerNotReady(f"{error}\n{last_lines(log)}\nthe whole log is {log}") from None
         yield LaunchedServer(server, process, log)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the whole session that it leads; an interrupt (Ctrl-C) shortens the wait and kills the rest at
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process and the whole session that it leads. An interrupt (Ctrl-C) ends the wait and kills the rest at
     once."""
     try:
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_GRACE_S)
     finally:
-        # What is left: it, or children that it did not wait for, some in groups of their own.
+        # Left may be the process itself, or children that it did not wait for, some in other process groups.
         while left := [pid for pid, stat in session_stats(process.pid).items() if stat[0] != ZOMBIE]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -125,16 +125,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM end this program as Ctrl-C does, so that the servers it started are stopped."""
+    """Make SIGTERM exit this program with clean-up, as Ctrl-C does, so that the servers it started are stopped."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextlib.contextmanager
 def bound_to(cores: Sequence[int]) -> Iterator[None]:
-    """Processes started inside may run on these cores alone, from their first instruction on.
+    """Processes started inside this context may run on these cores only, from their first instruction on.
 
     Raises:
-        ValueError: this process may use none of them.
+        ValueError: this process may not use some of the cores, or there are none.
     """
     before = os.sched_getaffinity(0)
     if not before.issuperset(cores) or not cores:
@@ -147,7 +147,7 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on at this moment."""
+    """A port on which nothing listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -162,7 +162,7 @@ def session_stats(session: int) -> dict[int, list[str]]:
     """/proc/PID/stat of every process of a session, by PID, from its third field (the state) on."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = path.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
                 stats[int(path.parent.name)] = fields

@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers that are running: whether they are ready, and what they serve."""
+"""Connects to running OpenAI-compatible servers: waits until they are ready and asks for their model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHOWN_CHARS = 200
 
 
 class ServerNotReady(ConnectionError):
-    """No server that could be used; the message says what to start."""
+    """No usable server; the message says what to start."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server as it describes itself; ``name`` is what results call it.
+    """A running server as it describes itself; ``name`` is its name in results.
 
-    ``max_model_len`` and ``version`` are None where the server does not report them.
+    ``max_model_len`` (tokens) and ``version`` are None if the server does not report them.
     """
 
     name: str
@@ -34,26 +34,26 @@ class Server:
 
 
 def still_running() -> str | None:
-    """For servers started elsewhere: whether they have ended is unknown."""
+    """The default ``ended``: whether a server started elsewhere has ended is unknown."""
 
 
-def connect(
+def connect_server(
     name: str,
     url: str,
     ready_timeout_s: float = 60.0,
     expected: Server | None = None,
     ended: Callable[[], str | None] = still_running,
 ) -> Server:
-    """Wait until the server at ``url`` (no trailing /v1) is ready, and ask what it serves.
+    """Wait until the server at ``url`` (no trailing /v1) is ready, and ask for its model.
 
-    ``ended`` returns the reason why it never will be, once that is known.
+    ``ended`` returns the reason why the server will never be ready, or None.
 
     Raises:
-        ServerNotReady: not ready in time, no OpenAI-compatible server, or not the ``expected`` one; the message says
-            what to do.
+        ServerNotReady: the server is not ready in time, not OpenAI-compatible, or not the ``expected`` one; the message
+            says what to do.
     """
     deadline = time.monotonic() + ready_timeout_s
-    # Proxies of the environment are for the internet, and would be measured too.
+    # The environment's proxies are ignored: the measurement would include them.
     with httpx.Client(base_url=url, timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
         while (reason := why_not_ready(client)) is not None:
             if end := ended():
@@ -83,7 +83,7 @@ def connect(
 
 
 def why_not_ready(client: httpx.Client) -> str | None:
-    """None when the server is ready, else what is wrong. Servers without /health are ready when they list models."""
+    """None if the server is ready, else the reason. A server without /health is ready when it lists models."""
     try:
         for path in ("/health", "/v1/models"):
             answer = client.get(path)
@@ -103,14 +103,14 @@ def port_of(url: str) -> int:
 
 
 def refusal(answer: httpx.Response) -> str:
-    """An answer that is no success, as one line. The body must have been read."""
+    """An error response as one line. Its body must have been read."""
     with contextlib.suppress(ValueError):
         return f"HTTP {answer.status_code}: {error_message(answer.json())}"
     return f"HTTP {answer.status_code}: {answer.text[:SHOWN_CHARS] or answer.reason_phrase}"
 
 
 def error_message(body: Any) -> str:
-    """The message of an OpenAI error body, or of what a server takes for one."""
+    """The message of an OpenAI error body, or of a similar one."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:SHOWN_CHARS]

@@ -1,1 +1,1 @@
-"""Results: provenance, claims, progress, and the folders that keep them."""
+"""Results: folders, provenance, progress, and the papers' claims."""

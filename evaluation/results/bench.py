@@ -1,4 +1,4 @@
-"""The result folder of `apex bench`, which finds this by name."""
+"""The result folder of `apex bench`, which imports this module by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NAME = "bench"
 
 
 def save_bench(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], results_dir: Path) -> Path:
-    """Keep what was measured of each system in bench/<run>/ of ``results_dir``; returns that folder.
+    """Save the results of each system in bench/<run>/ of ``results_dir``. Returns that folder.
 
-    ``setting`` is JSON-able and holds whatever decides the numbers beside the model. Measuring the same again takes the
-    place of what was kept before.
+    ``setting`` is JSON-able and holds everything but the model that decides the numbers. Measuring the same again
+    replaces the earlier results.
     """
     folder = ResultFolder(NAME, {"experiment": NAME, "model": model_identity(model), **setting}, results_dir)
-    folder.note_invocation()
+    folder.record_invocation()
     summary = []
     for run in runs:
         values, system = flat_record(run.figures), run.figures["system"]

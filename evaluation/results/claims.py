@@ -1,4 +1,4 @@
-"""The papers' claims beside what we get."""
+"""Compares the papers' claims with our results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rich.table import Table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import CLAIMS_FILE, python_command
 
-# The GPU-only baseline stands in for one that was not run.
+# The system that replaces one that was not run: the other GPU-only baseline.
 STAND_INS = {"vllm": "swiftllm"}
 SWEPT = ("output_len", "request_rate")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper says: ``systems[0]`` over ``systems[1]`` in ``metric`` is ``ratio``; ``up_to``: at best.
+    """A paper's claim: ``systems[0]`` over ``systems[1]`` in ``metric`` is ``ratio``, or at best ``ratio`` (``up_to``).
 
-    ``ratio`` is None where a paper says it in ``words`` only. ``workload`` None: any. ``setting`` is the paper's
-    machine (papers.yaml); ``output_lens`` the first and last average output length it is said of.
+    ``ratio`` is None for a claim in ``words`` only. ``workload`` None means any. ``setting`` is the paper's machine
+    (papers.yaml). ``output_lens`` are the first and last average output length to which the claim applies.
     """
 
     figure: str
@@ -46,7 +46,7 @@ class Claim:
         return "latency" in self.metric
 
     def covers(self, record: FlatRecord) -> bool:
-        """Whether the claim is about this point, or about the same one of another machine."""
+        """Whether the claim is about this point, or about the same point measured on another machine."""
         if self.workload is not None and record["workload"] != self.workload:
             return False
         if self.setting is not None and record.get("setting") not in (None, self.setting):
@@ -62,7 +62,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim and our ratios for it, by place (:func:`place_of`); ``systems`` are the two compared here."""
+    """A claim and our ratios for it by point (:func:`place_of`); ``systems`` are the two that are compared."""
 
     claim: Claim
     systems: tuple[str, str]
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def best_at(self) -> str:
-        """Where the best of an "up to" was, in words."""
+        """The point of the best ratio of an "up to" claim, in words."""
         if not self.claim.up_to or len(self.by_place) < 2:
             return ""
         _, workload, output_len, rate = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def summary(self) -> float | None:
-        """Our one ratio to hold against the claim's: the best of an "up to", else the mean over the points."""
+        """Our ratio to compare with the claim: the best point for "up to", else the mean over the points."""
         if not self.ours:
             return None
         if self.claim.up_to:
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """Our ratio over the claim's, less one."""
+        """Our ratio over the claim's, minus 1."""
         if self.summary is None or self.claim.ratio is None:
             return None
         return self.summary / self.claim.ratio - 1.0
@@ -109,12 +109,12 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
-    """Our ratios for each claim; a claim none of whose points were run has none.
+def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
+    """Our ratios for each claim; none if no point of the claim was run.
 
-    All records are of one backend: what is measured here and what is predicted for another machine do not mix.
+    All records must have the same backend, since measured and simulated results are not comparable.
     """
-    systems_run = {record.get("system") for record in summary}  # rows of a benchmark need not have one
+    systems_run = {record.get("system") for record in summary}  # rows of a benchmark may have no system
     comparisons = []
     for claim in claims:
         pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
@@ -125,14 +125,14 @@ def compare(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comp
 
 
 def place_of(record: FlatRecord) -> tuple[Any, ...]:
-    """Where a record stands in its sweep: what all systems of one point have in common."""
+    """A record's point in its sweep: the values that all systems of the point share."""
     return (record.get("setting"), record["workload"], *(record.get(name) for name in SWEPT))
 
 
 def ratios_by_point(
     records: Iterable[FlatRecord], metric: str, system: str, other: str
 ) -> dict[tuple[Any, ...], float]:
-    """``system`` over ``other`` in ``metric``, by place, where both have a value."""
+    """``system`` over ``other`` in ``metric``, by point, where both have a value."""
     records = list(records)
 
     def values(name: str) -> dict[tuple[Any, ...], float]:
@@ -143,7 +143,7 @@ def ratios_by_point(
 
 
 def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
-    """Claim, ours and the difference, a table for each backend; then which assumptions our prediction rests on."""
+    """Print claims, our ratios and the differences per backend, then the assumptions behind simulated ratios."""
     for backend in dict.fromkeys(record["backend"] for record in summary):
         records = [record for record in summary if record["backend"] == backend]
         simulated = backend == "simulated"
@@ -155,7 +155,7 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
             table = Table(box=SIMPLE_HEAD, pad_edge=False)
             for column in ("claim", "about", "says", "ours", "range", "best at", "differs"):
                 table.add_column(column, justify="right" if column in ("ours", "differs") else "left")
-            for item in compare(wanted, records):
+            for item in compare_claims(wanted, records):
                 claim, ours = item.claim, item.summary
                 table.add_row(
                     f"{claim.section}: {_on(claim)}",
@@ -190,9 +190,9 @@ def _on(claim: Claim) -> str:
 
 
 def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
-    """For each machine, the two assumptions that decide most, and the command that shows what they change.
+    """For each machine, the two most important assumptions, and the command that shows their effect.
 
-    Settings that differ in their host only are told of together.
+    Settings that differ only in their host share a line.
     """
     machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
     for record in records:
@@ -206,14 +206,14 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
         rates: dict[str, list[float]] = {}
         for record in here:
             rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
-        told = ", ".join(
+        rates_text = ", ".join(
             f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
             for system, values in rates.items()
         )
         lines += [
             f"{title}: where ours differs, look first at the GPU's KV pool, {blocks} blocks of 16 tokens "
             f"({first['num_gpu_blocks_status']}; the card holds at most {most} beside the weights), and at CPU "
-            f"attention, assumed {told} of the GPU's {gpu_rate:.0f} GB/s.",
+            f"attention, assumed {rates_text} of the GPU's {gpu_rate:.0f} GB/s.",
             f"  What they change: {script} --gpu {first['gpu_option']} --sensitivity gpu_blocks={blocks}..{most} "
             "(or cpu_bandwidth=20..300)",
         ]

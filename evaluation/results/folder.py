@@ -1,16 +1,15 @@
-"""Result folders: ``results/<name>/<run>/`` holds everything of one run, so that a half-done run can go on.
+"""Result folders: ``results/<name>/<run>/`` holds everything of one run, so that an interrupted run can continue.
 
-    points/<key>.json      one finished point: its flat record and what the engine said of itself
-    records/<key>.jsonl.gz its raw per-request records, one line each (read_records reads them)
+    points/<key>.json      one finished point: its flat record and the engine's description of itself
+    records/<key>.jsonl.gz its per-request records, one line each (read_records reads them)
     summary.json           list of flat records
     summary.md             the same as a table
     figure.png, figure.pdf
     provenance.json        configuration, machine, versions, every invocation
     errors/<key>.txt       why a point failed, until it succeeds
 
-``<run>`` is derived from everything that decides the numbers, so the same command goes on where it stopped
-and a changed configuration, machine or code starts a new folder. ``results/<name>/latest`` points to the last
-one.
+``<run>`` is a hash of everything that decides the numbers. So the same command continues an interrupted run, and a
+changed configuration, machine or code starts a new folder. ``results/<name>/latest`` links to the last run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SUMMARY_FIELDS = (
 
 
 def records_file(folder: Path, key: str) -> Path:
-    """Where a run's folder keeps the records of a point."""
+    """The file of a point's records in a run's folder."""
     return folder / "records" / f"{key}.jsonl.gz"
 
 
@@ -61,7 +60,7 @@ def to_json(value: Any) -> str:
 
 
 class ResultFolder:
-    """The folder of one run. ``configuration`` is JSON-able and holds whatever decides the numbers."""
+    """The folder of one run. ``configuration`` is JSON-able and holds everything that decides the numbers."""
 
     def __init__(self, name: str, configuration: Mapping[str, Any], results_dir: Path) -> None:
         self.identity = {
@@ -81,7 +80,7 @@ class ResultFolder:
         fresh.symlink_to(self.run, target_is_directory=True)
         os.replace(fresh, link)
 
-    def note_invocation(self) -> None:
+    def record_invocation(self) -> None:
         """Add this invocation to provenance.json."""
         path = self.path / "provenance.json"
         earlier = json.loads(path.read_text())["invocations"] if path.is_file() else []
@@ -94,14 +93,14 @@ class ResultFolder:
         write_atomically(path, to_json({"run": self.run, **self.identity, "invocations": [*earlier, invocation]}))
 
     def finished_point(self, key: str) -> dict[str, Any] | None:
-        """What was saved of a point, or None if it is still to be run."""
+        """The saved result of a point, or None if it is not finished."""
         path = self.path / "points" / f"{key}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
     def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord | RequestSummary]) -> None:
-        """Save a finished point; its JSON file comes last and makes it count as finished."""
+        """Save a finished point. The JSON file is written last, because it marks the point as finished."""
         lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
-        packed = gzip.compress(lines.encode(), mtime=0)  # the same records, the same bytes
+        packed = gzip.compress(lines.encode(), mtime=0)  # the same records give the same bytes
         write_atomically(records_file(self.path, key), packed)
         write_atomically(self.path / "points" / f"{key}.json", to_json(point))
         (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
@@ -110,9 +109,9 @@ class ResultFolder:
         write_atomically(self.path / "errors" / f"{key}.txt", text)
 
     def save_summary(self, records: Sequence[FlatRecord], table: str | None = None) -> None:
-        """Write what there is, as JSON and as a Markdown table (by default ``markdown_table`` of the records).
+        """Write the records as JSON and as a Markdown table (by default ``markdown_table`` of the records).
 
-        A run without a single result does not take the place of the latest one.
+        A run without any result does not become the latest one.
         """
         write_atomically(self.path / "summary.json", to_json(list(records)))
         write_atomically(self.path / "summary.md", markdown_table(records) if table is None else table)
@@ -121,7 +120,7 @@ class ResultFolder:
 
 
 def flat_record(values: Mapping[str, Any]) -> FlatRecord:
-    """A summary record: all SUMMARY_FIELDS first, then what else there is.
+    """A summary record: all SUMMARY_FIELDS first, then the other values.
 
     Raises:
         TypeError: a value is not a plain number, string, bool or None.
@@ -134,32 +133,32 @@ def flat_record(values: Mapping[str, Any]) -> FlatRecord:
 
 
 DRAWN = ("output_tokens_per_s", "per_token_latency_s_mean")
-"""Metrics that figures draw: of these a row tells the lowest and the highest repeat, too."""
+"""Metrics that figures draw; rows also have the lowest and the highest repeat of these."""
 
 
 def median_record(repeats: Sequence[FlatRecord]) -> FlatRecord:
-    """The field-wise median of repeated measurements; other values are taken from the first.
+    """The field-wise median of repeated measurements; values that are not numbers come from the first.
 
-    Where there are several, the span of each metric in DRAWN stands in ``<metric>_low`` and ``<metric>_high``.
+    With several repeats, ``<metric>_low`` and ``<metric>_high`` are the span of each metric in DRAWN.
     """
     merged = dict(repeats[0])
     for name, first in repeats[0].items():
         values = [record[name] for record in repeats]
         if isinstance(first, (int, float)) and not isinstance(first, bool) and None not in values:
-            merged[name] = first if len(set(values)) == 1 else statistics.median(values)  # counts stay whole
+            merged[name] = first if len(set(values)) == 1 else statistics.median(values)  # counts stay integers
             if name in DRAWN and len(repeats) > 1:
                 merged |= {f"{name}_low": min(values), f"{name}_high": max(values)}
     return merged | {"repeats": len(repeats)}
 
 
 def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
-    """The lowest and the highest repeat of a metric in DRAWN; where there was one run, its value twice."""
+    """The lowest and the highest repeat of a metric in DRAWN; for a single run, its value twice."""
     value = record[metric]
     return record.get(f"{metric}_low", value), record.get(f"{metric}_high", value)
 
 
 SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
-"""Fields that a figure may draw its results over."""
+"""Fields that a figure may sweep."""
 
 TABLE = (
     ("system", "system", "{}"),
@@ -180,22 +179,22 @@ TABLE = (
 
 
 def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
-    """Name, title and format of the summary table's columns; what was swept stands before what came of it."""
+    """Name, title and format of the summary table's columns; swept fields come before metrics."""
     always = {name for name, _, _ in TABLE}
     swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
-    how = ("backend", "backend", "{}")  # tells what is simulated from what was measured
+    how = ("backend", "backend", "{}")  # distinguishes simulated from measured rows
     return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
 
 
 def markdown_cell(value: Any, form: str) -> str:
-    """A value as text; a dash where it does not apply, six digits where its column leaves them open."""
+    """A value as text: a dash for None, six digits if the column has no format."""
     if value is None:
         return "-"
     return f"{value:g}" if form == "{}" and isinstance(value, float) else form.format(value)
 
 
 def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
-    """The records as Markdown, with ``columns`` of name, title and format; by default those of the systems' figures."""
+    """The records as Markdown. ``columns`` are (name, title, format); by default those of ``table_columns``."""
     columns = table_columns(records) if columns is None else columns
     rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
     for record in records:

@@ -1,4 +1,4 @@
-"""What else keeps the machine busy while something is measured: it shares cores, caches and memory bandwidth."""
+"""Measures the CPU time of other processes during a measurement: they share cores, caches and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 
 DISTURBING_CORES = 0.1
-"""From so many busy cores on a result is told with them."""
+"""Results mention other work above this many busy cores."""
 
 
 class OtherWork:
-    """Everything but this process, from here on."""
+    """The work of all other processes since this object was made."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
         self._used_s = used_by_others_s()
 
     def busy_cores(self) -> float | None:
-        """Cores it has kept busy on average; None where the system does not tell."""
+        """Cores that other work has kept busy on average; None if the system does not report it."""
         used_s, passed_s = used_by_others_s(), time.monotonic() - self._start_s
         if used_s is None or self._used_s is None or not passed_s:
             return None
@@ -26,7 +26,7 @@ class OtherWork:
 
 
 def used_by_others_s() -> float | None:
-    """CPU seconds since the system's start."""
+    """CPU seconds of all other processes since the system's start; None if the system does not report it."""
     try:
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where things lie: the repository, the cache, the trace folders, the default model."""
+"""Paths: the repository, the cache, the trace folders, the default model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RESULTS_DIR = REPO_ROOT / "results"
 
 
 def default_model() -> Path:
-    """The model that the setup puts into the cache."""
+    """The model that `make setup` puts into the cache."""
     return cache_dir() / "models" / "SmolLM2-135M-Instruct"
 
 
 def model_folder(given: Path | None) -> Path:
-    """The model folder that was given, or the default one.
+    """The given model folder, or the default one.
 
     Raises:
         ValueError: there is no model; the message says what to do.
@@ -33,12 +33,12 @@ def model_folder(given: Path | None) -> Path:
 
 
 def python_command() -> str:
-    """This Python as it is typed where commands are typed: ``.venv/bin/python`` in the repository's root."""
+    """This Python as typed in the current folder, e.g. ``.venv/bin/python`` in the repository's root."""
     typed = os.path.relpath(sys.executable)
     return "python" if typed.startswith(os.pardir) else typed
 
 
 def trace_dirs(first: Path | None = None) -> list[Path]:
-    """Folders that may hold trace files, in the order they are searched."""
+    """Folders that may hold trace files, in search order."""
     fetched = cache_dir() / "traces"
     return [first, fetched] if first else [fetched]

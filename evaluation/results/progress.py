@@ -1,4 +1,4 @@
-"""How far a run is: a bar with rate and time left on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: a bar with rate and time left on a terminal, elsewhere a plain line every 15 seconds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TokenProgress:
 
 
 class RunProgress:
-    """Progress of a run in points: numbers the labels and estimates the time left for all."""
+    """Progress of a run in points. Numbers the labels and estimates the time left."""
 
     def __init__(self, total_points: int, console: Console | None = None) -> None:
         self.total_points = total_points
@@ -77,7 +77,7 @@ class RunProgress:
         self.finished_s: list[float] = []
 
     def start_point(self, label: str) -> str:
-        """A numbered label for the next point, with the time left where finished points tell."""
+        """A numbered label for the next point, with the time left once a point has finished."""
         self.index += 1
         self.point_start = time.monotonic()
         left = ""
@@ -94,15 +94,15 @@ class RunProgress:
         self.finished_s.append(time.monotonic() - self.point_start)
         self._print(f"{label}: {outcome}")
 
-    def announce(self, together: int, processes: int, alone: int) -> None:
-        """Say what is to come: points in parallel processes, then points one after the other."""
+    def print_plan(self, together: int, processes: int, alone: int) -> None:
+        """Print the plan: points in parallel processes, then points one after the other."""
         parts = [f"{together} points {processes} at a time"] * bool(together)
         parts += [f"{alone} points one after the other"] * bool(alone)
         if parts:
             self.console.print(f"to run: {', then '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
 
-    def beside_each_other(self, total_cost: float) -> PoolProgress:
-        """For points that run at once, in any order; ``total_cost`` is the sum of theirs."""
+    def pool_progress(self, total_cost: float) -> PoolProgress:
+        """Progress of points that run in parallel; ``total_cost`` is the sum of their costs."""
         return PoolProgress(self, total_cost)
 
     def _print(self, text: str) -> None:
@@ -111,7 +111,7 @@ class RunProgress:
 
 
 class PoolProgress:
-    """A line per finished point and one bar below them over the cost of all. A context manager."""
+    """A line per finished point, and one bar over the total cost. A context manager."""
 
     def __init__(self, run: RunProgress, total_cost: float) -> None:
         self.run = run
@@ -143,6 +143,6 @@ class PoolProgress:
 
 
 def format_s(seconds: float) -> str:
-    """Seconds as people say them: 42 s, 3 min 05 s."""
+    """Seconds as text: 42 s, 3 min 05 s."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

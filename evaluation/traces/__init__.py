@@ -1,1 +1,1 @@
-"""Request traces: published lengths and arrivals, and the workloads made of them."""
+"""Request traces: published lengths and arrivals, and workloads made from them."""

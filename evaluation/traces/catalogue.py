@@ -1,7 +1,7 @@
 """Request lengths and arrivals of the workloads, each with its origin.
 
-A trace is read from a file where there is one and otherwise drawn from quantile tables; either way it says
-which. Everything is deterministic by seed.
+A trace is read from a file if there is one, else drawn from quantile tables; its origin says which. Everything is
+deterministic by seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
 
 @dataclass(frozen=True)
 class Origin:
-    """How sure we are of a trace: its kind, a sentence, and the file it was read from (None when drawn)."""
+    """The origin of a trace: its kind, a note, and the file it was read from (None if drawn)."""
 
     kind: OriginKind
     note: str
@@ -37,11 +37,11 @@ class Trace(Protocol):
     origin: Origin
 
     def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Rows that resemble the whole trace, in random order, without arrivals."""
+        """Rows representative of the whole trace, in random order, without arrivals."""
         ...
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Consecutive rows with their arrivals, the first at 0. Raises ValueError where there are none."""
+        """Consecutive rows with their arrivals, the first at 0. Raises ValueError if the trace has no arrivals."""
         ...
 
 
@@ -57,8 +57,8 @@ class RecordedTrace:
     def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
         """One random row from each of ``num_requests`` equal slices of the trace sorted by output length.
 
-        Plain draws of a few dozen rows from a heavy tail differ wildly in their mean; slices keep a short
-        replay like the whole. More requests than rows start over.
+        The mean of a few dozen plain draws from a heavy tail varies widely; slices keep a short replay representative.
+        With more requests than rows, the slices start over.
         """
         rng = np.random.default_rng(seed)
         order = sorted(range(len(self.rows)), key=lambda i: (self.rows[i].output_tokens, self.rows[i].input_tokens, i))
@@ -85,7 +85,7 @@ class RecordedTrace:
 class FittedTrace:
     """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently.
 
-    ``original`` names the published trace that has arrivals, for scripts/download_traces.py; None where none has.
+    ``original`` names a published trace with arrivals, for scripts/download_traces.py; None if there is none.
     """
 
     name: str
@@ -104,7 +104,7 @@ class FittedTrace:
                 raise ValueError(f"{self.name}: {label} quantiles must rise from level 0 to level 1")
 
     def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """One draw from each of ``num_requests`` equal slices of either distribution, shuffled."""
+        """One draw from each of ``num_requests`` equal slices of both distributions, shuffled."""
         rng = np.random.default_rng(seed)
         columns = []
         for table in (self.input_quantiles, self.output_quantiles):
@@ -122,7 +122,7 @@ class FittedTrace:
 
 
 def synthetic_name(input_len: int) -> str:
-    """The name of a workload of prompts of this average length."""
+    """The name of a synthetic workload with this average prompt length (tokens)."""
     return f"input-{input_len}"
 
 
@@ -160,22 +160,22 @@ class UniformTrace:
 
 
 @functools.cache
-def catalogue() -> dict[str, Any]:
-    """The workloads known, by name, as configs/experiments/workloads.yaml describes them."""
+def load_catalogue() -> dict[str, Any]:
+    """The workloads by name, as described in configs/experiments/workloads.yaml."""
     return yaml.safe_load((EXPERIMENTS_DIR / "workloads.yaml").read_text())
 
 
 def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
-    """The trace of a workload: the first file found in the trace folders, else its quantile tables.
+    """The trace of a workload: the first file in the trace folders, else its quantile tables.
 
     Raises:
         ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
     """
-    if name not in catalogue():
-        raise ValueError(f"unknown workload {name!r}; known: {', '.join(catalogue())}")
+    if name not in load_catalogue():
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(load_catalogue())}")
     if trace_dir is not None and not trace_dir.is_dir():
         raise ValueError(f"trace folder {trace_dir} does not exist")
-    entry = catalogue()[name]
+    entry = load_catalogue()[name]
     for folder in trace_dirs(trace_dir):
         for source in entry["sources"]:
             path = folder / source["file"]
@@ -190,5 +190,5 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
 
 def fetchable(name: str) -> list[Source]:
     """The published traces of a workload that scripts/download_traces.py fetches."""
-    files = {source["file"] for source in catalogue()[name]["sources"]}
+    files = {source["file"] for source in load_catalogue()[name]["sources"]}
     return [source for source in SOURCES if source.file in files]

@@ -1,4 +1,4 @@
-"""From the formats in which request traces are published to request lengths. No text is kept."""
+"""Converts published request traces to request lengths. No text is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CountTokens = Callable[[list[str]], list[int]]
-"""Texts to their lengths in tokens."""
+"""Maps texts to their lengths in tokens."""
 
 BATCH_SIZE = 256
 
@@ -28,10 +28,10 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     kept = []
     offset = 0
     for chunk in pd.read_csv(path, usecols=columns, chunksize=1_000_000):
-        kept.append(chunk.iloc[(-offset) % stride :: stride].copy())  # a view would keep the whole chunk in memory
+        kept.append(chunk.iloc[(-offset) % stride :: stride].copy())  # a view would hold the whole chunk in memory
         offset += len(chunk)
     frame = pd.concat(kept)
-    # Timestamps come with 0, 6 or 7 digits of a second, with or without a time zone.
+    # Timestamps have 0, 6 or 7 digits of a second, with or without a time zone.
     arrivals = pd.to_datetime(frame["TIMESTAMP"], format="ISO8601", utc=True)
     frame["TIMESTAMP"] = (arrivals - arrivals.min()).dt.total_seconds()
     ordered = frame.sort_values("TIMESTAMP", kind="stable")[columns]
@@ -57,10 +57,10 @@ def text_rows(pairs: Iterable[tuple[str, str]], count_tokens: CountTokens, max_r
 
 
 def token_counter(tokenizer: Path) -> CountTokens:
-    """Counts with a tokenizer.json or the one of a folder, without a chat template.
+    """Counts tokens with a tokenizer.json, or that of a folder, without a chat template.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no tokenizer.json.
     """
     from tokenizers import Tokenizer
 
@@ -72,7 +72,7 @@ def token_counter(tokenizer: Path) -> CountTokens:
 
 
 def dolphin_pairs(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Prompt and output of each JSONL record; the output is the chain of thought and the answer after it."""
+    """Prompt and output of each JSONL record. The output is the chain of thought and the answer."""
     for line in lines:
         if line.strip():
             record = json.loads(line)
@@ -81,9 +81,9 @@ def dolphin_pairs(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
 
 
 def livebench_pairs(questions: pd.DataFrame, answers: pd.DataFrame, model: str) -> Iterator[tuple[str, str]]:
-    """Prompt and the named model's recorded answer of each question; several turns are joined.
+    """Prompt and the named model's recorded answer of each question. Several turns of a chat are joined.
 
-    ``questions`` has question_id and turns, ``answers`` has question_id, model_id and choices (the first counts).
+    ``questions`` has question_id and turns; ``answers`` has question_id, model_id and choices (the first is used).
 
     Raises:
         RuntimeError: the model is not among the answers; the message names some that are.

@@ -1,7 +1,7 @@
-"""Text for prompts that every machine has: the documentation strings of Python's own standard library.
+"""Text for prompts that exists on every machine: the documentation strings of Python's standard library.
 
-Read from the sources (nothing is imported), module by module in a fixed order, so one Python version always
-gives the same text. About 600,000 characters of English prose.
+The sources are read (not imported) module by module in a fixed order, so one Python version always gives the same
+text. It has about 600,000 characters of English prose.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MODULES = (
 
 
 @functools.cache
-def corpus() -> str:
+def load_corpus() -> str:
     """All documentation strings of MODULES, in order of appearance, separated by blank lines.
 
     Raises:
-        FileNotFoundError: this Python comes without the sources of its library.
+        FileNotFoundError: this Python has no sources of its library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     for module in MODULES:
         source = library / f"{module}.py"
-        if source.is_file():  # a module may come and go between Python versions
+        if source.is_file():  # Python versions differ in their modules
             texts += docstrings(source.read_text(encoding="utf-8"))
     if not texts:
         raise FileNotFoundError(f"no Python sources in {library} to take prompt text from; use --load-format dummy")

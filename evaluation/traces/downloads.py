@@ -1,4 +1,4 @@
-"""Fetching published files, and datasets of the Hugging Face hub."""
+"""Downloads published files, and datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def open_url(url: str) -> addinfourl | HTTPResponse:
 
 
 def download(url: str, path: Path) -> None:
-    """Copy ``url`` to ``path`` and show how far it is.
+    """Download ``url`` to ``path`` with a progress bar.
 
     Raises:
-        OSError: it could not be had (urllib's errors are OSErrors), or ended too early.
+        OSError: the download failed (urllib's errors are OSErrors), or ended too early.
     """
     progress = Progress(
         *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
@@ -44,11 +44,11 @@ def download(url: str, path: Path) -> None:
 
 
 def read_parquet(dataset: str, split: str, columns: list[str], folder: Path) -> pd.DataFrame:
-    """One split of a Hugging Face dataset, through the list of parquet files that the hub keeps for it.
+    """One split of a Hugging Face dataset, from the hub's list of its parquet files.
 
     Raises:
         RuntimeError: pandas cannot read parquet here, or there is no such split.
-        OSError: it could not be had.
+        OSError: the download failed.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Trace files: request lengths and arrivals as CSV, and beside each what is known of its origin."""
+"""Trace files: request lengths and arrivals as CSV, each with a JSON file of its provenance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 @dataclass(frozen=True)
 class TraceRow:
-    """Lengths in tokens; ``arrival_s`` is seconds from the first row, None where the source has none."""
+    """Lengths in tokens; ``arrival_s`` is seconds from the first row, None if the source has no arrivals."""
 
     input_tokens: int
     output_tokens: int
@@ -26,8 +26,7 @@ def read_rows(path: Path) -> tuple[TraceRow, ...]:
     """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens.
 
     Raises:
-        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the
-        file.
+        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the file.
     """
     with path.open() as lines:
         columns = next(lines, "").strip().split(",")
@@ -50,7 +49,7 @@ def read_rows(path: Path) -> tuple[TraceRow, ...]:
 
 
 def write_rows(path: Path, rows: Iterable[TraceRow], provenance: Mapping[str, Any]) -> None:
-    """Write a trace file and, with the suffix .json, its provenance; whoever finds the trace finds both."""
+    """Write a trace file and its provenance. The provenance has the suffix .json and is written first."""
     lines = [",".join(COLUMNS)]
     for row in rows:
         arrival = "" if row.arrival_s is None else f"{row.arrival_s:.6f}"

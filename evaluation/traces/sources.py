@@ -1,4 +1,4 @@
-"""The published request traces: where each lies, whose it is, and how it is fetched."""
+"""The published request traces: address, licence, and how each is fetched."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ AZURE = f"{GITHUB}/Azure/AzurePublicDataset/master/data"
 LIVEBENCH_CATEGORIES = ("reasoning", "math", "coding", "language", "data_analysis", "instruction_following")
 DOLPHIN = f"{HUGGING_FACE}/datasets/cognitivecomputations/dolphin-r1/resolve/main/dolphin-r1-reasoning-deepseek.jsonl"
 
-# The 2024 week has 27 million requests. One in 1,000 keeps the lengths' distribution and the daily rhythm of the
-# arrivals (though not their burstiness) in a file the size of the 2023 hour.
+# The 2024 week has 27 million requests. One in 1,000 preserves the distribution of lengths and the daily pattern of
+# arrivals, though not their burstiness, in a file as small as that of the 2023 hour.
 AZURE_2024_STRIDE = 1000
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What becomes of sources of text: who counts their tokens, and of how many requests at most."""
+    """Options for sources of text."""
 
     tokenizer: Path
-    """A tokenizer.json or a folder that has one."""
+    """Counts the tokens: a tokenizer.json or a folder that has one."""
     max_rows: int
     livebench_model: str
-    """Whose answers are the outputs of LiveBench."""
+    """Model whose answers are the outputs of LiveBench."""
 
 
 def fetch_dolphin(options: TextOptions, folder: Path) -> Iterator[tuple[str, str]]:
-    # Read line by line and hung up on after the last row wanted: the whole file is 3.8 GB.
+    # The whole file is 3.8 GB. It is read line by line, and closed after the last wanted row.
     with open_url(DOLPHIN) as response:
         yield from dolphin_pairs(response)
 
@@ -68,22 +68,22 @@ class Source(ABC):
     size: str
     note: str
     counted: str | None = None
-    """Whose tokens the lengths are; None where the tokens of texts are counted here."""
+    """Tokenizer of the published lengths; None if tokens are counted here."""
     has_arrivals: bool = False
 
     @property
     def file(self) -> str:
-        """The trace file it becomes; workloads.yaml names it."""
+        """Name of the trace file, as in workloads.yaml."""
         return f"{self.name.replace('-', '_')}.csv"
 
     @abstractmethod
     def rows(self, options: TextOptions, folder: Path) -> list[TraceRow]:
-        """Fetch the trace, with ``folder`` for what lies on disk meanwhile. Raises as :func:`fetch_trace`."""
+        """Fetch the trace, with ``folder`` for temporary files. Raises as :func:`fetch_trace`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSource(Source):
-    """One file of lengths."""
+    """A published file of lengths."""
 
     convert: Callable[[Path], list[TraceRow]]
 
@@ -94,7 +94,7 @@ class LengthSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Texts, whose tokens are counted here."""
+    """Published texts, whose tokens are counted here."""
 
     fetch_pairs: Callable[[TextOptions, Path], Iterator[tuple[str, str]]]
 
@@ -132,7 +132,7 @@ SOURCES: tuple[Source, ...] = (
     LengthSource(
         name="azure2024-conv",
         title="Azure conversation, one week of May 2024 (DynamoLLM, HPCA'25)",
-        # "infererence" is how the address is spelled.
+        # The address really has "infererence".
         origin="https://azurepublicdatasettraces.blob.core.windows.net/azurellminfererencetrace/"
         "AzureLLMInferenceTrace_conv_1week.csv",
         licence="CC-BY-4.0",
@@ -183,12 +183,12 @@ SOURCES: tuple[Source, ...] = (
 
 
 def fetch_trace(source: Source, options: TextOptions, folder: Path) -> Path:
-    """Fetch a trace into ``folder``, with its provenance. Rows without input or output are left out and counted.
+    """Fetch a trace into ``folder``, with its provenance. Rows without input or output are dropped and counted.
 
     Raises:
-        OSError, http.client.HTTPException: it could not be had.
+        OSError, http.client.HTTPException: the download failed.
         RuntimeError: something is missing here or at the source, or no row remains; the message says what to do.
-        ValueError, KeyError: it has another form than it had.
+        ValueError, KeyError: the format of the source has changed.
     """
     with TemporaryDirectory() as scratch:
         rows = source.rows(options, Path(scratch))

@@ -1,4 +1,4 @@
-"""A workload: requests with real prompts, wanted output lengths, and arrivals, ready to be replayed."""
+"""Workloads: requests with real prompts, forced output lengths and arrivals, ready to be replayed."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import numpy as np
 
 from apex.replay.records import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
-from evaluation.traces.corpus import corpus
+from evaluation.traces.corpus import load_corpus
 
 Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """Which requests to make; all of it decides the result, so all of it goes into a run's identity."""
+    """Describes the requests of a workload. All fields decide the result, so all are part of a run's identity."""
 
     name: str
-    """Workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
+    """A workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
     num_requests: int
     scale: float = 1.0
-    """Multiplies input and output lengths (rounded, at least 1 token)."""
+    """Factor for input and output lengths (rounded, at least 1 token)."""
     output_len: float | None = None
     """Average output tokens before scaling; None leaves the trace's own lengths."""
     arrivals: Arrivals = "at-once"
     request_rate: float | None = None
     """Requests per second of Poisson arrivals."""
     concurrency: int | None = None
-    """Requests under way in a closed loop: the next one is sent when one of them has ended."""
+    """Requests in flight in a closed loop: the next one is sent when one has ended."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A workload before it has prompts: one row per request, arrivals in seconds from the start."""
+    """A workload without prompts: one row per request, arrivals in seconds from the start."""
 
     spec: WorkloadSpec
     title: str
@@ -77,7 +77,7 @@ class Lengths:
         return sum(row.output_tokens for row in self.rows)
 
     def digest(self) -> str:
-        """Names these very lengths and arrivals."""
+        """A hash of the lengths and arrivals."""
         text = json.dumps([asdict(row) for row in self.rows])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -89,7 +89,7 @@ class Workload:
 
 
 class HasWorkloadName(Protocol):
-    """A panel or part of a figure."""
+    """A part of a figure, such as a panel, with one workload."""
 
     @property
     def workload_name(self) -> str: ...
@@ -98,11 +98,11 @@ class HasWorkloadName(Protocol):
 Part = TypeVar("Part", bound=HasWorkloadName)
 
 
-def only_named(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
-    """The parts of a figure that are about these workloads; all of them for None.
+def select_by_workload(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+    """The parts of a figure that have these workloads; all parts for None.
 
     Raises:
-        ValueError: none is about a name.
+        ValueError: no part has one of the names.
     """
     known = list(dict.fromkeys(part.workload_name for part in parts))
     if unknown := [name for name in names or () if name not in known]:
@@ -134,7 +134,7 @@ def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
 
 
 def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
-    """Give each request of ``lengths`` a prompt of its own."""
+    """Give each request of ``lengths`` its own prompt."""
     prompts = prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed)
     requests = tuple(
         ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens)
@@ -145,7 +145,7 @@ def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Where prompts come from: real text in the model's tokens, or random ids where there is none."""
+    """Source of prompts: real text in the model's tokens, or random ids without a text."""
 
     vocab_size: int
     text_ids: tuple[int, ...] | None = None
@@ -155,14 +155,14 @@ class PromptTokens:
         return "random token ids" if self.text_ids is None else "documentation of Python's standard library"
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
-        """One prompt per length, each from its own place of the text (which is read round and round)."""
+        """One prompt per length, each from its own place of the text, which wraps around at its end."""
         rng = np.random.default_rng([seed, 2])
         if self.text_ids is None:
             return [tuple(rng.integers(0, self.vocab_size, length).tolist()) for length in lengths]
         size = len(self.text_ids)
         if len(lengths) > size:
             raise ValueError(f"{len(lengths)} prompts are more than the text's {size} tokens can begin differently")
-        # One start in each equal slice of the text: short prompts then share nothing at all.
+        # One start in each equal slice of the text, so that short prompts do not overlap.
         edges = np.linspace(0, size, len(lengths) + 1).astype(int)
         starts = rng.permutation([rng.integers(low, high) for low, high in itertools.pairwise(edges)])
         return [
@@ -173,7 +173,7 @@ class PromptTokens:
 
 @functools.cache
 def load_prompt_tokens(model: Path) -> PromptTokens:
-    """The corpus in the tokens of a Hugging Face model folder; random ids where it has no tokenizer.json.
+    """The corpus in the tokens of a Hugging Face model folder; random ids if it has no tokenizer.json.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
@@ -182,8 +182,8 @@ def load_prompt_tokens(model: Path) -> PromptTokens:
     tokenizer_file = model / "tokenizer.json"
     if not tokenizer_file.is_file():
         return PromptTokens(vocab_size)
-    from tokenizers import Tokenizer  # heavy, and only needed here
+    from tokenizers import Tokenizer  # slow to import, and only needed here
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    ids = tokenizer.encode(corpus(), add_special_tokens=False).ids
+    ids = tokenizer.encode(load_corpus(), add_special_tokens=False).ids
     return PromptTokens(vocab_size, tuple(ids))

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Exchange(BaseHTTPRequestHandler):
-    """One request. Behaviours use ``start``, ``chunk``, ``event``, ``done`` and ``refuse``."""
+    """One request. Behaviours answer with ``start``, ``chunk``, ``event``, ``done`` and ``refuse``."""
 
     protocol_version = "HTTP/1.1"
 
@@ -51,7 +51,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.event({"choices": [{"index": 0, "text": text, "finish_reason": reason}], **usage})
 
     def done(self, count: int | None) -> None:
-        """The last events; ``count`` tokens by the usage."""
+        """Send the last events; the usage reports ``count`` tokens."""
         if count is not None:
             self.event({"choices": [], "usage": {"completion_tokens": count}})
         self.event("[DONE]")
@@ -71,7 +71,7 @@ Behaviour = Callable[[Exchange, dict, int], None]
 
 
 def token_by_token(exchange: Exchange, body: dict, index: int) -> None:
-    """A chunk for each token, with the count so far: what vLLM does."""
+    """Send a chunk for each token with the count so far, as vLLM does."""
     exchange.start()
     wanted = body["max_tokens"]
     for number in range(1, wanted + 1):
@@ -80,7 +80,7 @@ def token_by_token(exchange: Exchange, body: dict, index: int) -> None:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Listens from the start; a context manager that serves. ``requests`` are (time, body) of every POST."""
+    """Listens once constructed, and serves as a context manager. ``requests`` are (time, body) of every POST."""
 
     request_queue_size = 128
     daemon_threads = True
@@ -109,8 +109,8 @@ class FakeServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """A client that hung up is part of the tests."""
+        """Ignore errors of clients that disconnected, which the tests cause on purpose."""
 
 
-if __name__ == "__main__":  # as a process of its own: python -m tests.evaluation.fake_server --host HOST --port PORT
+if __name__ == "__main__":  # as a separate process: python -m tests.evaluation.fake_server --host HOST --port PORT
     FakeServer(port=int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()

@@ -1,4 +1,4 @@
-"""A headless Chromium over its DevTools protocol, spoken through a pair of pipes: no further package needed."""
+"""A headless Chromium, driven by its DevTools protocol through a pair of pipes, without further packages."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def open_browser(profile: Path) -> Iterator[Browser]:
 
 
 class Browser:
-    """One page of a browser of its own. ``events`` holds everything the page reported."""
+    """One page of a new browser. ``events`` holds everything that the page reported."""
 
     def __init__(self, binary: str, profile: Path) -> None:
         to_browser, self.write_end = os.pipe()
         self.read_end, from_browser = os.pipe()
-        # The protocol wants descriptors 3 and 4: the shell puts ours there, whatever their numbers.
+        # The protocol uses descriptors 3 and 4; the shell redirects ours to these.
         shell = 'binary=$1; commands=$2; answers=$3; shift 3; eval "exec 3<&$commands 4>&$answers"; exec "$binary" "$@"'
-        # No sandbox: containers forbid the one it wants, and it opens our own file.
+        # No sandbox: containers forbid it, and the browser opens only our own file.
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
         flags += [f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
@@ -72,7 +72,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One protocol command and its answer; what is reported meanwhile goes to ``events``."""
+        """Send one protocol command and return its answer; events in between are added to ``events``."""
         self.calls += 1
         message = {"id": self.calls, "method": method, "params": parameters}
         if self.session:
@@ -99,14 +99,14 @@ class Browser:
         return json.loads(message)
 
     def open(self, url: str) -> None:
-        """Load a page and wait until all of it is there."""
+        """Load a page and wait until it is complete."""
         self.events.clear()
         self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self.receive())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; raises what it throws."""
+        """The value of a JavaScript expression; raises if it throws."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"])

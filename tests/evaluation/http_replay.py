@@ -1,9 +1,9 @@
-"""Replays small workloads over HTTP against a server that does as it is told."""
+"""Replays small workloads over HTTP against a fake server with a given behaviour."""
 
 from __future__ import annotations
 
 from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect
+from evaluation.replay.server import connect_server
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer
@@ -16,10 +16,10 @@ def workload(*rows):
 
 
 def replayed(behave, *rows, **limits):
-    """The result of a workload (input, output, arrival) on a server with that behaviour, and what it was sent."""
+    """The result of a workload (input, output, arrival) on a server with this behaviour, and the requests it got."""
     with FakeServer(behave) as fake:
         return replay_workload(
-            connect("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits
+            connect_server("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits
         ), fake.requests
 
 

@@ -1,4 +1,4 @@
-"""Fitting compact curves, and the errors that are reported of them."""
+"""Fits of compact curves, and their reported errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_tables = pytest.mark.skipif(
 
 
 def staircase(tokens: float) -> float:
-    """Steps of 128 with a little slope on each."""
+    """Steps of 128 sizes, each with a small slope."""
     return 1.0 + (tokens - 1) // 128 + tokens / 10_000
 
 
@@ -66,7 +66,7 @@ def test_a_third_is_held_out_and_the_first_row_never() -> None:
 
 
 def write_tables(folder: Path, noise: float = 0.0) -> None:
-    """Made-up measurements in the tables' form."""
+    """Invented measurements in the format of the tables."""
     rng = np.random.default_rng(2)
     for gpu, model in LAYER_TABLES:
         lines = ["op,num_tokens,time_ms"]

@@ -1,4 +1,4 @@
-"""The side-by-side of servers: its systems, its arithmetic on made-up figures, and a whole run against fake servers."""
+"""The comparison of servers: its systems, its arithmetic on invented figures, and a whole run with fake servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from evaluation import compare_vllm
 from evaluation.compare_vllm import Options, System, main, make_points, make_systems
-from evaluation.figures.servers import medians, with_ratios
+from evaluation.figures.servers import median_rows, with_ratios
 from evaluation.replay.launch import ServerCommand
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
@@ -60,7 +60,7 @@ def test_systems_are_compared_on_the_same_cores(tmp_path, model, vllm, two_cores
         assert "bfloat16" in system.command.arguments and str(model) in system.command.arguments
         if system.name.startswith("vllm"):
             assert "--no-enable-prefix-caching" in system.command.arguments
-        else:  # what somebody gets who says nothing of threads
+        else:  # the default number of threads
             assert not any("threads" in argument for argument in system.command.arguments)
 
 
@@ -89,7 +89,7 @@ def test_a_ratio_is_to_vllm_on_as_many_cores_in_the_same_round():
         row("vllm", 2, 0, 200.0), row("apex", 2, 0, 300.0), row("apex", 2, 1, 300.0, failed=2),
     ])  # fmt: skip
     assert [r["ratio"] for r in rows] == [1.0, 0.8, 1.0, 1.2, 1.0, 1.5, None]
-    middle = {(r["system"], r["cores"]): r for r in medians(rows)}
+    middle = {(r["system"], r["cores"]): r for r in median_rows(rows)}
     assert middle["swiftllm", 1]["ratio"] == 1.0 and middle["swiftllm", 1]["output_tokens_per_s"] == 70.0
     assert middle["apex", 2]["ratio"] == 1.5 and middle["apex", 2]["failed"] == 2
     assert list(middle) == [("swiftllm", 1), ("vllm", 1), ("apex", 2), ("vllm", 2)]
@@ -137,8 +137,8 @@ def test_a_whole_run(tmp_path, model, monkeypatch, capsys):
     assert titles.startswith("| cores | system | round |") and "cores busy" in titles and len(lines) == 4
     records = read_records(records_file(folder, "vllm-1core-round1"))
     assert [len(record["token_times_s"]) for record in records] == [6] * 4
-    told = json.loads((folder / "provenance.json").read_text())["configuration"]["commands"]["vllm-1core"]
-    assert told["arguments"][1:] == ["-m", "tests.evaluation.fake_server"] and len(told["cores"]) == 1
+    found = json.loads((folder / "provenance.json").read_text())["configuration"]["commands"]["vllm-1core"]
+    assert found["arguments"][1:] == ["-m", "tests.evaluation.fake_server"] and len(found["cores"]) == 1
     assert (folder / "figure.png").stat().st_size > 20_000 and "swiftllm" in printed
     assert main(chosen, console=console) == 0  # nothing left to run
     assert "starting" not in capsys.readouterr().out

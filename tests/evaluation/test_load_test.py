@@ -1,4 +1,4 @@
-"""Workloads against servers from one command: loads, targets, servers it starts itself."""
+"""The load test: kinds of load, targets, and servers that it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect
+from evaluation.replay.server import connect_server
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -23,7 +23,7 @@ from tests.evaluation.fake_server import FakeServer, token_by_token
 
 
 class UnderWay:
-    """Counts how many requests a server has at once; each stays for a moment."""
+    """Counts the requests that a server has at once; each takes a moment."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -48,7 +48,7 @@ def closed_loop(num_requests: int, concurrency: int):
 def test_a_closed_loop_keeps_so_many_under_way():
     behaviour = UnderWay()
     with FakeServer(behaviour) as fake:
-        result = replay_workload(connect("fake", fake.url, 5.0), closed_loop(9, 3))
+        result = replay_workload(connect_server("fake", fake.url, 5.0), closed_loop(9, 3))
     assert behaviour.most == 3 and all(record.completed for record in result.records)
     arrivals = [record.arrival_s for record in result.records]
     assert arrivals[2] < 0.05 < arrivals[3]  # the fourth arrives when one of the first has ended
@@ -131,10 +131,10 @@ def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, 
     (row,) = summary_of(tmp_path)
     assert row["system"] == "own" and row["load"] == "at-once" and row["completed"] == 4
     folder = (tmp_path / "results" / "load_test" / "latest").resolve()
-    told = json.loads((folder / "provenance.json").read_text())["configuration"]["points"][0]["server"]
-    assert told["arguments"] == [sys.executable, "-m", "tests.evaluation.fake_server"] and told["cores"]
+    found = json.loads((folder / "provenance.json").read_text())["configuration"]["points"][0]["server"]
+    assert found["arguments"] == [sys.executable, "-m", "tests.evaluation.fake_server"] and found["cores"]
     assert main(options(tmp_path, model, start=(command,)), Console(width=200)) == 0
-    assert "finished before" in capsys.readouterr().out  # the same command, whatever its port
+    assert "finished before" in capsys.readouterr().out  # the same command, with another port
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def row(system: str, rate: float, **values) -> dict:
 
 @pytest.fixture(scope="module")
 def results_dir(tmp_path_factory) -> Path:
-    """Two experiments: one simulated with a figure, one measured with failures and nasty words."""
+    """Two experiments: a simulated one with a figure, a measured one with failures and text that needs escaping."""
     results = tmp_path_factory.mktemp("results")
     folder = ResultFolder(
         "fig5", {"seed": 0, "simulated": [{"key": "a"}, {"key": "b"}], "torch": {"points": [{"key": "c"}]}}, results
     )
-    folder.note_invocation()
-    folder.note_invocation()
+    folder.record_invocation()
+    folder.record_invocation()
     folder.save_point("a", {"values": {}}, [])
     folder.save_error("b", "Traceback\nRuntimeError: no such luck <b>at all</b>")
     folder.save_summary([row("swiftllm", 100.0), row("neo", 8.5), row("apex", 126.0), row("vllm", None)])
@@ -43,7 +43,7 @@ def results_dir(tmp_path_factory) -> Path:
     figure.savefig(folder.path / "timeline.png")
     plt.close(figure)
     folder = ResultFolder("validate", {"seed": 1}, results)
-    folder.note_invocation()
+    folder.record_invocation()
     measured = {"backend": "torch-cpu", "gpu": None, "trace_note": HOSTILE, "simulated_error": 0.25}
     folder.save_summary([row("neo", 5.0, **measured), row(HOSTILE, 7.0, **measured | {"failed": 2})])
     return results
@@ -57,7 +57,7 @@ def page(results_dir, tmp_path_factory) -> Path:
 
 
 class Outline(HTMLParser):
-    """Collects tags and text, and whether every tag is closed where it should be."""
+    """Collects tags and text, and checks that every tag is closed in the right place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -136,9 +136,9 @@ def test_claims_are_held_against_predictions_and_measurements_apart():
 
 
 def test_rows_need_no_system(tmp_path):
-    """Those of a benchmark of kernels, or of a calibration, are about something else."""
+    """Rows of a kernel benchmark or of a calibration have other fields."""
     folder = ResultFolder("pacpu", {}, tmp_path)
-    folder.note_invocation()
+    folder.record_invocation()
     folder.save_summary([{"kernel": "native", "gbps": 12.0, "backend": "measured: CPU attention speed"}])
     section = read_section(tmp_path / "pacpu" / "latest")
     assert section.claims == [] and section.origins == {"measured": 1}

@@ -104,7 +104,7 @@ def test_a_folder_reproduces_its_figure_without_running(tmp_path, capsys, monkey
 
     monkeypatch.setattr(Figure, "savefig", refused)
     assert reproduce_fig7.main(FigureOptions(from_folder=moved)) == 2
-    assert "copy the folder to where you may write" in capsys.readouterr().out
+    assert "copy the folder to a writable place" in capsys.readouterr().out
 
 
 def draw_neo_of(folder):
@@ -158,7 +158,7 @@ def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
 
 
 def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path, capsys):
-    """What the ratios on the T4 rest on: a larger pool lifts the baseline, not the systems that leave the GPU."""
+    """The ratios on the T4 depend on the pool: a larger one raises the baseline, not the offloading systems."""
     chosen = options(tmp_path, gpu="t4", num_requests=40, sensitivity="gpu_blocks=54..200")
     assert reproduce_fig5.main(chosen) == 0
     _, summary = latest(tmp_path, "fig5_sensitivity")
@@ -205,8 +205,8 @@ def test_validation_refuses_before_it_runs(tmp_path, capsys, flags, status, word
         ended = validate.command([*flags, "--results-dir", str(tmp_path)])
     except SystemExit as end:
         ended = end.code
-    told = capsys.readouterr()
-    assert ended == status and words in told.out + told.err
+    printed = capsys.readouterr()
+    assert ended == status and words in printed.out + printed.err
     assert not list(tmp_path.iterdir()), "it ran"
 
 
@@ -217,8 +217,8 @@ def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):
 
 def test_help_is_for_newcomers():
     command = [sys.executable, str(REPO_ROOT / "evaluation" / "reproduce_fig7.py"), "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for word in ("--backend", "--gpu", "--systems", "--num-requests", "--seed", "--jobs", "--results-dir", "--from"):
-        assert word in told
-    assert "SIMULATED" in told and "cpu_bandwidth=20..300" in told and "gpu_blocks=54..400" in told
-    assert "None" not in told and "--num-requests INT" in told and "--systems NAME ..." in told
+        assert word in printed
+    assert "SIMULATED" in printed and "cpu_bandwidth=20..300" in printed and "gpu_blocks=54..400" in printed
+    assert "None" not in printed and "--num-requests INT" in printed and "--systems NAME ..." in printed

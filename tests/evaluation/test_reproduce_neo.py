@@ -24,7 +24,7 @@ SETTINGS = experiment_settings("neo")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """The experiment file with a few small points of every kind of panel."""
+    """The experiment file, with a few small points of every kind of panel."""
     few = {"at-rates": {"request_rates": [0.2, 2.5]}, "at-lengths": {"output_lens": [20, 60]}}
     small = {}
     for figure, section in SETTINGS.items():
@@ -129,7 +129,7 @@ def test_every_claim_has_its_machine_and_points():
         section = SETTINGS[f"fig{figure}"]
         claims = load_claims(f"neo-fig{figure}")
         assert claims
-        # One length and rate of each panel tell as much as all of them.
+        # One length and rate of each panel suffice.
         first = {"output_lens": slice(0, 1), "request_rates": slice(0, 2 if figure != "7" else 1)}
         panels = [{k: v[first[k]] if k in first else v for k, v in panel.items()} for panel in section["panels"]]
         points = make_neo_points(section | {"panels": panels}, num_requests=8)

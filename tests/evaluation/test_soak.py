@@ -1,4 +1,4 @@
-"""A short soak of a real server, and that a soak would tell what is wrong."""
+"""A short soak of a real server, and the problems that a soak must report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evaluation.replay.soak_requests import (
     KINDS,
     QUEUE_FULL,
     SERVED,
-    Draw,
+    RequestSource,
     Unexpected,
-    exchange,
-    malformed,
-    plain,
-    stream,
+    malformed_request,
+    plain_request,
+    send_request,
+    stream_request,
 )
-from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run
+from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run_soak
 from tests.evaluation.fake_server import FakeServer
 
 SHORT = Options(requests=300)
@@ -28,7 +28,7 @@ SHORT = Options(requests=300)
 
 def test_a_short_soak(tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    report = run(SHORT)
+    report = run_soak(SHORT)
     assert report.problems == []
     assert report.ends.total() == SHORT.requests and report.worker_restarts >= 1
     kinds = Counter()
@@ -49,7 +49,7 @@ def test_memory_is_judged_in_long_runs_from_the_first_quarter_on():
 def answered(behave, kind) -> str:
     async def ask(url: str) -> str:
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-            return await exchange(client, kind(Draw("m", 100, 50, random.Random(0))))
+            return await send_request(client, kind(RequestSource("m", 100, 50, random.Random(0))))
 
     with FakeServer(behave) as fake:
         return asyncio.run(ask(fake.url))
@@ -75,23 +75,23 @@ def fails_in_the_middle(exchange, body, index):
 @pytest.mark.parametrize(
     ("behave", "kind", "words"),
     [
-        (breaks_off, stream, "ended after 1 events without"),
-        (counts_wrong, stream, "tokens were asked for"),
-        (fails_in_the_middle, stream, "stream: stream: engine_error"),
-        (lambda exchange, *_: exchange.refuse(500, {"error": {"code": "x"}}), plain, "plain: 500 x"),
+        (breaks_off, stream_request, "ended after 1 events without"),
+        (counts_wrong, stream_request, "tokens were asked for"),
+        (fails_in_the_middle, stream_request, "stream: stream: engine_error"),
+        (lambda exchange, *_: exchange.refuse(500, {"error": {"code": "x"}}), plain_request, "plain: 500 x"),
     ],
 )
-def test_what_must_not_happen_is_told(behave, kind, words):
+def test_what_must_not_happen_is_reported(behave, kind, words):
     with pytest.raises(Unexpected, match=words):
         answered(behave, kind)
 
 
 def test_a_full_queue_is_a_documented_answer():
     full = {"error": {"code": "queue_full"}}
-    assert answered(lambda exchange, *_: exchange.refuse(429, full), plain) == QUEUE_FULL
+    assert answered(lambda exchange, *_: exchange.refuse(429, full), plain_request) == QUEUE_FULL
 
 
 def test_draws_are_the_same_for_the_same_seed():
-    first, second = (Draw("m", 100, 50, random.Random(3)) for _ in range(2))
-    assert [first.next() for _ in range(50)] == [second.next() for _ in range(50)]
-    assert len({malformed(first).body for _ in range(60)}) > 5
+    first, second = (RequestSource("m", 100, 50, random.Random(3)) for _ in range(2))
+    assert [first.next_request() for _ in range(50)] == [second.next_request() for _ in range(50)]
+    assert len({malformed_request(first).body for _ in range(60)}) > 5

@@ -10,7 +10,7 @@ import torch
 import pacpu
 from benchmarks import bench_pacpu, pacpu_cases
 from benchmarks.pacpu_cases import Case, Shape, usable_isas
-from benchmarks.pacpu_report import figure, markdown, medians, verdicts
+from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_shapes_and_bytes():
     assert Case("MHA", "float16", Shape(2, 20), 1).num_bytes == 4 * case.num_bytes
 
 
-def test_verdicts_are_medians_of_one_thread_against_the_floors():
+def test_verdicts_are_medians_of_one_thread_against_the_requirements():
     rows = [row(fraction_of_read=share) for share in (0.1, 0.63, 0.64)] + [row(threads=2, fraction_of_read=0.0)]
     by_name = {line.split(":")[0]: line for line in verdicts(rows)}
     assert ": met, 63% of the read limit" in by_name["float16 GQA (AVX-512)"]
@@ -57,7 +57,7 @@ def test_verdicts_are_medians_of_one_thread_against_the_floors():
 
 
 def test_medians_over_shapes():
-    (line,) = medians([row(gbps=speed, batch=speed, ratio_to_ispc=None) for speed in (1.0, 5.0, 2.0)])
+    (line,) = median_cells([row(gbps=speed, batch=speed, ratio_to_ispc=None) for speed in (1.0, 5.0, 2.0)])
     assert line == ("GQA 32/8", "float16", "1", "native", "avx512", "2.0", "16.0", "75%", "-")
 
 
@@ -68,7 +68,7 @@ def test_figure_shows_every_contender_once():
         for threads in (1, 2)
         for batch in (1, 8)
     ]
-    drawing = figure([*rows, row(fraction_of_read=1.3)], "a machine, 2026-01-01")
+    drawing = draw_kernels([*rows, row(fraction_of_read=1.3)], "a machine, 2026-01-01")
     assert len(drawing.axes) == 2
     assert all(len(ax.lines) == 4 for ax in drawing.axes)  # three contenders and the limit
     assert len(drawing.legends[0].get_texts()) == 3
@@ -78,7 +78,7 @@ def test_figure_shows_every_contender_once():
     drawing.draw_without_rendering()
     boxes = [item.get_window_extent() for item in (*drawing.texts, *drawing.legends)]
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert markdown(rows).count("\n") == len(rows) + 2
+    assert markdown_rows(rows).count("\n") == len(rows) + 2
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The benchmarks' command lines, and what the one of the server's overhead makes of a run."""
+"""The benchmarks' command lines, and the summary of the server overhead benchmark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_help_shows_no_default_that_is_none(name, capsys):
 
 
 def stream(name: str, times_s: list[float]) -> Stream:
-    """One that was sent at 0 s and whose tokens came in at these times."""
+    """A stream that was sent at 0 s, with tokens arriving at these times."""
     parts = [
         f'data: {{"id": "{name}", "choices": [0], "usage": {{"completion_tokens": {number}}}}}\n\n'.encode()
         for number in range(1, len(times_s) + 1)

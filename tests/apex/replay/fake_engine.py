@@ -1,4 +1,4 @@
-"""An engine with the surface of swiftllm.engine.engine.Engine on a virtual clock: each step is a token a request."""
+"""An engine with the interface of swiftllm.engine.engine.Engine on a virtual clock: one token per request and step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FakeStats:
 
 
 class FakeEngine:
-    """``idle_tick_s`` passes at each look at the clock while nothing runs, for replays that wait in real time."""
+    """While nothing runs, each reading of the clock advances it by ``idle_tick_s``, for replays that wait."""
 
     def __init__(
         self, step_s: float = 0.5, max_tokens: int = 10**6, stuck: bool = False, idle_tick_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The loop that replays requests through an engine, on one with a virtual clock."""
+"""The loop that replays requests through an engine, with a fake engine on a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.reference.fake_engine import fake_engine
 
 
 def requests(*rows: tuple[int, int, float]) -> list[ReplayRequest]:
-    """A request per row of prompt length, output length and arrival."""
+    """One request per row (prompt length, output length, arrival)."""
     return [ReplayRequest(str(i), at_s, (5,) * length, out) for i, (length, out, at_s) in enumerate(rows)]
 
 
@@ -42,8 +42,8 @@ def test_open_loop_arrivals():
     result = replay_requests(engine, requests((4, 2, 5.0), (4, 3, 0.0), (4, 1, 0.5)), wait=engine.wait)
     seen = dict(engine.arrivals_seen)
     assert seen["1"] == 100.0
-    assert 100.5 <= seen["2"] <= 100.9  # while the engine was busy with the other
-    assert 105.0 <= seen["0"] <= 105.06  # after the engine had stood idle
+    assert 100.5 <= seen["2"] <= 100.9  # it arrived while the engine was busy
+    assert 105.0 <= seen["0"] <= 105.06  # it arrived while the engine was idle
     assert [record.arrival_s for record in result.records] == pytest.approx([5.0, 0.0, 0.5])
 
 

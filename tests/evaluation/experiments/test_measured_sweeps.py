@@ -10,7 +10,7 @@ from rich.console import Console
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
 from evaluation.experiments import points
-from evaluation.experiments.measured_sweeps import configuration, make_points, pool_blocks
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points, pool_blocks
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.torch_point import run_torch_point
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -60,7 +60,7 @@ def test_pool_holds_the_wanted_requests_and_the_longest():
 
 def test_default_plan_covers_the_figure(model):
     plan = make_measured_plan("fig5", FigureOptions(model=model))
-    made = make_points(plan)
+    made = make_measured_points(plan)
     assert {(p.task.system, p.task.lengths.spec.name) for p in made} == {
         (system, name)
         for system in ("swiftllm", "neo", "apex")
@@ -68,7 +68,7 @@ def test_default_plan_covers_the_figure(model):
     }
     assert [p.task.system for p in made[:6]] == ["swiftllm", "neo", "apex"] * 2  # systems interleave
     assert len({p.key for p in made}) == len(made) and not any(p.concurrent for p in made)
-    json.dumps(configuration(plan, made))
+    json.dumps(describe_measured_plan(plan, made))
 
 
 def test_options_override_the_file(model):
@@ -82,7 +82,7 @@ def test_options_override_the_file(model):
     assert [w.name for w in plan.workloads] == ["osc", "livebench"]
     assert {(w.num_requests, w.scale) for w in plan.workloads} == {(5, 0.5)}
     assert [w.output_lens for w in plan.workloads] == [(10, 20), ()]
-    made = make_points(plan)
+    made = make_measured_points(plan)
     assert len(made) == 2 * 3 and {p.task.engine.num_gpu_blocks for p in made} == {7}
     assert {point.task.engine.lane_threads for point in made} == {1}
     assert made[0].task.engine.cpu_threads == 3 and made[0].task.lengths.spec.seed == 9
@@ -135,5 +135,5 @@ def test_engine_is_closed_when_a_point_fails(model, tmp_path):
     engine = FakeEngine(stuck=True)
     plan = make_measured_plan("fig5", options(model, tmp_path, stall_timeout_s=0.1))
     with pytest.raises(RuntimeError, match="no progress"):
-        run_torch_point(make_points(plan)[0], "", Console(quiet=True), lambda system, config: engine)
+        run_torch_point(make_measured_points(plan)[0], "", Console(quiet=True), lambda system, config: engine)
     assert engine.closed

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from apex.simulator.hardware import load_model_config
-from evaluation.experiments.paper_settings import PAPERS_FILE, clip, load_setting
+from evaluation.experiments.paper_settings import PAPERS_FILE, clip_lengths, load_setting
 from evaluation.experiments.sensitivity import parse_sensitivity
-from evaluation.experiments.simulated_sweeps import make_points, make_sweep
+from evaluation.experiments.simulated_sweeps import make_simulated_points, make_sweep
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 
@@ -24,7 +24,7 @@ def lengths(*rows):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_fits_its_machine(name):
-    """Weights and pool fit the GPU, the CPU pool the host, and the longest request the GPU pool."""
+    """Weights and pool fit the GPU, the CPU pool fits the host, and the longest request fits the GPU pool."""
     from apex.simulator.hardware import load_gpu, load_host
 
     setting = load_setting(name)
@@ -47,10 +47,10 @@ def test_pools_of_the_papers():
 
 
 def test_what_the_engine_would_refuse_is_clipped_and_counted():
-    clipped, count = clip(lengths((10, 20), (10, 90), (300, 5)), 100)
+    clipped, count = clip_lengths(lengths((10, 20), (10, 90), (300, 5)), 100)
     assert [(row.input_tokens, row.output_tokens) for row in clipped.rows] == [(10, 20), (10, 90), (99, 1)]
     assert count == 1
-    task = load_setting("apex-t4").task("neo", lengths((400, 500)))
+    task = load_setting("apex-t4").make_task("neo", lengths((400, 500)))
     assert task.values["num_clipped"] == 1 and task.lengths.rows[0].output_tokens == 432
 
 
@@ -90,11 +90,11 @@ def test_a_sweep_has_every_combination_once():
         {"panel": "b", "setting": "apex-a10", "input_len": 100, "num_requests": 4, "output_lens": [10, 20, 30]},
     ]
     settings = {"systems": ["swiftllm", "apex"], "baseline": "swiftllm", "panels": panels}
-    points = make_points(make_sweep(settings))
+    points = make_simulated_points(make_sweep(settings))
     assert len({point.key for point in points}) == len(points) == 2 * 2 + 3 * 2
     assert all(point.concurrent for point in points)
     assert [point.cost for point in points[4::2]] == sorted(point.cost for point in points[4::2])
-    only = make_points(make_sweep(settings, gpu="a10", systems=("swiftllm",), num_requests=7))
+    only = make_simulated_points(make_sweep(settings, gpu="a10", systems=("swiftllm",), num_requests=7))
     assert len(only) == 3 and {len(point.task.lengths.rows) for point in only} == {7}
 
 

@@ -79,7 +79,7 @@ def test_a_task_travels_to_another_process_and_gives_the_same_there() -> None:
 
 
 def test_arrivals_are_waited_for_in_virtual_time() -> None:
-    """An hour between requests costs no time here, and each of them finds the engine idle."""
+    """An hour between requests takes no real time, and each request finds the engine idle."""
     records = run(make_task(arrivals=tuple(3600.0 * i for i in range(3)), stall_timeout_s=20.0)).records
     assert [record.arrival_s for record in records] == [0.0, 3600.0, 7200.0]
     iteration_s = 4 * (1e-3 + 1e-6 * 40) + 1e-3
@@ -97,10 +97,10 @@ def test_hardware_and_strategy_reach_the_engine() -> None:
     link = Interconnect(1e9, 100, 50, dram_bytes_per_s=1e10)
     hardware = replace(HARDWARE, launch_s=0.5, interconnect=link)
     engine = build_engine(make_task(hardware=hardware, strategy=StrategyConfig(max_cohorts=7), block_size=8))
-    told = engine.describe()
-    assert told["launch_s"] == 0.5 and told["interconnect"]["out_bytes_per_row"] == 50
-    assert told["strategy"]["max_cohorts"] == 7 and told["block_size"] == 8
-    assert told["limits"] == {"max_num_batched_tokens": 256, "max_num_seqs": 64, "max_model_len": 1024}
+    found = engine.describe()
+    assert found["launch_s"] == 0.5 and found["interconnect"]["out_bytes_per_row"] == 50
+    assert found["strategy"]["max_cohorts"] == 7 and found["block_size"] == 8
+    assert found["limits"] == {"max_num_batched_tokens": 256, "max_num_seqs": 64, "max_model_len": 1024}
 
 
 # -- validation -------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def model(tmp_path):
 def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
     model, tmp_path, monkeypatch, capsys, slowdown: int, error: float
 ) -> None:
-    """In place of the real machine stands one as fast as its profile says, then one half as fast."""
+    """A simulated machine replaces the real one: first as fast as its profile, then half as fast."""
     limits = SchedulerLimits(256, 64, 1024)
     slow = replace(make_table(), **{name: slowed(getattr(make_table(), name), slowdown) for name in TIMES})
 
@@ -128,8 +128,8 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
         pools = config.num_gpu_blocks, config.num_cpu_blocks
         engine = build_engine(SimulatedTask(system, hardware, *pools, make_task().lengths, limits))
         engine.backend.device = SimpleNamespace(type="cpu")
-        told = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
-        engine.describe = lambda: told
+        found = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
+        engine.describe = lambda: found
         return engine
 
     machine = ProfiledMachine(make_table(), 4, limits, "float16", "Imaginary card")
@@ -146,9 +146,9 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
     assert [record["simulated_error"] for record in summary] == pytest.approx([error] * 12, abs=1e-6)
     assert {record["backend"] for record in summary} == {"torch-cpu"}
     assert (folder / "figure.png").stat().st_size > 10_000
-    told = json.loads((folder / "comparison.json").read_text())
-    assert told["systems"] == pytest.approx(dict.fromkeys(("swiftllm", "neo", "apex"), error), abs=1e-6)
-    (linear,) = told["operations"]
+    found = json.loads((folder / "comparison.json").read_text())
+    assert found["systems"] == pytest.approx(dict.fromkeys(("swiftllm", "neo", "apex"), error), abs=1e-6)
+    (linear,) = found["operations"]
     assert (linear["median"], linear["bias"]) == (0.2, 0.1)
     assert f"neo {error:.1%}" in capsys.readouterr().out
 

@@ -9,20 +9,20 @@ from matplotlib import pyplot as plt
 from matplotlib.container import ErrorbarContainer
 
 from evaluation.figures.apex_paper import draw_fig5, system_lines
-from evaluation.figures.lines import Level, LinePanel, Series, line_figure, spread
-from evaluation.figures.style import COLOURS, FigureText, colour
+from evaluation.figures.lines import Level, LinePanel, Series, line_figure, spread_labels
+from evaluation.figures.style import COLOURS, FigureText, system_colour
 
 
 def test_places_are_the_nearest_that_are_far_enough_apart():
-    assert spread([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert spread([0.5, 0.5, 0.5, 0.9], 0.1) == pytest.approx([0.4, 0.5, 0.6, 0.9])
-    assert spread([0.4, 0.42, 0.5], 0.1) == pytest.approx([0.34, 0.44, 0.54])
-    assert spread([0.0, 0.01, 0.99, 1.0], 0.1) == pytest.approx([0.0, 0.1, 0.9, 1.0])
-    assert spread([], 0.1) == []
+    assert spread_labels([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert spread_labels([0.5, 0.5, 0.5, 0.9], 0.1) == pytest.approx([0.4, 0.5, 0.6, 0.9])
+    assert spread_labels([0.4, 0.42, 0.5], 0.1) == pytest.approx([0.34, 0.44, 0.54])
+    assert spread_labels([0.0, 0.01, 0.99, 1.0], 0.1) == pytest.approx([0.0, 0.1, 0.9, 1.0])
+    assert spread_labels([], 0.1) == []
 
 
 def test_lines_are_named_where_they_end():
-    """On a logarithmic axis, too, whose limits a level moves."""
+    """Also on a logarithmic axis whose limits depend on a level."""
     series = [Series(name, "#000000", ((1.0, 1.0), (2.0, y))) for name, y in (("c", 9.0), ("a", 1.0), ("b", 1.001))]
     panel = LinePanel("", "x", "y", tuple(series), (Level(1000.0, "", "#000000"),), log_y=True)
     figure = line_figure([panel], FigureText("", "", ""))
@@ -59,7 +59,7 @@ def measured(system: str) -> dict:
 
 
 def grey(colour: str) -> float:
-    """Lightness of 0 to 255 that print in grey gives a colour."""
+    """The lightness (0 to 255) of a colour in grey print."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
@@ -67,8 +67,8 @@ def grey(colour: str) -> float:
 def test_systems_can_be_told_apart_in_grey_and_servers_by_any_name():
     shades = sorted(grey(shade) for shade in COLOURS.values())
     assert min(after - before for before, after in itertools.pairwise(shades)) > 25
-    assert len({colour(name) for name in ("vllm", "my-vllm", "my-apex")}) == 3
-    assert colour("my-apex") == colour("my-apex")
+    assert len({system_colour(name) for name in ("vllm", "my-vllm", "my-apex")}) == 3
+    assert system_colour("my-apex") == system_colour("my-apex")
 
 
 def test_failed_requests_are_told():

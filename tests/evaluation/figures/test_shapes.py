@@ -1,4 +1,4 @@
-"""What the papers' figures look like, on reduced runs of the simulated papers' machines."""
+"""The shapes of the papers' figures, on reduced runs of their simulated machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.points import run_point
-from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_points, make_sweep
+from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_simulated_points, make_sweep
 
 NEVER_BELOW = 0.97
 SYSTEMS = ("swiftllm", "neo", "apex")
@@ -22,7 +22,7 @@ def sweep_of(figure: str, num_requests: int) -> Sweep:
 
 def rates(sweep: Sweep, panel: Panel) -> list[dict[str, float]]:
     """Output tokens/s of each system, for each point of a panel."""
-    points = make_points(replace(sweep, panels=(panel,)))
+    points = make_simulated_points(replace(sweep, panels=(panel,)))
     values = [run_point(point, point.label, Console(quiet=True)).values for point in points]
     assert all(value["failed"] == 0 for value in values)
     size = len(sweep.systems)
@@ -45,7 +45,7 @@ def test_offloading_never_loses_on_the_papers_workloads(figure: str, index: int,
 
 
 def test_apex_gains_on_neo_with_the_output_length_when_the_cpu_is_slow() -> None:
-    """The A10 beside CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
+    """An A10 with CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
     sweep = sweep_of("fig7", 150)
     setting = replace(sweep.panels[0].setting, cpu_bandwidth_gb_s=SLOW_CPU_GB_S)
     assert 0.1 * setting.gpu_attention_gb_s() > SLOW_CPU_GB_S

@@ -83,7 +83,7 @@ def test_who_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from evaluation.gpu.stages import Part, Stage, run_stage
-part = Part("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; echo ready >&3; exec sleep 1000"))
+part = Part("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; sleep 0.5; echo ready >&3; exec sleep 1000"))
 run_stage(Stage(1.0, (part,)), Path({str(tmp_path)!r}), limit_s=1000.0)
 """
     os.mkfifo(tmp_path / "fifo")

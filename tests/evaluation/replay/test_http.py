@@ -1,4 +1,4 @@
-"""The HTTP backend against servers that behave, and how it finds out whether one is there; over real sockets."""
+"""The HTTP backend with correct servers, and its check that a server is ready; over real sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from apex.replay.metrics import compute_metrics
 from evaluation.replay.http import replay_workload, spread_over
-from evaluation.replay.server import ServerNotReady, connect
+from evaluation.replay.server import ServerNotReady, connect_server
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
 
@@ -17,7 +17,7 @@ from tests.evaluation.http_replay import only_record, replayed, workload
 def test_a_normal_run():
     work = workload((4, 6, 0.0), (5, 1, 0.0), (3, 9, 0.0))
     with FakeServer() as fake:
-        server = connect("fake", fake.url, 5.0)
+        server = connect_server("fake", fake.url, 5.0)
         result = replay_workload(server, work)
     assert (server.model, server.max_model_len, server.version) == ("some/Tiny-Llama", 4096, "9.9")
     assert [record.request_id for record in result.records] == ["osc-0", "osc-1", "osc-2"]
@@ -138,23 +138,23 @@ def test_a_server_that_is_never_there():
     with pytest.raises(
         ServerNotReady, match=r"vllm: no server ready at .* within 0.3 s .*`vllm serve MODEL --port \d+`"
     ):
-        connect("vllm", url, 0.3)
+        connect_server("vllm", url, 0.3)
 
 
 def test_a_server_that_is_still_loading():
     with FakeServer() as fake:
         fake.pages["/health"] = (503, {"detail": "loading"})
         with pytest.raises(ServerNotReady, match=r"GET /health: HTTP 503"):
-            connect("fake", fake.url, 0.3)
+            connect_server("fake", fake.url, 0.3)
         threading.Timer(0.3, fake.pages.__setitem__, ("/health", (200, ""))).start()
-        assert connect("fake", fake.url, 5.0).version == "9.9"
+        assert connect_server("fake", fake.url, 5.0).version == "9.9"
 
 
 def test_a_server_without_health_and_version():
     with FakeServer() as fake:
         del fake.pages["/health"], fake.pages["/version"]
         fake.pages["/v1/models"] = (200, {"data": [{"id": "m"}]})
-        server = connect("fake", fake.url, 1.0)
+        server = connect_server("fake", fake.url, 1.0)
     assert (server.model, server.version, server.max_model_len) == ("m", None, None)
 
 
@@ -163,4 +163,4 @@ def test_a_server_of_another_kind(page):
     with FakeServer() as fake:
         fake.pages["/v1/models"] = page
         with pytest.raises(ServerNotReady, match="no OpenAI-compatible server"):
-            connect("fake", fake.url, 1.0)
+            connect_server("fake", fake.url, 1.0)

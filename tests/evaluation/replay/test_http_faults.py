@@ -1,4 +1,4 @@
-"""The HTTP backend against servers that do not behave, over real sockets."""
+"""The HTTP backend with faulty servers, over real sockets."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def test_a_refused_request_is_a_failed_record_and_others_go_on(status, body, wor
 
     result, requests = replayed(refuse_one, (4, 2, 0.0), (4, 3, 0.0), (4, 2, 0.1))
     assert [record.completed for record in result.records] == [True, False, True]
-    assert result.records[1].failure.startswith(words) and len(requests) == 3  # a refusal is not tried again
+    assert result.records[1].failure.startswith(words) and len(requests) == 3  # a refused request is not sent again
 
 
 def hangs_on_four(release, exchange, body, index):
-    """Requests of four tokens get two and no more; those of five get none."""
+    """Requests of four tokens get only two; requests of five get none."""
     if body["max_tokens"] == 4:
         started(exchange)
     if body["max_tokens"] in (4, 5):

@@ -1,4 +1,4 @@
-"""Servers started and stopped for a measurement: real processes, fake behaviour."""
+"""Servers that are started and stopped for a measurement, as real processes with fake behaviour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from evaluation.replay.http import replay_workload
-from evaluation.replay.launch import ServerCommand, launched, session_stats, stop
+from evaluation.replay.launch import ServerCommand, launched_server, session_stats, stop_process
 from evaluation.replay.server import ServerNotReady
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -34,7 +34,7 @@ def test_a_server_runs_where_it_is_bound_and_is_gone_afterwards(tmp_path):
     core = max(os.sched_getaffinity(0))
     command = ServerCommand(FAKE.name, FAKE.arguments, FAKE.environment, (core,))
     before = os.sched_getaffinity(0)
-    with launched(command, tmp_path / "logs" / "fake.log", 30.0) as running:
+    with launched_server(command, tmp_path / "logs" / "fake.log", 30.0) as running:
         pid = running.process.pid
         assert os.sched_getaffinity(pid) == {core} and os.sched_getaffinity(0) == before
         assert running.server.version == "9.9" and is_running(pid)
@@ -58,7 +58,7 @@ def test_what_decides_is_described(monkeypatch):
 
 def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
     command = ServerCommand("broken", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
-    with pytest.raises(ServerNotReady) as error, launched(command, tmp_path / "log", 60.0):
+    with pytest.raises(ServerNotReady) as error, launched_server(command, tmp_path / "log", 60.0):
         pass
     assert "broken: it ended with status 1 before it was ready" in str(error.value)
     assert "no such model" in str(error.value) and str(tmp_path / "log") in str(error.value)
@@ -67,14 +67,14 @@ def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
 def test_a_server_that_never_gets_ready_is_stopped(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     command = ServerCommand("sleeper", (sys.executable, "-c", code))
-    with pytest.raises(ServerNotReady, match=r"within 0\.5 s"), launched(command, tmp_path / "log", 0.5):
+    with pytest.raises(ServerNotReady, match=r"within 0\.5 s"), launched_server(command, tmp_path / "log", 0.5):
         pass
     assert not is_running(int((tmp_path / "log").read_text()))
 
 
 def test_cores_that_are_not_there_are_refused(tmp_path):
     command = ServerCommand("fake", FAKE.arguments, cores=(10_000,))
-    with pytest.raises(ValueError, match=r"cores \[10000\] are not among"), launched(command, tmp_path / "log"):
+    with pytest.raises(ValueError, match=r"cores \[10000\] are not among"), launched_server(command, tmp_path / "log"):
         pass
 
 
@@ -86,21 +86,21 @@ def test_children_that_outlive_their_parent_are_ended_with_it():
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout.readline() == b"ready\n"
     assert len(session_stats(process.pid)) == 2
-    stop(process)
-    assert process.stdout.read() == b""  # ends when the last of them has
+    stop_process(process)
+    assert process.stdout.read() == b""  # the pipe closes when the last process ends
     process.stdout.close()
 
 
 def test_interrupting_twice_leaves_nothing_behind(tmp_path):
-    """A server that takes its time to end, with a child in a group of its own that does not end by itself."""
+    """A server that ends slowly, with a child in another process group that does not end by itself."""
     child = "import os, signal; os.setpgid(0, 0); print(os.getpid(), flush=True); signal.pause()"
     server = (
         "import signal, subprocess, sys; signal.signal(signal.SIGTERM, lambda *_: print('asked to end', flush=True));"
         f"subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     )
     measuring = (
-        "import sys; from pathlib import Path; from evaluation.replay.launch import ServerCommand, launched\n"
-        f"with launched(ServerCommand('slow', (sys.executable, '-c', {server!r})), Path(sys.argv[1])): pass"
+        "import sys; from pathlib import Path; from evaluation.replay.launch import ServerCommand, launched_server\n"
+        f"with launched_server(ServerCommand('slow', (sys.executable, '-c', {server!r})), Path(sys.argv[1])): pass"
     )
     log = tmp_path / "log"
     os.mkfifo(log)
@@ -114,7 +114,7 @@ def test_interrupting_twice_leaves_nothing_behind(tmp_path):
         assert b"KeyboardInterrupt" in process.communicate(timeout=20)[1]
         os.set_blocking(printed.fileno(), False)
         try:
-            assert printed.read() == b""  # nobody is left who could print; with somebody it is None
+            assert printed.read() == b""  # empty: all writers have ended; None would mean that one is left
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import yaml
 from rich.console import Console
 
 from evaluation.experiments.paper_settings import load_setting
-from evaluation.results.claims import CLAIMS_FILE, Claim, assumptions, compare, load_claims, print_claims
+from evaluation.results.claims import CLAIMS_FILE, Claim, assumptions, compare_claims, load_claims, print_claims
 
 
 def record(system, rate, output_len=100.0, workload="osc", setting="apex-t4", **more):
@@ -35,7 +35,7 @@ def test_every_claim_of_the_file_is_whole():
 
 def test_an_up_to_is_held_against_the_best_and_another_against_the_mean():
     rows = [record("neo", 100.0), record("apex", 120.0), record("neo", 100.0, 200.0), record("apex", 180.0, 200.0)]
-    best, mean, short = compare(
+    best, mean, short = compare_claims(
         [claim(), claim(up_to=False), claim(up_to=False, output_lens=(50, 150))], [*rows, record("apex", 9.0, 300.0)]
     )
     assert best.ours == pytest.approx((1.2, 1.8)) and best.summary == pytest.approx(1.8)
@@ -51,16 +51,16 @@ def test_a_latency_at_best_is_the_lowest():
         record("neo", 1.0, 9.0, per_token_latency_s_mean=1.0),
         record("apex", 1.0, 9.0, per_token_latency_s_mean=1.0),
     ]
-    (item,) = compare([claim(metric="per_token_latency_s_mean", ratio=0.5)], rows)
+    (item,) = compare_claims([claim(metric="per_token_latency_s_mean", ratio=0.5)], rows)
     assert item.summary == pytest.approx(0.5)
 
 
 def test_claims_keep_to_their_machine_and_find_a_stand_in():
     rows = [record("swiftllm", 100.0), record("apex", 200.0)]
     rows += [record("swiftllm", 100.0, setting="neo-t4"), record("apex", 700.0, setting="neo-t4")]
-    (item,) = compare([claim(systems=("apex", "vllm"), setting="apex-t4")], rows)
+    (item,) = compare_claims([claim(systems=("apex", "vllm"), setting="apex-t4")], rows)
     assert item.systems == ("apex", "swiftllm") and item.ours == pytest.approx((2.0,))
-    (measured,) = compare(
+    (measured,) = compare_claims(
         [claim(systems=("apex", "vllm"), setting="apex-t4")], [r | {"setting": None} for r in rows[:2]]
     )
     assert measured.ours == pytest.approx((2.0,))

@@ -93,8 +93,8 @@ def test_interrupted_run_says_what_is_kept_and_goes_on_where_it_stopped(tmp_path
     runner = Counting()
     outcome = run(tmp_path, runner)
     assert runner.ran == ["p1"] and len(outcome.summary) == 2
-    told = capsys.readouterr().out
-    assert "1/2 point 0: finished before" in told and "to run: 1 points one after the other" in told
+    printed = capsys.readouterr().out
+    assert "1/2 point 0: finished before" in printed and "to run: 1 points one after the other" in printed
 
 
 @pytest.mark.parametrize("what", ["configuration", "source", "machine"])
@@ -203,6 +203,6 @@ def test_summary_table_shows_what_was_swept_and_only_that() -> None:
     records = [{"system": "apex", "gpu": "a10", "request_rate": rate, "failed": 0} for rate in (0.5, 2 / 3)]
     header, _, first, second = markdown_table(records).splitlines()
     assert "| request rate |" in header and "gpu" not in header
-    assert "| backend |" in header  # what is simulated must not be taken for measured
+    assert "| backend |" in header  # simulated rows must not be mistaken for measured ones
     place = header.split(" | ").index("request rate")
     assert [row.split(" | ")[place] for row in (first, second)] == ["0.5", "0.666667"]

@@ -1,4 +1,4 @@
-"""How much else a machine does while something is measured on it, and who says so."""
+"""The CPU time of other work during a measurement, and the notes about it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def test_a_system_that_does_not_tell_is_not_quiet(monkeypatch):
 
 
 def test_own_work_is_not_that_of_others(monkeypatch):
-    told = used_by_others_s()
-    if told is None:
+    found = used_by_others_s()
+    if found is None:
         pytest.skip("this system has no /proc/stat")
     real = os.times()
     monkeypatch.setattr(os, "times", lambda: os.times_result((real.user + 1e6, *tuple(real)[1:])))
-    assert used_by_others_s() < told - 0.9e6
+    assert used_by_others_s() < found - 0.9e6
 
 
 def test_figures_tell_of_a_machine_that_was_busy():
     row = {"backend": "torch-cpu", "repeats": 1}
     assert repeat_notes([row | {"others_busy_cores": 0.02}]) == ["Measured once."]
-    told = repeat_notes([row | {"others_busy_cores": 0.3}, row | {"others_busy_cores": 1.24}])
-    assert told[-1] == "Other work kept up to 1.2 cores busy meanwhile."
+    found = repeat_notes([row | {"others_busy_cores": 0.3}, row | {"others_busy_cores": 1.24}])
+    assert found[-1] == "Other work kept up to 1.2 cores busy meanwhile."

@@ -65,7 +65,7 @@ def test_file_is_preferred_and_keeps_its_origin(no_files, tmp_path):
     trace = load_trace("osc", tmp_path)
     assert trace.origin == Origin("measured", trace.origin.note, "osc_neo_llama2.csv")
     assert sorted(row.input_tokens for row in trace.sample(3, seed=0)) == [10, 20, 30]
-    assert {row.output_tokens for row in trace.sample(7, seed=0)} == {3, 4, 5}  # starts over past its end
+    assert {row.output_tokens for row in trace.sample(7, seed=0)} == {3, 4, 5}  # starts over at its end
 
 
 def test_window_keeps_arrivals(no_files, tmp_path):
@@ -123,16 +123,16 @@ def workloads_named(settings: object) -> set[str]:
 def test_every_workload_of_the_figures_can_be_drawn_and_its_original_fetched(no_files):
     figures = [path for path in EXPERIMENTS_DIR.glob("*.yaml") if path.stem not in ("papers", "workloads")]
     named = set().union(*(workloads_named(yaml.safe_load(path.read_text())) for path in figures))
-    assert {"azure-code", "osc"} <= named <= set(traces.catalogue())
-    for name in traces.catalogue():
+    assert {"azure-code", "osc"} <= named <= set(traces.load_catalogue())
+    for name in traces.load_catalogue():
         assert load_trace(name).sample(10, seed=0) and traces.fetchable(name)
 
 
 def test_every_fetched_trace_belongs_to_a_workload():
-    assert {source for name in traces.catalogue() for source in traces.fetchable(name)} == set(SOURCES)
+    assert {source for name in traces.load_catalogue() for source in traces.fetchable(name)} == set(SOURCES)
 
 
-@pytest.mark.parametrize("name", [name for name in traces.catalogue() if name.startswith("azure")])
+@pytest.mark.parametrize("name", [name for name in traces.load_catalogue() if name.startswith("azure")])
 def test_missing_arrivals_name_the_command_that_fetches_them(name, no_files, tmp_path):
     with pytest.raises(ValueError, match=r"scripts/download_traces\.py") as raised:
         load_trace(name).window(2, seed=0)

@@ -1,4 +1,4 @@
-"""Conversions of the request traces, on small samples written here in the sources' own formats."""
+"""Conversions of the request traces, on small samples in the sources' formats."""
 
 from __future__ import annotations
 

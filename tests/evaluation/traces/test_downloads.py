@@ -13,7 +13,7 @@ from evaluation.traces.downloads import download, read_parquet
 
 @pytest.fixture
 def address():
-    """A server that says it sends ten bytes: /whole does, any other page ends after four."""
+    """A server that announces ten bytes: /whole sends them, any other page ends after four."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evaluation.traces.catalogue import FittedTrace, Origin
-from evaluation.traces.corpus import corpus, docstrings
+from evaluation.traces.corpus import docstrings, load_corpus
 from evaluation.traces.workloads import PromptTokens, WorkloadSpec, load_prompt_tokens, make_lengths, make_workload
 
 TRACE = FittedTrace("osc", "OSC", Origin("fitted", "for tests"), ((0, 100), (1, 200)), ((0, 40), (1, 60)))
@@ -65,7 +65,7 @@ def test_prompts_have_their_lengths_and_differ(tokens):
     workload = make_workload(lengths(num_requests=50), tokens)
     prompts = [request.prompt_token_ids for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [row.input_tokens for row in workload.lengths.rows]
-    assert len({prompt[:16] for prompt in prompts}) == 50  # not even beginnings are shared
+    assert len({prompt[:16] for prompt in prompts}) == 50  # no two prompts begin alike
     assert all(len(set(prompt)) > 50 for prompt in prompts)
     assert all(0 <= token < 5000 for prompt in prompts for token in prompt)
     assert workload == make_workload(lengths(num_requests=50), tokens)
@@ -77,7 +77,7 @@ def test_prompts_longer_than_the_text_go_round():
 
 
 def test_corpus_is_prose_and_large():
-    text = corpus()
+    text = load_corpus()
     assert len(text) > 300_000 and "Return" in text
     words = text.split()
     assert len(set(words)) > 5000
@@ -89,10 +89,10 @@ def test_tokenizer_of_the_model_folder_is_used(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000}))
     assert load_prompt_tokens(tmp_path).text_ids is None
     load_prompt_tokens.cache_clear()
-    vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(sorted(set(corpus().split()))[:900])}}
+    vocabulary = {"[UNK]": 0, **{word: i + 1 for i, word in enumerate(sorted(set(load_corpus().split()))[:900])}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokens = load_prompt_tokens(tmp_path)
-    assert len(tokens.text_ids) == len(corpus().split()) and tokens.vocab_size == 1000
+    assert len(tokens.text_ids) == len(load_corpus().split()) and tokens.vocab_size == 1000
     load_prompt_tokens.cache_clear()
