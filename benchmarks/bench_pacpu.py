@@ -41,7 +41,7 @@ SHAPES = (
     Shape(128, 512), Shape(128, 1024, ragged=True), Shape(128, 2048),
 )  # fmt: skip
 QUICK_SHAPES = (Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True))
-MIN_TURN_BYTES = 64 << 20  # so that a measurement takes milliseconds
+MIN_TIMED_BYTES = 64 << 20  # so that a measurement takes milliseconds
 MAX_READ_BYTES = 512 << 20
 MIN_ROTATION_BYTES = 512 << 20
 MAX_ROUNDS = 15
@@ -73,7 +73,7 @@ class Point:
         self.case = case
         rotation = max(MIN_ROTATION_BYTES, 8 * last_level_cache_bytes(), case.bytes_held)
         self.num_layers = min(rotation, memory.num_bytes) // case.bytes_held
-        self.calls = -(-MIN_TURN_BYTES // case.num_bytes)
+        self.calls = -(-MIN_TIMED_BYTES // case.num_bytes)
         self.memory = memory
         self.everyone = everyone
         self.next_layer = self.next_read = 0
@@ -88,7 +88,7 @@ class Point:
         self.read_gbps.append(self._read())
         for contender, function in attend.items():
             with contender.selected():
-                self.gbps[contender].append(self._turn(function))
+                self.gbps[contender].append(self._time_calls(function))
 
     def _prepare(self) -> dict[Contender, Callable[[int], torch.Tensor]]:
         ready = {}
@@ -111,14 +111,14 @@ class Point:
                 raise SystemExit(f"{contender.label} differs from {first.label} by {error:.2%} at {self.case}")
 
     def _read(self) -> float:
-        size = min(max(MIN_TURN_BYTES, self.case.num_bytes), MAX_READ_BYTES, self.memory.num_bytes) // 2
+        size = min(max(MIN_TIMED_BYTES, self.case.num_bytes), MAX_READ_BYTES, self.memory.num_bytes) // 2
         if self.next_read + size > self.memory.bits.numel():
             self.next_read = 0
         part = self.memory.bits[self.next_read : self.next_read + size]
         self.next_read += size
         return pacpu.read_bandwidth(part, num_threads=self.case.threads) / 1e9
 
-    def _turn(self, attend: Callable[[int], torch.Tensor]) -> float:
+    def _time_calls(self, attend: Callable[[int], torch.Tensor]) -> float:
         start_s = time.perf_counter()
         for _ in range(self.calls):
             attend(self.next_layer)

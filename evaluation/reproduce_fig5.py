@@ -34,7 +34,7 @@ class Options(FigureOptions):
     Azure conversation, LiveBench and Dolphin-r1.
 
     Without arguments, the papers' GPUs are SIMULATED (predicted times, no GPU needed). Beside that, the same workloads
-    are scaled down and MEASURED on this machine with SmolLM2-135M. Both take about five minutes on two cores. Defaults
+    are scaled down and MEASURED on this machine with SmolLM2-135M. This takes about five minutes on two cores. Defaults
     come from configs/experiments/fig5.yaml. Results, figure and provenance go to results/fig5/<run>/.
     """
 

@@ -33,8 +33,8 @@ class Options(FigureOptions):
     with Azure conversation.
 
     Without arguments everything is SIMULATED (predicted times, no GPU needed), in about three minutes on two cores.
-    --backend torch measures a scaled-down version on this machine. Defaults come from configs/experiments/fig6.yaml.
-    Results, figure and provenance go to results/fig6/<run>/.
+    To measure a scaled-down version on this machine, give --backend torch. Defaults come from
+    configs/experiments/fig6.yaml. Results, figure and provenance go to results/fig6/<run>/.
     """
 
 

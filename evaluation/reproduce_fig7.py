@@ -33,8 +33,8 @@ class Options(FigureOptions):
     tokens, on an A10.
 
     Without arguments everything is SIMULATED (predicted times, no GPU needed), in about four minutes on two cores.
-    --backend torch measures a scaled-down version on this machine. Defaults come from configs/experiments/fig7.yaml.
-    Results, figure and provenance go to results/fig7/<run>/.
+    To measure a scaled-down version on this machine, give --backend torch. Defaults come from
+    configs/experiments/fig7.yaml. Results, figure and provenance go to results/fig7/<run>/.
     """
 
 

@@ -42,8 +42,8 @@ class Options:
     """
 
     figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = ALL_FIGURES
-    """Figures of the paper. 6: latency over request rate; 7: distribution of latencies; 8: comparison with
-    FastDecode+; 9: throughput over output length; 10a: the same on four hosts."""
+    """Figures of the paper. 6: latency over request rate; 7: distribution of latencies;
+    8: comparison with FastDecode+; 9: throughput over output length; 10a: the same on four hosts."""
     gpu: Literal["t4", "a10", "2xh100"] | None = None
     """Run only the panels of this GPU; figures without such panels are skipped."""
     systems: Names = None

@@ -237,7 +237,7 @@ def run_soak(options: Options) -> Report:
 
 
 def memory_problems(options: Options, report: Report) -> list[str]:
-    """A problem if memory grew too much; none for runs that are too short to tell."""
+    """A problem if memory grew too much; none for runs that are too short."""
     grown = growth_mib(report)
     if options.requests < MEMORY_FROM or grown <= options.memory_allowance_mib:
         return []

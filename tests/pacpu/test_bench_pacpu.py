@@ -85,7 +85,7 @@ def test_figure_shows_every_contender_once():
 def tiny(monkeypatch):
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
-    monkeypatch.setattr(bench_pacpu, "MIN_TURN_BYTES", 1 << 20)
+    monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)
     monkeypatch.setattr(bench_pacpu, "MAX_ROUNDS", 1)  # medians of ratios are then ratios of medians
     monkeypatch.setattr(bench_pacpu, "last_level_cache_bytes", lambda: 0)
 

@@ -111,7 +111,7 @@ def test_unknown_names_are_refused(tmp_path):
 
 
 def workloads_named(settings: object) -> set[str]:
-    """Every value of a key `workload`, or of a workload's `name`, at whatever depth."""
+    """Every value of a key `workload`, or of a workload's `name`, at any depth."""
     if isinstance(settings, list):
         return set().union(*map(workloads_named, settings))
     if not isinstance(settings, dict):
