@@ -101,8 +101,7 @@ def test_overlap_throughput_is_its_closed_form(num_cpu: int) -> None:
     """Rides only: a layer an iteration, so L + 1 iterations a token, the embedding boundary being one."""
     strategy = StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1)
     backlog = Backlog("apex", flat_ends_table(3e-7, 5e-7), num_gpu=8, num_cpu=num_cpu, strategy=strategy)
-    cohorts = backlog.engine.scheduler._cohorts
-    backlog.run_until(lambda: [len(c.members) for c in cohorts.values()] == [num_cpu])
+    backlog.run_until(lambda: [len(c.request_ids) for c in backlog.engine.executor.cohorts] == [num_cpu])
     rate, context = backlog.measure(4 * (LAYERS + 1))
     attention_s = 1e-5 + 8 * context[Tier.GPU] * 3e-7
     ride_s = linear_s(8 + num_cpu) - linear_s(8)
