@@ -6,11 +6,12 @@ In :func:`flat_table` times are proportional to context: 1000 tokens take 1 ms a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from apex.perf.lane_load import LaneLoad
-from apex.perf.model import ProfileTable
+from apex.perf.model import Curve, ProfileTable
 from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.strategy import StrategyConfig
@@ -71,13 +72,18 @@ def batch_sizes(plan: IterationPlan) -> dict[SteppingRule, int]:
 # -- NEO --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("slower", [1, 1000])
 @pytest.mark.parametrize(("num_cpu", "strategy"), [(16, Strategy.GPU_ONLY), (17, Strategy.ASYMMETRIC_PIPELINING)])
-def test_neo_pipelines_only_if_more_requests_a_second_come_of_it(num_cpu: int, strategy: Strategy) -> None:
+def test_neo_pipelines_only_if_more_requests_a_second_come_of_it(
+    num_cpu: int, strategy: Strategy, slower: float
+) -> None:
     """NEO step 6 (Greedy): the CPU is hidden in both cases, but the second pass over the weights has to pay.
 
-    GPU-only: 20 requests in 1.2 ms a layer. Pipelined: 20 + n in 2.2 ms. They break even at n = 16.7.
+    GPU-only: 20 requests in 1.2 ms a layer. Pipelined: 20 + n in 2.2 ms. They break even at n = 16.7, and so they do
+    on a machine on which everything takes a thousand times as long.
     """
-    scheduler = scheduler_of("neo", flat_table(cpu_token_s=1e-6))
+    table = flat_table(linear_s=slower * MS, gpu_token_s=slower * 1e-6, cpu_token_s=slower * 1e-6)
+    scheduler = scheduler_of("neo", table)
     plan = decide(scheduler, gpu(20, 10), cpu(num_cpu, 10))
     assert plan.strategy is strategy
     assert sum(batch_sizes(plan).values()) == (num_cpu if strategy is Strategy.ASYMMETRIC_PIPELINING else 0)
@@ -94,6 +100,16 @@ def test_neo_predicts_the_pipelined_iteration_by_its_formula() -> None:
     plan = decide(scheduler, gpu(20, 10), cpu(17, 10))
     layer_s = max(1 * MS, 0.17 * MS) + max(1 * MS + 0.2 * MS, 0)
     assert plan.predicted["iteration_s"] == pytest.approx(LAYERS * layer_s + 2 * ENDS_S)
+
+
+def test_the_hosts_fixed_work_is_counted_once_for_both_batches() -> None:
+    """The lane and batch-1 have ends of their own, but what the host does in any iteration it does once."""
+    host = Curve((0, 100), (1e-4, 2e-4))
+    scheduler = scheduler_of("neo", replace(flat_table(cpu_token_s=1e-6), iteration=host))
+    plan = decide(scheduler, gpu(20, 10), cpu(17, 10))
+    layer_s = 1 * MS + 1.2 * MS
+    ends_s = 2 * ENDS_S + host(20) + host(17) - 1e-4
+    assert plan.predicted["iteration_s"] == pytest.approx(LAYERS * layer_s + ends_s)
 
 
 def test_neo_fills_batch_0_while_it_hides_behind_the_other_linear_time_and_the_gpus_attention() -> None:
@@ -133,11 +149,33 @@ def test_neo_keeps_all_prefills_once_the_youngest_is_needed_to_hide_the_cpu() ->
     assert [item.request for item in plan.prefills] == prompts
 
 
+def test_neo_counts_batch_0s_decodes_among_the_lanes_tokens_when_it_puts_off_prefills() -> None:
+    """Without the youngest the lane has 102 tokens. Linear time is flat up to 108: batch-0's 10 decodes exceed it."""
+    flat_then_rising = Curve((1, 108, 1108), (1 * MS, 1 * MS, 2 * MS))
+    scheduler = scheduler_of("neo", replace(flat_table(cpu_token_s=1e-6), linear=flat_then_rising))
+    prompts = [prompt("oldest", 100, Tier.CPU), prompt("youngest", 50, Tier.CPU)]
+    plan = decide(scheduler, gpu(2, 2000), cpu(20, 490), prompts)
+    assert batch_sizes(plan) == {SteppingRule.RIDE_AND_WAIT: 10, SteppingRule.STEP_AND_WAIT: 2}
+    assert [item.request.request_id for item in plan.prefills] == ["oldest"]
+
+
 def test_neo_keeps_prefills_that_cost_the_lane_nothing() -> None:
     """Linear time is flat up to the knee: there a prefill only adds requests."""
     prompts = [prompt(name, 100, Tier.CPU) for name in ("oldest", "middle", "youngest")]
     plan = decide(scheduler_of("neo", flat_table(cpu_token_s=1e-6)), gpu(1, 10), cpu(2, 100), prompts)
     assert [item.request for item in plan.prefills] == prompts
+
+
+# -- FastDecode+ ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"strategy": "asynchronous-overlap"}, {"strategy": "gpu-only"}, {"disable_asymmetric_pipelining": True}],
+)
+def test_fastdecode_is_asymmetric_pipelining_and_nothing_else(strategy: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="fastdecode"):
+        scheduler_of("fastdecode", flat_table(), **strategy)
 
 
 # -- APEX -------------------------------------------------------------------------------------------------------------

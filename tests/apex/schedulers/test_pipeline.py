@@ -102,3 +102,19 @@ def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
     draft.remove_prefill(item)
     assert load.without(item) == LaneLoad.from_draft(draft) == LaneLoad.from_items(draft.build_plan().lane)
     assert draft.tokens_left == 100 - 32
+
+
+def test_the_even_split_counts_requests_under_way_as_context_of_batch_1() -> None:
+    pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), LaneLoad(0, 0, 0, 0, ()))
+    pipeline.add_under_way([decoding("u", 30), decoding("v", 20)])
+    pipeline.split_evenly(CpuDecodes([decoding("a", 40), decoding("b", 25), decoding("c", 10)]))
+    first, second = pipeline.batches
+    assert [request.request_id for request in first.requests] == ["a", "b"]
+    assert (first.context_tokens, second.context_tokens) == (65, 30 + 20 + 10)
+
+
+def test_a_draft_whose_budget_is_used_up_takes_no_further_chunk() -> None:
+    draft = PlanDraft(token_budget=10)
+    for name in ("fills", "finds nothing left"):
+        draft.add_prefill(decoding(name, 10))
+    assert [(item.request.request_id, item.num_tokens) for item in draft.prefills] == [("fills", 10)]

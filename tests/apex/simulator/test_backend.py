@@ -6,7 +6,7 @@ import pytest
 
 from apex.perf.model import Curve, PerfModel, ProfileTable
 from apex.simulator.backend import SimulatedBackend
-from apex.simulator.cpu_path import Interconnect
+from apex.simulator.cpu_path import Interconnect, Link, SimulatedWorker
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
@@ -148,6 +148,27 @@ def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     backend.swap([swap_of(100)])
     assert ticket.ready()
     assert ticket.wait() == pytest.approx(900e-6 / 0.75)
+
+
+def test_a_task_loses_bandwidth_for_the_rest_of_its_time_at_most() -> None:
+    """Late on the clock, and by hand: half of the bandwidth is gone while a link is busy."""
+    worker = SimulatedWorker(Link(), dram_share=0.5)
+    nearly_done = worker.submit(10.0, 1.0, 0.0, None)
+    behind = worker.submit(10.0, 1.0, 0.0, None)
+    worker.slow_down(10.9, 20.0)  # 0.1 s of work is left: it takes 0.2 s
+    assert nearly_done.done_s == pytest.approx(11.1)
+    assert (behind.start_s, behind.done_s) == pytest.approx((11.1, 13.1))
+
+
+def test_a_transfer_after_the_end_of_a_task_leaves_it_as_it_was() -> None:
+    worker = SimulatedWorker(Link(), dram_share=0.5)
+    done = worker.submit(1.0, 1.0, 0.0, None)
+    worker.slow_down(2.5, 4.0)
+    assert done.done_s == 2.0
+
+
+def test_a_link_may_be_slow() -> None:
+    assert Interconnect(0.5, 1, 1, dram_bytes_per_s=1.0).transfer_s(2) == 4.0
 
 
 def test_a_link_cannot_outrun_the_memory_behind_it() -> None:

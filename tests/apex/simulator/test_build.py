@@ -7,7 +7,7 @@ import pytest
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_path import Interconnect
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.systems import systems
 from tests.reference.linear_profile import flat_ends_table
 
@@ -40,3 +40,18 @@ def test_blocks_in_one_tier_are_enough(gpu: int, cpu: int) -> None:
     while engine.has_unfinished():
         engine.step()
     assert request.output_len == 3
+
+
+def test_by_default_it_serves_models_of_8192_tokens_and_32000_words() -> None:
+    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=600, num_cpu_blocks=600)
+    longest = SamplingParams(max_tokens=192)
+    engine.make_request("longest", [31_999] * 8000, longest)
+    for prompt in ([1] * 8001, [32_000]):
+        with pytest.raises(RequestRefused):
+            engine.make_request("more", prompt, longest)
+
+
+def test_a_simulation_has_no_worker_to_restart_and_names_what_it_extrapolates() -> None:
+    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
+    assert engine.stats().worker_restarts == 0
+    assert engine.backend.extrapolated == frozenset()

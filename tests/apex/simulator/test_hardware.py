@@ -246,6 +246,24 @@ def test_gpu_attention_reads_the_kv_cache_near_peak_when_long_and_not_when_short
     assert fraction_of_peak(16, 32) < 0.15
 
 
+def test_attention_on_the_gpu_is_the_sum_of_its_documented_parts() -> None:
+    card, shape = load_gpu("a10"), LayerShape.from_config(LLAMA_3_8B)
+    kv_bytes = 64 * 1000 * shape.kv_elements * 2
+    read_s = kv_bytes / (card["memory_bandwidth_gb_s"] * 1e9 * card["decode_attention_fraction"])
+    starts_s = 64 * shape.num_kv_heads * card["decode_attention_request_head_ns"] * 1e-9
+    fixed_s = card["decode_attention_fixed_us"] * 1e-6
+    assert gpu_attention_s(card, shape, 2, 64, 1000) == pytest.approx(fixed_s + starts_s + read_s, rel=1e-12)
+    flops = 4 * shape.num_heads * shape.head_dim * 512 * (1000 + 512)
+    flops_per_s = card["tensor_tflops"] * 1e12 * card["gemm_fraction"] * card["prefill_attention_of_gemm"]
+    expected_s = card["prefill_attention_fixed_us"] * 1e-6 + flops / flops_per_s
+    assert prefill_attention_s(card, shape, 512, 1000) == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_a_host_may_read_slower_than_a_gigabyte_a_second() -> None:
+    slow, fast = (profile("a10", cpu_bandwidth_gb_s=gb_s).cpu_attention(64, 1000) for gb_s in (0.5, 50.0))
+    assert slow > 50 * fast
+
+
 def test_tables_agree_with_the_formulas_between_their_points() -> None:
     card, shape = load_gpu("a10"), LayerShape.from_config(LLAMA_3_8B)
     model = PerfModel(profile("a10"), 32)
