@@ -132,7 +132,7 @@ class BuildPacpu(build_ext):
                 flags = [*CXX_FLAGS, "-fno-tree-slp-vectorize", *sanitize_flags, *isa_flags, "-w", "-DNDEBUG"]
                 flags.append(f"-Dllamafile_sgemm=pacpu_llamafile_sgemm_{isa}")
                 if sanitize_flags:
-                    flags.append("-O1")  # with less, functions that nobody calls ask for the rest of its library
+                    flags.append("-O1")  # with less, unused functions ask for the rest of its library
                 output = build_dir / f"llamafile/sgemm_{isa}.o"
                 commands[output] = [*CXX, *flags, "-MMD", "-c", str(llamafile_source), "-o", str(output)]
         make_all(commands)

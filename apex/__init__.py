@@ -1,1 +1,1 @@
-"""APEX: schedulers, performance model and overlap runtime on top of the swiftllm engine."""
+"""APEX: the papers' schedulers, performance model, simulator, timelines, replay and command line, over swiftllm."""

@@ -1,1 +1,1 @@
-"""The harness that proves the claims: traces, replay, metrics, figures."""
+"""The harness that checks the papers' claims: traces, replay, metrics, figures."""

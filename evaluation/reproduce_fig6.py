@@ -32,7 +32,7 @@ class Options(FigureOptions):
     """Figure 6 of the APEX paper: mean per-token latency over the request rate, (a) on a T4 with OSC, (b) on an A10
     with Azure conversation.
 
-    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about three minutes on two cores.
+    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about two minutes on two cores.
     To measure a scaled-down version on this machine, give --backend torch. Defaults come from
     configs/experiments/fig6.yaml. Results, figure and provenance go to results/fig6/<run>/.
     """

@@ -32,7 +32,7 @@ class Options(FigureOptions):
     """Figure 7 of the APEX paper: throughput relative to SwiftLLM over the average output length, prompts of 1,000
     tokens, on an A10.
 
-    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about four minutes on two cores.
+    Without arguments everything is SIMULATED (predicted times, no GPU needed), in about one minute on two cores.
     To measure a scaled-down version on this machine, give --backend torch. Defaults come from
     configs/experiments/fig7.yaml. Results, figure and provenance go to results/fig7/<run>/.
     """

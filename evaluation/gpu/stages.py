@@ -1,11 +1,11 @@
 """Runs the parts of scripts/gpu_check.sh, each a process of its own, and shares out the time there is.
 
-Stages come one after the other, the parts of a stage side by side: nothing is timed in a stage that has several. A
-stage may take its share of the time that is left, by what it is down for beside the stages still to come. So what one
-leaves goes to all that follow, and one that hangs takes nothing from theirs.
+Stages come one after the other, the parts of a stage side by side: nothing is timed in a stage that has several.
+The time left is divided among the stages still to come, in proportion to their shares. So later stages get the time
+that one does not use, and a stage that hangs cannot exceed its limit.
 
 parts.txt says how each part ended; of those that failed the log stays. The page and summary.json are written
-anew after every stage, so whoever stops the whole finds what was done until then. Needs the standard library alone.
+anew after every stage, so stopping early keeps what was done until then. Needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """``compute`` is the stream torch uses unless told otherwise; the others carry K, V, Q and attention results to
+    """``compute`` is torch's default stream; the others carry K, V, Q and attention results to
     the host and back, and blocks between the tiers."""
 
     torch_device: torch.device

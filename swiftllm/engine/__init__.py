@@ -1,1 +1,1 @@
-"""The engine's step loop, and its interfaces to executor and backend."""
+"""The engine's step loop, its executor, and the interface of backends."""

@@ -17,7 +17,7 @@ DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix s
 
 
 class WeightsError(ValueError):
-    """A checkpoint does not hold what config.json promises; the message names the tensors."""
+    """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
 
 
 @dataclass

@@ -195,7 +195,7 @@ class Scheduler:
     def _swap_in(self, draft: PlanDraft) -> None:
         """Move the oldest CPU requests back while GPU blocks are free, and decode them in this iteration.
 
-        A request with CPU attention under way is called back first. Its GPU blocks are promised to it until then.
+        A request with CPU attention under way is called back first. Its GPU blocks are reserved for it until then.
         """
         self._gpu_blocks_promised = 0
         if draft.swaps or Tier.GPU not in self.decode_tiers:  # this plan preempted a request: the GPU is full
