@@ -118,7 +118,7 @@ def checked_value(where: str, name: str, value: Any, kind: Any) -> Any:
     except ValidationError as error:
         raise InputError(f"{where}: {name}: {error.errors()[0]['msg']}, not {value!r}") from None
     if isinstance(value, bool) and not isinstance(result, bool):
-        raise InputError(f"{where}: {name}: this option is not a switch: it needs a value")
+        raise InputError(f"{where}: {name}: this option is not a switch: it wants a value")
     return result
 
 
