@@ -78,7 +78,7 @@ LIBRARIES = ("numpy", "torch", "transformers", "fastapi", "uvicorn", "hypothesis
 MEMORY_BYTES = 8 << 30  # of a mutant's process: a loop without end must not take the machine along
 WALL_PER_CPU = 6  # a mutant that sleeps uses up no CPU time
 LOG, CALLS = "mutation.log", "mutation-calls.json"
-KEPT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "results", ".*_cache", ".hypothesis")
+KEPT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,9 @@ def _load_plugins() -> None:
     for module in PLUGINS:
         if importlib.util.find_spec(module.partition(".")[0]):
             importlib.import_module(module)
-    for module in filter(None, os.environ.get("APEX_PLUGINS", "").split(",")):
+    for module in filter(None, map(str.strip, os.environ.get("APEX_PLUGINS", "").split(","))):
         try:
-            importlib.import_module(module.strip())
+            importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise ImportError(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 

@@ -159,8 +159,9 @@ def trace_note(records: Records) -> str:
 def cpu_attention_notes(records: Records) -> list[str]:
     """The CPU attention kernel of each system, and its speed where that is assumed."""
     notes = []
-    offloading = {name for name, system in systems().items() if system.offloads}
-    kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] in offloading}
+    # Rows may hold systems of plugins that are not loaded now.
+    gpu_only = {name for name, system in systems().items() if not system.offloads}
+    kernels = {r["system"]: r["cpu_kernel"] for r in records if r["system"] not in gpu_only}
     for title in unique_values((r for r in records if r.get("setting_title")), "setting_title"):
         rates: dict[str, set[float]] = {}
         for record in records:

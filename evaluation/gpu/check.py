@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 SYSTEMS = ("swiftllm", "neo", "apex")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 TIMELINE_ITERATIONS = 3
+STALL_TIMEOUT_S = 600.0  # the first steps may compile kernels for minutes; a stage has a limit of its own
 PRINT_EVERY_S = 5.0
 # Of the time that is left when it begins, each may take so much; a measurement more where no timeline is to follow.
 # What is simulated takes well below a second.
@@ -205,7 +206,7 @@ def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[s
             printed_s = time.monotonic()
             print(f"  {name}: {tokens} tokens", flush=True)
 
-    done = replay_requests(engine, requests, show, limit_s=limit_s)
+    done = replay_requests(engine, requests, show, limit_s=limit_s, stall_timeout_s=STALL_TIMEOUT_S)
     metrics = compute_metrics(done.records, done.wall_s, done.stats)
     completed, output_tokens = metrics["completed"] == case.num_requests, done.stats["output_tokens"]
     return {

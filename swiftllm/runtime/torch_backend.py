@@ -93,14 +93,15 @@ class TorchBackend:
         self._runner = TaskRunner(
             self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
         )
-        self._worker = make_worker(self._runner)
-        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
         )
         if self.graphs is not None:
             self.graphs.capture(self.kv_pools.layers[Tier.GPU])
+        # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
+        self._worker = make_worker(self._runner)
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
 
     def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
         longest = config.max_model_len or self.model_config.max_position_embeddings

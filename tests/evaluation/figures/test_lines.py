@@ -11,6 +11,7 @@ from matplotlib.container import ErrorbarContainer
 from evaluation.figures.apex_paper import draw_fig5, system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure, spread_labels
 from evaluation.figures.style import COLOURS, FigureText, system_colour
+from evaluation.figures.words import cpu_attention_notes
 
 
 def test_places_are_the_nearest_that_are_far_enough_apart():
@@ -119,3 +120,13 @@ def test_only_a_panel_among_others_has_a_letter():
     )  # the titles of narrow panels need the room
     plt.close(figure)
     assert [title[:4] for title in titles("a", "b")] == ["(a) ", "(b) "]
+
+
+def test_rows_of_a_plugin_that_is_not_loaded_are_described_too():
+    machine = {"backend": "simulated", "setting_title": "A10", "gpu_attention_gb_s": 500.0}
+    rows = [
+        {**machine, "system": "ride-along", "cpu_kernel": "native", "cpu_bandwidth_gb_s": 40.0},
+        {**machine, "system": "swiftllm", "cpu_kernel": "native", "cpu_bandwidth_gb_s": None},
+    ]
+    (note,) = cpu_attention_notes(rows)
+    assert "ride-along (native kernel) 40 GB/s" in note and "swiftllm" not in note

@@ -17,6 +17,10 @@ def test_source_hash_follows_measured_code_only(tmp_path):
     (tmp_path / "evaluation" / "figures" / "bars.py").write_text("colours")
     (tmp_path / "swiftllm" / "notes.txt").write_text("no code")
     assert source_hash(tmp_path) == before
+    (tmp_path / "evaluation" / "gpu").mkdir()
+    (tmp_path / "evaluation" / "gpu" / "report.py").write_text("only a file of the same name elsewhere presents")
+    assert source_hash(tmp_path) != before
+    (tmp_path / "evaluation" / "gpu" / "report.py").unlink()
     (tmp_path / "swiftllm" / "a.py").write_text("x = 2")
     changed = source_hash(tmp_path)
     assert changed != before
