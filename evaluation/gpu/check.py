@@ -101,7 +101,7 @@ def model_folder(case: Case) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """Measure one system, record a timeline where the CPU takes part, simulate the same.
 
     Yields the record after each of these, so that a later failure loses nothing. All of it has ``limit_s``; a
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_atomically(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
     try:
-        for record in run(options.system, CASES[options.case], options.folder, options.limit - END_S):
+        for record in run_case(options.system, CASES[options.case], options.folder, options.limit - END_S):
             save(record)
     except InsufficientMemory as error:
         save({"system": options.system, "case": asdict(CASES[options.case]), "skipped": str(error)})

@@ -136,7 +136,7 @@ def baseline(run: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
     return None
 
 
-def draw(runs: list[dict[str, Any]], folder: Path) -> None:
+def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
     """Measured bars with the simulated rate as a line across each."""
     from matplotlib import pyplot as plt
 
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     if measured := [run for run in read_runs(folder) if "measured" in run]:
         try:
-            draw(measured, folder)
+            draw_runs(measured, folder)
         except ImportError as error:
             print(f"no figure: {error}", file=sys.stderr)
     write_page(folder)

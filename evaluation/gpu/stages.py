@@ -99,7 +99,7 @@ def share(left_s: float, seconds: Sequence[float]) -> float:
     return max(0.0, left_s) * seconds[0] / sum(seconds)
 
 
-def run(stages: Sequence[Stage], folder: Path, end_s: float) -> bool:
+def run_stages(stages: Sequence[Stage], folder: Path, end_s: float) -> bool:
     """Run all stages until ``end_s`` of :func:`time.monotonic`; whether everything went well."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PARTS).write_text("")
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = (options.folder or REPO_ROOT / "results" / gpu / now).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with TemporaryDirectory() as cache:
-        all_well = run(all_stages(folder, Path(cache), options.rehearse), folder, end_s)
+        all_well = run_stages(all_stages(folder, Path(cache), options.rehearse), folder, end_s)
     print(f"gpu_check: results in {folder} (to commit them: git add --force {folder})")
     return 0 if all_well else 1
 

@@ -61,14 +61,14 @@ def test_a_python_without_torch_is_no_missing_gpu(tmp_path: Path) -> None:
 def test_a_system_without_a_cpu_worker_profiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others would take what it measured for their own, hand-overs as long as the attention itself among it."""
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    *_, record = gpu_check.run("swiftllm", CASES["rehearsal"], tmp_path, limit_s=20.0)
+    *_, record = gpu_check.run_case("swiftllm", CASES["rehearsal"], tmp_path, limit_s=20.0)
     assert record["measured"]["completed"] and record["profile"] is None and record["simulated"] is None
     assert not (tmp_path / "cache/profiles").exists()
 
 
 def test_a_start_that_took_all_the_time_leaves_a_record(tmp_path: Path) -> None:
     (tmp_path / "parts.txt").write_text("swiftllm-rehearsal\tok\t9\n")
-    *_, record = gpu_check.run("swiftllm", CASES["rehearsal"], tmp_path, limit_s=0.0)
+    *_, record = gpu_check.run_case("swiftllm", CASES["rehearsal"], tmp_path, limit_s=0.0)
     assert not record["measured"]["completed"] and record["measured"]["output_tokens"] == 0
     (tmp_path / "end_to_end").mkdir()
     (tmp_path / "end_to_end/swiftllm-rehearsal.json").write_text(json.dumps(record))
@@ -100,7 +100,7 @@ def test_a_system_is_measured_on_a_gpu_that_is_late_and_out_of_order(
     sizes = {"num_requests": 5, "input_len": 12, "output_len": 4, "num_gpu_blocks": 4, "num_cpu_blocks": 24}
     case = replace(CASES["rehearsal"], max_model_len=48, **sizes)
     with fake_gpu(1) as cuda:
-        *_, record = gpu_check.run("neo", case, tmp_path, limit_s=90.0)
+        *_, record = gpu_check.run_case("neo", case, tmp_path, limit_s=90.0)
     measured = record["measured"]
     assert cuda.captures and measured["completed"] and measured["output_tokens"] == 20 and not record["failed"]
     assert measured["strategy_iterations"]["asymmetric-pipelining"] and (tmp_path / record["timeline"]).is_file()
@@ -108,7 +108,7 @@ def test_a_system_is_measured_on_a_gpu_that_is_late_and_out_of_order(
 
 def test_what_was_measured_is_there_before_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    record = next(run := gpu_check.run("apex", CASES["rehearsal"], tmp_path, limit_s=20.0))
+    record = next(run := gpu_check.run_case("apex", CASES["rehearsal"], tmp_path, limit_s=20.0))
     assert record["measured"]["completed"] and record["simulated"] is None and record["timeline"] is None
     run.close()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.gpu import stages as gpu_stages
-from evaluation.gpu.stages import Part, Stage, run, share
+from evaluation.gpu.stages import Part, Stage, run_stages, share
 
 HANG = "import threading\ndef hang_here(): threading.Event().wait()\nhang_here()"
 
@@ -53,7 +53,7 @@ def test_parts_that_hang_fail_or_crash_cost_the_others_nothing(tmp_path: Path, m
         Stage(3.0, (Part("crashes", (sys.executable, "-c", crash)),)),
         Stage(9.0, (Part("last", (*shell, f"echo {{limit_s}} > {tmp_path}/told")),)),
     ]
-    assert not run(stages, tmp_path, time.monotonic() + 18.0)
+    assert not run_stages(stages, tmp_path, time.monotonic() + 18.0)
     parts = [line.split("\t")[:2] for line in (tmp_path / "parts.txt").read_text().splitlines()]
     assert parts == [
         ["beside", "ok"],
@@ -74,7 +74,7 @@ def test_parts_that_hang_fail_or_crash_cost_the_others_nothing(tmp_path: Path, m
 def test_the_page_is_there_before_the_last_part(tmp_path: Path) -> None:
     seen = tmp_path / "seen.md"
     look = Part("looks", ("cp", str(tmp_path / "README.md"), str(seen)))
-    assert run([Stage(1.0, (Part("first", ("true",)),)), Stage(1.0, (look,))], tmp_path, time.monotonic() + 60.0)
+    assert run_stages([Stage(1.0, (Part("first", ("true",)),)), Stage(1.0, (look,))], tmp_path, time.monotonic() + 60.0)
     assert "| first | ok |" in seen.read_text()
 
 
