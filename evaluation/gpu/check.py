@@ -145,7 +145,7 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
             identity = profile_identity(config, engine.backend)
             profile = profile_path(identity)
             table = ProfileTable.load(profile, identity) if profile.exists() else None
-            # As after an hour of serving: the system clears a page for whoever writes to it first.
+            # As after an hour of serving: the system clears a page at its first write.
             with ThreadPoolExecutor(usable_cores()) as pool:
                 list(pool.map(torch.Tensor.zero_, engine.backend.kv_pools.layers[Tier.CPU]))
             warm_up = replace(case, num_requests=WARM_UP_REQUESTS, output_len=min(case.output_len, WARM_UP_TOKENS))

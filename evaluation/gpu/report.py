@@ -56,14 +56,14 @@ def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
 
 
 def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, runs: list[dict[str, Any]]) -> str:
-    told = provenance()["machine"]
-    device = kernels["device"] if kernels else ", ".join(told["gpus"]) or "no GPU"
+    machine = provenance()["machine"]
+    device = kernels["device"] if kernels else ", ".join(machine["gpus"]) or "no GPU"
     lines = [
         f"# {device}, {folder.name}",
         "",
-        f"{told['cpu']}, {told['usable_cores']} cores, {told['memory_gib']} GiB.",
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB.",
     ]
-    if runs[0]["case"]["device"] == "cpu" if runs else not told["gpus"]:
+    if runs[0]["case"]["device"] == "cpu" if runs else not machine["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
     lines += ["", "| part | result | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]
@@ -166,7 +166,7 @@ def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Asked for once: a GPU that nobody uses takes seconds to say its name."""
+    """Asked for once: an idle GPU takes seconds to report its name."""
     return {"machine": machine_identity(), "software": software(), "git": git_state(), "source": source_hash()}
 
 
