@@ -1,16 +1,20 @@
-"""Properties of this machine: processor, usable cores, host memory."""
+"""Properties of this machine: processor, usable cores, host memory, NVIDIA cards."""
 
 from __future__ import annotations
 
 import functools
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
 CPUINFO = Path("/proc/cpuinfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
 class InsufficientMemory(RuntimeError):
@@ -82,3 +86,49 @@ def last_level_cache_bytes() -> int:
         except (OSError, ValueError):
             continue
     return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class Card:
+    """An NVIDIA GPU: its product name, its memory in bytes, its compute capability."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+
+
+def installed_cards() -> list[Card]:
+    """The NVIDIA GPUs of this machine by index, without starting CUDA in this process; empty if none answers."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = "--query-gpu=name,memory.total,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # nvidia-smi hangs when a GPU is lost
+        return []
+    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+    return [card for line in lines if (card := _parsed_card(line)) is not None]
+
+
+def _parsed_card(line: str) -> Card | None:
+    """A card from ``name, MiB, major.minor``; None if the driver does not give one of these."""
+    try:
+        name, mebibytes, capability = (part.strip() for part in line.rsplit(",", 2))
+        major, minor = capability.split(".")
+        return Card(name, int(mebibytes) << 20, (int(major), int(minor)))
+    except ValueError:
+        return None
+
+
+def first_card() -> Card | None:
+    """The card on which CUDA computes by default: the first of CUDA_VISIBLE_DEVICES, else the first there is."""
+    cards = installed_cards()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not cards:
+        return cards[0] if cards else None
+    first = visible.split(",")[0].strip()
+    if first.isdigit():
+        return cards[int(first)] if int(first) < len(cards) else None
+    # An empty value or -1 hides all cards. A card may also be named by its UUID, which the list does not give.
+    return cards[0] if first.startswith(("GPU-", "MIG-")) else None

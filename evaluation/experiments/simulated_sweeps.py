@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Sweep:
     repeats: int = 1
     """How many times every point runs, each with the next seed: nothing else in a simulation is random."""
     trace_dir: Path | None = None
+    scale: float = 1.0
+    """Factor for input and output lengths."""
 
 
 def make_sweep(
@@ -97,15 +99,24 @@ def make_sweep(
     return Sweep(chosen, baseline, tuple(panels), seed, repeats or 1, trace_dir)
 
 
-def make_simulated_points(sweep: Sweep) -> list[Point]:
+MakePoint = Callable[[Sweep, Panel, Lengths, str], Point]
+"""Makes a point from the sweep, one of its panels, the workload and the system's name."""
+
+
+def make_sweep_points(sweep: Sweep, make_point: MakePoint) -> list[Point]:
     """All points of the figure, in the order panel, swept value, system."""
     points = []
     for panel in sweep.panels:
         for output_len in panel.output_lens or (None,):
             for rate in panel.request_rates or (None,):
                 for lengths in _lengths(sweep, panel, output_len, rate):
-                    points += [_point(sweep, panel, lengths, system) for system in sweep.systems]
+                    points += [make_point(sweep, panel, lengths, system) for system in sweep.systems]
     return points
+
+
+def make_simulated_points(sweep: Sweep) -> list[Point]:
+    """All points of the figure, predicted on the papers' machines."""
+    return make_sweep_points(sweep, _point)
 
 
 def make_sensitivity_points(sweep: Sweep, variation: Variation) -> list[Point]:
@@ -138,7 +149,7 @@ def _lengths(sweep: Sweep, panel: Panel, output_len: float | None, rate: float |
     trace = panel.trace(output_len, sweep.trace_dir)
     arrivals = "at-once" if rate is None else "poisson"
     first = WorkloadSpec(
-        trace.name, panel.num_requests, output_len=output_len, arrivals=arrivals, request_rate=rate, seed=sweep.seed
+        trace.name, panel.num_requests, sweep.scale, output_len, arrivals, request_rate=rate, seed=sweep.seed
     )
     seeds = range(sweep.seed, sweep.seed + sweep.repeats)
     return [make_lengths(replace(first, seed=seed), trace) for seed in seeds]
@@ -153,29 +164,45 @@ def _point(
     value: float | None = None,
 ) -> Point:
     """A point of a panel; ``value`` replaces what its setting assumes."""
-    setting, spec = panel.setting, lengths.spec
+    setting = panel.setting
     if value is not None:
         setting = assumption.replaced(setting, value)
     values = {
         "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
     }  # fmt: skip
     task = setting.make_task(system, lengths, values)
-    parts = [f"sim-{panel.panel}", setting.name, spec.name]
-    words = [setting.title, lengths.title]
-    swept = [("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")]
-    if assumption is not None:
-        swept.append((assumption.tag, value, assumption.unit))
-    for tag, at, unit in swept:
+    parts, words = [f"sim-{panel.panel}", setting.name], [setting.title]
+    varied = None if value is None else (f"{assumption.tag}{value:g}", f"{value:g} {assumption.unit}")
+    key, group, label = point_names(parts, words, lengths, system, sweep.repeats, varied)
+    return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+
+
+def point_names(
+    parts: Sequence[str],
+    words: Sequence[str],
+    lengths: Lengths,
+    system: str,
+    repeats: int,
+    varied: tuple[str, str] | None = None,
+) -> tuple[str, str, str]:
+    """Key, group and label of a point.
+
+    ``parts`` begin the key and ``words`` the label. ``varied`` is a varied assumption, for both.
+    """
+    spec = lengths.spec
+    parts, words = [*parts, spec.name], [*words, lengths.title]
+    for tag, at, unit in (("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")):
         if at is not None:
             parts.append(f"{tag}{at:g}")
             words.append(f"{at:g} {unit}")
+    if varied is not None:
+        parts.append(varied[0])
+        words.append(varied[1])
     group = "-".join([*parts, system])
     label = ", ".join([*words, system])
-    if sweep.repeats == 1:
-        key = group
-    else:
-        key, label = f"{group}-seed{spec.seed}", f"{label}, seed {spec.seed}"
-    return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+    if repeats == 1:
+        return group, group, label
+    return f"{group}-seed{spec.seed}", group, f"{label}, seed {spec.seed}"
 
 
 def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:

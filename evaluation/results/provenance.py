@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.results.paths import REPO_ROOT
-from swiftllm.machine import cpu_model, host_memory_bytes, usable_cores
+from swiftllm.machine import cpu_model, host_memory_bytes, installed_cards, usable_cores
 
 PACKAGES = (
     "torch",
@@ -45,20 +45,8 @@ def machine_identity() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
         "memory_gib": round(host_memory_bytes() / 2**30),
-        "gpus": gpu_names(),
+        "gpus": [card.name for card in installed_cards()],
     }
-
-
-def gpu_names() -> list[str]:
-    """NVIDIA GPUs of the machine, without starting CUDA in this process."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except subprocess.TimeoutExpired:  # nvidia-smi hangs when a GPU is lost
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
 
 
 def git_state(root: Path = REPO_ROOT) -> dict[str, Any]:

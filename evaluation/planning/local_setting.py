@@ -1,0 +1,214 @@
+"""A paper's setting on this machine: its model and pools here, and what differs from the paper."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import try_to_load_from_cache
+
+from apex.simulator.hardware import MODELS_DIR
+from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
+from swiftllm.config import DtypeName, EngineConfig, LoadFormat
+from swiftllm.files import cache_dir, write_atomically
+from swiftllm.kv.fit import MemoryFit, check_fit, memory_fit
+from swiftllm.machine import Card, InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.hub import model_folder
+
+GB = 1e9
+Pools = Literal["papers", "card"]
+TINY_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of a rehearsal's model. Its number of KV heads follows from the ratio of heads in the setting's model."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line chooses about a setting on this machine. None leaves it to the setting."""
+
+    model: str | None = None
+    """A hub name or a folder; by default the setting's model."""
+    load_format: LoadFormat | None = None
+    pools: Pools = "papers"
+    num_gpu_blocks: int | None = None
+    num_layers: int | None = None
+    on_cpu: bool = False
+    dtype: DtypeName | None = None
+    max_num_batched_tokens: int | None = None
+    cpu_threads: int | None = None
+    cpu_kernel: str | None = None
+    tiny: bool = False
+    """A rehearsal: a tiny random model on the CPU."""
+
+
+@dataclass(frozen=True)
+class LocalSetting:
+    """A paper's setting as this machine runs it. ``differences`` are its deviations from the paper, in words."""
+
+    paper: PaperSetting
+    title: str
+    pools: Pools
+    card: Card | None
+    weights: Literal["checkpoint", "dummy"]
+    engine: EngineConfig
+    fit: MemoryFit
+    differences: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.paper.name
+
+    def row(self) -> dict[str, Any]:
+        """Fields of the summary rows of this setting's points."""
+        blocks = self.engine.num_cpu_blocks
+        return {
+            "setting": self.name,
+            "setting_title": self.title,
+            "setting_origin": self.pools,
+            "weights": self.weights,
+            "max_gpu_blocks": self.fit.max_gpu_blocks,
+            "cpu_kv_gb": round(blocks * self.fit.bytes_per_block / GB, 1),
+            "max_model_len": self.engine.max_model_len,
+        }
+
+
+def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choices: Choices) -> LocalSetting:
+    """The setting on a machine with this card and this much available host memory.
+
+    Raises:
+        ValueError: it does not fit; the message holds the numbers. Or an option is not valid here.
+        FileNotFoundError: the model that was named is not to be had.
+    """
+    card = None if choices.on_cpu or choices.tiny else card
+    model, weights, model_words = _model(paper, choices)
+    shape = ModelConfig.from_folder(model)
+    dtype = _dtype(paper, card, choices)
+    limits = paper.limits
+    max_tokens = choices.max_num_batched_tokens or limits.max_num_batched_tokens
+    engine = EngineConfig(
+        str(model),
+        "cpu" if card is None else "cuda",
+        dtype,
+        "auto" if weights == "checkpoint" else "dummy",
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=min(limits.max_num_seqs, max_tokens),
+        max_model_len=min(limits.max_model_len, shape.max_position_embeddings),
+        lane_threads=1,  # without a GPU the lane takes the GPU's part, so it has the same size in all systems
+        cpu_threads=choices.cpu_threads,
+        cpu_kernel=choices.cpu_kernel,
+    )
+    fit = memory_fit(
+        shape,
+        dtype,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        device_bytes=host_bytes if card is None else card.total_bytes,
+        host_bytes=host_bytes,
+        on_host=card is None,
+    )
+    is_own_card = card is None or gpu_kind(card.name) == paper.gpu
+    pools: Pools = choices.pools if is_own_card else "card"
+    gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
+    wanted_cpu_blocks = int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
+    cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks)
+    try:
+        check_fit(fit, gpu_blocks, cpu_blocks)
+    except InsufficientMemory as error:
+        raise ValueError(f"setting {paper.name} does not fit here: {error}") from None
+    for where, blocks in (("the GPU pool", gpu_blocks), ("host memory", cpu_blocks)):
+        if blocks * BLOCK_SIZE < engine.max_model_len:
+            raise ValueError(
+                f"setting {paper.name} does not fit here: {where} has room for {blocks * BLOCK_SIZE:,} tokens of KV "
+                f"cache, and its longest request has {engine.max_model_len:,}"
+            )
+    differences = list(model_words)
+    if card is None:
+        differences.append("the CPU computes the linear layers: there is no GPU")
+    elif not is_own_card:
+        differences.append(f"{card.name} instead of the paper's GPU, with the {gpu_blocks:,} KV blocks that it holds")
+    elif gpu_blocks != paper.num_gpu_blocks:
+        differences.append(f"{gpu_blocks:,} GPU blocks instead of {paper.num_gpu_blocks:,}")
+    if cpu_blocks < wanted_cpu_blocks:
+        here_gb = cpu_blocks * fit.bytes_per_block / GB
+        differences.append(f"{here_gb:.0f} GB of KV cache in host memory instead of {paper['cpu_kv_gb']:g} GB")
+    if max_tokens != limits.max_num_batched_tokens:
+        differences.append(f"{max_tokens:,} tokens per iteration instead of {limits.max_num_batched_tokens:,}")
+    return LocalSetting(
+        paper,
+        _title(paper, card, choices),
+        pools,
+        card,
+        weights,
+        replace(engine, num_gpu_blocks=gpu_blocks, num_cpu_blocks=cpu_blocks),
+        fit,
+        tuple(differences),
+    )
+
+
+def _title(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
+    """The title in figures: the paper's on its own card, else this machine's device."""
+    model = paper.title.split(" (")[0].partition(" + ")[2]
+    if choices.tiny:
+        return f"rehearsal of {paper.title.split(' (')[0]}"
+    if choices.num_layers is not None:
+        model += f", {choices.num_layers} layers"
+    if card is None:
+        return f"CPU + {model}"
+    short = card.name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
+    return f"{short} + {model}"
+
+
+def _dtype(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
+    dtype = choices.dtype or ("float32" if choices.tiny else paper.dtype)
+    if dtype == "auto":
+        dtype = paper.dtype
+    if dtype == "bfloat16" and card is not None and card.capability < (8, 0):
+        raise ValueError(f"{card.name} has no bfloat16: use --dtype float16")
+    return dtype
+
+
+def _model(paper: PaperSetting, choices: Choices) -> tuple[Path, Literal["checkpoint", "dummy"], tuple[str, ...]]:
+    """Folder of the model, its weights, and how it differs from the paper's.
+
+    A checkpoint is downloaded only where the command line names it: it has 13 GB and more, and may need a licence.
+    """
+    if choices.tiny:
+        return _shape_folder(paper.model, "tiny", TINY_SHAPE), "dummy", ("a tiny random model",)
+    if choices.num_layers is not None:
+        name = f"{choices.num_layers}-layers"
+        folder = _shape_folder(paper.model, name, {"num_hidden_layers": choices.num_layers})
+        return folder, "dummy", (f"{choices.num_layers} layers of the model, with random weights",)
+    if choices.model is not None:
+        dummy = choices.load_format == "dummy"
+        folder = model_folder(choices.model, weights=not dummy)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"no model in {folder}: give --model a Hugging Face folder or a hub name")
+        return folder, "dummy" if dummy else "checkpoint", (f"the model {choices.model}",)
+    cached = try_to_load_from_cache(paper.hub_name, "config.json")
+    if isinstance(cached, str) and choices.load_format != "dummy" and any(Path(cached).parent.glob("*.safetensors")):
+        return Path(cached).parent, "checkpoint", ()
+    return MODELS_DIR / paper.model, "dummy", ("random weights",)
+
+
+def _shape_folder(model: str, name: str, changes: dict[str, Any]) -> Path:
+    """A folder in the cache with the configuration of ``model`` and some other sizes."""
+    config = json.loads((MODELS_DIR / model / "config.json").read_text())
+    if "num_attention_heads" in changes:
+        heads_per_kv_head = config["num_attention_heads"] // config["num_key_value_heads"]
+        changes = {**changes, "num_key_value_heads": max(1, changes["num_attention_heads"] // heads_per_kv_head)}
+    folder = cache_dir() / "shapes" / f"{model}-{name}"
+    write_atomically(folder / "config.json", json.dumps({**config, **changes}, indent=1) + "\n")
+    return folder
