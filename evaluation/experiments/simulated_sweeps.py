@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.experiments.paper_settings import PaperSetting, load_setting
+from apex.simulator.paper_settings import PaperSetting, load_setting
+from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Assumption, Variation
 from evaluation.experiments.simulated_point import SimulatedTask
@@ -159,7 +160,7 @@ def _point(
     values = {
         "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
     }  # fmt: skip
-    task = setting.make_task(system, lengths, values)
+    task = simulated_task(setting, system, lengths, values)
     parts = [f"sim-{panel.panel}", setting.name, spec.name]
     words = [setting.title, lengths.title]
     swept = [("out", spec.output_len, "output tokens"), ("rate", spec.request_rate, "requests/s")]
