@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from apex.simulator.hardware import load_host
-from evaluation.experiments.paper_settings import PaperSetting
+from apex.simulator.paper_settings import PaperSetting
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Variation
 from evaluation.experiments.simulated_sweeps import Panel, make_sensitivity_points, make_simulated_points, make_sweep

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from evaluation.experiments.paper_settings import PaperSetting
+from apex.simulator.paper_settings import PaperSetting
 from evaluation.results.folder import FlatRecord
 
 STEPS = 8
@@ -19,7 +19,7 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Assumption:
-    """One figure of a :class:`~evaluation.experiments.paper_settings.PaperSetting` that can be replaced.
+    """One figure of a :class:`~apex.simulator.paper_settings.PaperSetting` that can be replaced.
 
     ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the field of its value.
     ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.experiments.paper_settings import PaperSetting, load_setting
+from apex.simulator.paper_settings import PaperSetting, load_setting
+from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Assumption, Variation
 from evaluation.experiments.simulated_point import SimulatedTask
@@ -170,7 +171,7 @@ def _point(
     values = {
         "panel": panel.panel, "baseline": sweep.baseline, "sensitivity": assumption.name if assumption else None
     }  # fmt: skip
-    task = setting.make_task(system, lengths, values)
+    task = simulated_task(setting, system, lengths, values)
     parts, words = [f"sim-{panel.panel}", setting.name], [setting.title]
     varied = None if value is None else (f"{assumption.tag}{value:g}", f"{value:g} {assumption.unit}")
     key, group, label = point_names(parts, words, lengths, system, sweep.repeats, varied)

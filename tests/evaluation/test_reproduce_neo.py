@@ -11,9 +11,9 @@ import yaml
 from matplotlib import pyplot as plt
 
 from apex.simulator.hardware import load_host
+from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.neo_points import crossing, make_neo_points, on_host, with_rates_at_latency
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.paper_settings import load_setting
 from evaluation.figures.neo_paper import HOST_COLOURS, draw_panel, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, chosen_points, main
 from evaluation.results.claims import load_claims

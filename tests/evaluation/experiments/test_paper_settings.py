@@ -1,4 +1,4 @@
-"""Settings of the papers: pools fit their machines, overrides reach the profile, sweeps have every combination once."""
+"""Simulated points of the papers' settings: overrides reach the profile, sweeps have every combination once."""
 
 from __future__ import annotations
 
@@ -6,58 +6,31 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import yaml
 
-from apex.simulator.hardware import load_model_config
-from evaluation.experiments.paper_settings import PAPERS_FILE, clip_lengths, load_setting
+from apex.simulator.paper_settings import load_setting
+from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import make_simulated_points, make_sweep
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
-
-SETTINGS = tuple(yaml.safe_load(PAPERS_FILE.read_text())["settings"])
 
 
 def lengths(*rows):
     return Lengths(WorkloadSpec("osc", len(rows)), "OSC", Origin("fitted", ""), tuple(TraceRow(*row) for row in rows))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_fits_its_machine(name):
-    """Weights and pool fit the GPU, the CPU pool fits the host, and the longest request fits the GPU pool."""
-    from apex.simulator.hardware import load_gpu, load_host
-
-    setting = load_setting(name)
-    config = load_model_config(setting.model)
-    pool_bytes = setting.num_gpu_blocks * 16 * config.kv_bytes_per_token(2)
-    assert pool_bytes < load_gpu(setting.gpu)["memory_gb"] * 1e9
-    assert setting["cpu_kv_gb"] <= load_host(setting.host)["memory_gb"]
-    assert setting.limits.max_model_len <= setting.num_gpu_blocks * 16
-    assert setting.limits.max_model_len <= config.max_position_embeddings
-    assert all(figure.origin for figure in setting.figures.values())
-
-
-def test_pools_of_the_papers():
-    t4, a10 = load_setting("apex-t4"), load_setting("apex-a10")
-    assert (t4.num_gpu_blocks, a10.num_gpu_blocks) == (54, 1650)
-    assert (t4.min_gpu_blocks, a10.min_gpu_blocks) == (52, 1280)
-    assert t4.max_gpu_blocks == (16e9 - 2 * 6_738_415_616) // (16 * 512 * 1024)  # Llama-2-7B: 6.74 G weights
-    assert t4.num_cpu_blocks == 20 * 10**9 // (16 * 512 * 1024)  # Llama-2-7B: 0.5 MiB per token
-    assert a10.num_cpu_blocks == 120 * 10**9 // (16 * 128 * 1024)
-
-
 def test_what_the_engine_would_refuse_is_clipped_and_counted():
     clipped, count = clip_lengths(lengths((10, 20), (10, 90), (300, 5)), 100)
     assert [(row.input_tokens, row.output_tokens) for row in clipped.rows] == [(10, 20), (10, 90), (99, 1)]
     assert count == 1
-    task = load_setting("apex-t4").make_task("neo", lengths((400, 500)))
+    task = simulated_task(load_setting("apex-t4"), "neo", lengths((400, 500)))
     assert task.values["num_clipped"] == 1 and task.lengths.rows[0].output_tokens == 432
 
 
 def test_overrides_reach_the_profile():
     setting = load_setting("apex-a10")
     slow = replace(setting, cpu_bandwidth_gb_s=10.0)
-    fast, slowed = (s.hardware("neo").table for s in (setting, slow))
+    fast, slowed = (simulated_hardware(s, "neo").table for s in (setting, slow))
     assert slowed.cpu_attention(64, 64_000) > 5 * fast.cpu_attention(64, 64_000)
     assert slowed.gpu_attention == fast.gpu_attention
     assert setting.cpu_attention_gb_s("swiftllm") is None and slow.cpu_attention_gb_s("swiftllm") is None
@@ -67,11 +40,6 @@ def test_overrides_reach_the_profile():
     assert weaker.cpu_attention_gb_s("neo") < setting.cpu_attention_gb_s("neo")
     assert weaker.num_cpu_blocks == setting.num_cpu_blocks // 4
     assert weaker.figures["cpu_kv_gb"].origin == "a smaller host"
-
-
-def test_unknown_setting_lists_those_there_are():
-    with pytest.raises(ValueError, match="apex-t4, apex-a10"):
-        load_setting("apex-b200")
 
 
 def test_synthetic_lengths_are_those_asked_for():

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from evaluation.experiments.paper_settings import load_setting
+from apex.simulator.paper_settings import load_setting
 from evaluation.results.claims import CLAIMS_FILE, Claim, assumptions, compare_claims, load_claims, print_claims
 
 

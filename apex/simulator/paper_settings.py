@@ -1,0 +1,159 @@
+"""The papers' machines as their evaluations set them up, and which of them is nearest to a GPU.
+
+They are the settings of ``configs/experiments/papers.yaml``. Imports torch to read models: import it late.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s
+from apex.simulator.hardware import CONFIGS, Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
+from swiftllm.model.config import ModelConfig
+from swiftllm.scheduling.scheduler import SchedulerLimits
+
+PAPERS_FILE = CONFIGS / "experiments" / "papers.yaml"
+BLOCK_SIZE = 16
+OTHER_NAMES = {"a10g": "a10"}  # AWS's A10: NEO's, too
+T4_BELOW_BYTES = 20 * 10**9  # a card with less holds the weights of Llama-2-7B at best, not those of Llama-3.1-8B
+
+
+@dataclass(frozen=True)
+class PaperSetting:
+    """Machine, model and engine limits of a paper. Each entry of ``figures`` records where its limit comes from.
+
+    To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
+    :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel on the host.
+
+    ``gpu``, ``host`` and ``model`` are names in ``configs``; ``hub_name`` is the name of the model's checkpoint.
+    """
+
+    name: str
+    title: str
+    gpu: str
+    host: str
+    model: str
+    hub_name: str
+    dtype: str
+    origin: str
+    figures: Mapping[str, Figure]
+    cpu_kernels: Mapping[str, str]
+    cpu_bandwidth_gb_s: float | None = None
+
+    def __getitem__(self, figure: str) -> float:
+        return self.figures[figure].value
+
+    def with_figures(self, reason: str, **values: float) -> PaperSetting:
+        """The setting with other limits, e.g. ``cpu_kv_gb`` of another host; ``reason`` becomes their origin."""
+        changed = {
+            name: replace(self.figures[name], value=value, status="assumed", origin=reason)
+            for name, value in values.items()
+        }
+        return replace(self, figures={**self.figures, **changed})
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return _model(self.model)
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        names = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
+        return SchedulerLimits(*(int(self[name]) for name in names))
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        return int(self["num_gpu_blocks"])
+
+    @property
+    def min_gpu_blocks(self) -> int:
+        """GPU blocks of the longest request."""
+        return -(-self.limits.max_model_len // BLOCK_SIZE)
+
+    @property
+    def max_gpu_blocks(self) -> int:
+        """Blocks that fit the GPU's memory beside the weights, with nothing left for activations."""
+        model, itemsize = self.model_config, ITEMSIZES[self.dtype]
+        free_bytes = load_gpu(self.gpu)["memory_gb"] * 1e9 - model.num_parameters * itemsize
+        return int(free_bytes // (model.kv_bytes_per_token(itemsize) * BLOCK_SIZE))
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Blocks that fit the host memory reserved for KV cache."""
+        token_bytes = self.model_config.kv_bytes_per_token(ITEMSIZES[self.dtype])
+        return int(self["cpu_kv_gb"] * 1e9 // (token_bytes * BLOCK_SIZE))
+
+    def kernel_of(self, system: str) -> str | None:
+        """The CPU attention kernel of a system; None for a GPU-only system."""
+        return self.cpu_kernels.get(system)
+
+    def cpu_attention_gb_s(self, system: str) -> float | None:
+        """GB/s at which the system's CPU attention reads KV cache; None for a GPU-only system."""
+        kernel = self.kernel_of(system)
+        if kernel is None or self.cpu_bandwidth_gb_s is not None:
+            return self.cpu_bandwidth_gb_s if kernel else None
+        shape = LayerShape.from_config(self.model_config)
+        return cpu_attention_gb_s(load_host(self.host), kernel, shape)
+
+    def gpu_attention_gb_s(self) -> float:
+        """GB/s at which the GPU's decode attention reads KV cache, without kernel launches."""
+        gpu = load_gpu(self.gpu)
+        return gpu["memory_bandwidth_gb_s"] * gpu["decode_attention_fraction"]
+
+
+def setting_names(path: Path = PAPERS_FILE) -> tuple[str, ...]:
+    """The names of all settings, in the order of the file."""
+    return tuple(_read(path)["settings"])
+
+
+def load_setting(name: str, path: Path = PAPERS_FILE) -> PaperSetting:
+    """A setting by name.
+
+    Raises:
+        ValueError: there is no such setting; the message lists the existing ones.
+    """
+    raw = _read(path)
+    if name not in raw["settings"]:
+        raise ValueError(f"no setting {name!r} in {path}: known are {', '.join(raw['settings'])}")
+    fields = raw["settings"][name]
+    figures = {figure: Figure(**entry) for figure, entry in fields["figures"].items()}
+    kernels = {system: entry["kernel"] for system, entry in raw["cpu_kernels"].items()}
+    hub_name = raw["models"][fields["model"]]["hub"]
+    return PaperSetting(name, **{**fields, "figures": figures}, hub_name=hub_name, cpu_kernels=kernels)
+
+
+def gpu_kind(product_name: str) -> str | None:
+    """The name in ``configs/hardware`` of a GPU by the product name that its driver reports; None: it has no file.
+
+    An A10G is of kind "a10": NEO's "A10" is one.
+    """
+    # Whole words: the name of an A100 begins like that of an A10.
+    words = re.findall(r"[a-z0-9]+", product_name.lower())
+    kinds = known_hardware("gpu")
+    return next((kind for kind in (OTHER_NAMES.get(word, word) for word in words) if kind in kinds), None)
+
+
+def nearest_setting(kind: str | None, device_bytes: int, paper: Literal["apex", "neo"] = "apex") -> str:
+    """The name of the paper's setting for a GPU of a kind and memory: its own, else that of the card nearest in memory.
+
+    ``kind``: see :func:`gpu_kind`. ``device_bytes``: the GPU's memory.
+    """
+    if kind not in ("t4", "a10"):
+        kind = "t4" if device_bytes < T4_BELOW_BYTES else "a10"
+    return f"{paper}-{kind}"
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@functools.cache  # every point of a sweep needs the same few models
+def _model(name: str) -> ModelConfig:
+    return load_model_config(name)
