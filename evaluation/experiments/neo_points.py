@@ -16,7 +16,13 @@ from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.experiments.runner import Point
 from evaluation.experiments.sensitivity import Variation
-from evaluation.experiments.simulated_sweeps import Panel, make_sensitivity_points, make_simulated_points, make_sweep
+from evaluation.experiments.simulated_sweeps import (
+    Panel,
+    Sweep,
+    make_sensitivity_points,
+    make_simulated_points,
+    make_sweep,
+)
 from evaluation.results.folder import FlatRecord
 
 LATENCY = "per_token_latency_s_mean"
@@ -27,29 +33,37 @@ def make_neo_points(
     variation: Variation | None = None,
     **options: Any,
 ) -> list[Point]:
-    """The points of one figure.
+    """The simulated points of one figure.
 
     Args:
-        settings: a section of the experiment file, as :func:`make_sweep` reads it. A panel may also list ``hosts``,
-            and the latency ``at_latency_s`` (seconds) at which its curves are compared.
+        settings: a section of the experiment file, see :func:`neo_sweep`.
         variation: an assumption and its values. Only the points of ``sensitivity_at`` run then, once for each value.
         options: those of ``make_sweep``.
     """
-    own = {raw["panel"]: raw for raw in settings["panels"]}
+    sweep = neo_sweep(settings, **options)
+    if variation is None:
+        return with_latencies(settings, make_simulated_points(sweep))
+    varied = replace(sweep, panels=tuple(panel for panel in sweep.panels if panel.sensitivity_at))
+    return with_latencies(settings, make_sensitivity_points(varied, variation))
+
+
+def neo_sweep(settings: Mapping[str, Any], **options: Any) -> Sweep:
+    """The sweep of a section of the experiment file, read as :func:`make_sweep` does.
+
+    A panel may also list ``hosts``, and becomes a panel for each of them. Another entry of a panel is the latency
+    ``at_latency_s`` (seconds) at which its curves are compared.
+    """
     shared = [{key: raw[key] for key in raw if key not in ("hosts", "at_latency_s")} for raw in settings["panels"]]
+    hosts = {raw["panel"]: raw.get("hosts", ()) for raw in settings["panels"]}
     sweep = make_sweep({**settings, "panels": shared}, **options)
-    points = []
-    for panel in sweep.panels:
-        raw = own[panel.panel]
-        values = {"at_latency_s": raw.get("at_latency_s")}
-        for on_its_host in on_hosts(panel, raw.get("hosts", ())):
-            alone = replace(sweep, panels=(on_its_host,))
-            if variation is None:
-                made = make_simulated_points(alone)
-            else:
-                made = make_sensitivity_points(alone, variation) if panel.sensitivity_at else []
-            points += [with_values(point, values) for point in made]
-    return points
+    panels = [moved for panel in sweep.panels for moved in on_hosts(panel, hosts[panel.panel])]
+    return replace(sweep, panels=tuple(panels))
+
+
+def with_latencies(settings: Mapping[str, Any], points: Sequence[Point]) -> list[Point]:
+    """The points with the latency at which their panel's curves are compared in their rows."""
+    latency_s = {raw["panel"]: raw.get("at_latency_s") for raw in settings["panels"]}
+    return [with_values(point, {"at_latency_s": latency_s[point.task.values["panel"]]}) for point in points]
 
 
 def with_values(point: Point, values: Mapping[str, Any]) -> Point:

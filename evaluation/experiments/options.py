@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # evaluation/experiments/points.py.
 Backend = Literal["simulated", "torch", "http"]
 
+SettingName = Literal["small", "apex-t4", "apex-a10", "neo-t4", "neo-a10"]
+
 Names = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME ...")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
@@ -40,8 +42,8 @@ class CommonOptions:
 
     backend: Backend | None = None
     """simulated: predict the papers' GPUs in virtual time.
-    torch: measure a small model on this machine, with lengths and loads scaled down.
-    http: send the same scaled workloads to running OpenAI-compatible servers (--url).
+    torch: measure on this machine: on a GPU a paper's setting, without one a small model with scaled lengths.
+    http: send the scaled workloads to running OpenAI-compatible servers (--url).
     The default is described above."""
     gpu: Literal["t4", "a10"] | None = None
     """Run only the panels of this GPU (simulated); by default all."""
@@ -78,14 +80,39 @@ class CommonOptions:
 
 
 @dataclass(frozen=True)
+class SettingOptions:
+    """Options of measurements in a paper's setting (backend torch)."""
+
+    setting: SettingName | None = None
+    """Measure this setting of configs/experiments/papers.yaml: its model, pools and lengths.
+    small: a small model with scaled lengths.
+    By default the setting of this machine's GPU, or the one nearest to it; small without a GPU."""
+    hours: float = 2.0
+    """Time for all measured points of a setting. It decides how many requests each has;
+    --num-requests with --backend torch gives the number instead."""
+    plan: bool = False
+    """Print the plan of a setting's points, with predicted throughput and time, and stop."""
+    all_gpu_blocks: bool = False
+    """Give the KV cache all memory that the GPU has left, in place of the paper's number of blocks."""
+    num_layers: int | None = None
+    """Only this many layers of the setting's model, with random weights: to try a shape on a small machine."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of an iteration, in place of the paper's."""
+    rehearse: bool = False
+    """Walk the same path with a tiny random model on the CPU: shows that all parts work, and measures nothing."""
+
+
+@dataclass(frozen=True)
 class MeasuredOptions:
     """Options of the measured part only (backends torch and http)."""
 
     model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache.
+    A paper's setting also takes a name on the hub, and by default uses random weights.
     With --backend http give the model that the servers run: its tokenizer makes the prompts."""
     scale: float | None = None
-    """Factor for input and output lengths of every measured workload; 1 keeps the lengths of the traces."""
+    """Factor for input and output lengths of every measured workload; 1 keeps the lengths of the traces.
+    By default from the experiment file; 1 in a paper's setting."""
     output_lens: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="TOKENS ...")] = None
     """Average output lengths (tokens, before scaling) of measured workloads that sweep them."""
     gpu_requests: int | None = None
@@ -122,17 +149,28 @@ class HttpOptions:
 
 
 @dataclass(frozen=True)
-class FigureOptions(HttpOptions, MeasuredOptions, CommonOptions):
+class FigureOptions(HttpOptions, MeasuredOptions, SettingOptions, CommonOptions):
     """All options of a figure that can be simulated and measured.
 
     Raises:
-        ValueError: a count is below 1.
+        ValueError: a count is below 1, or there is no time.
     """
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "repeats", "gpu_requests", "jobs"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_counts(self, ("num_requests", "repeats", "gpu_requests", "jobs", "num_layers", "max_num_batched_tokens"))
+        if self.hours <= 0:
+            raise ValueError(f"hours={self.hours} must be above 0")
+
+
+def check_counts(options: object, names: Collection[str]) -> None:
+    """Check that the options of these names are at least 1, or None.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
 
 
 def experiment_settings(figure: str, config: Path | None = None) -> dict[str, Any]:
@@ -140,17 +178,24 @@ def experiment_settings(figure: str, config: Path | None = None) -> dict[str, An
     return yaml.safe_load((config or EXPERIMENTS_DIR / f"{figure}.yaml").read_text())
 
 
-def refuse_unused_options(options: FigureOptions, backends: Collection[str]) -> None:
-    """Check that one of these backends takes every given option.
+def refuse_unused_options(options: FigureOptions, backends: Collection[str], in_setting: bool) -> None:
+    """Check that one of these backends takes every given option. ``in_setting``: a paper's setting is measured.
 
     Raises:
         ValueError: none of them takes an option.
     """
     unused = [] if "http" in backends else [(HttpOptions, "--backend http")]
     unused += [] if {"torch", "http"}.intersection(backends) else [(MeasuredOptions, "--backend torch or http")]
+    if not in_setting:
+        unused.append((SettingOptions, "a measurement in a paper's setting (--backend torch --setting NAME)"))
+    elif options.gpu_requests is not None:
+        raise ValueError("--gpu-requests: a paper's setting has its own GPU pool; --num-gpu-blocks changes it")
     for group, remedy in unused:
-        if names := [field.name for field in fields(group) if getattr(options, field.name) != field.default]:
+        names = [field.name for field in fields(group) if getattr(options, field.name) != field.default]
+        if names := [name for name in names if name != "setting"]:  # simulations take a setting, too
             raise ValueError(f"{flags(names)}: only {remedy} takes that")
+    if options.setting == "small" and "torch" not in backends:
+        raise ValueError("--setting small is measured: only --backend torch takes that")
 
 
 def make_measured_plan(figure: str, options: FigureOptions) -> MeasuredPlan:

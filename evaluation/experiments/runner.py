@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -41,6 +41,8 @@ class Point:
     """Whether other points may run at the same time. Then ``task`` and the function that runs it must be picklable."""
     cost: float = 1.0
     """Expected duration in any unit. Points of high cost start first; the time left is estimated from costs."""
+    session: Hashable = None
+    """Points of one session run one after another, since starting what they measure takes long."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,20 @@ def run_unfinished_points(
         else:
             progress.skip_point(point.label)
     together = [point for point in left if point.concurrent and jobs > 1]
-    alone = [point for point in left if point not in together]
+    alone = by_session([point for point in left if point not in together])
     progress.print_plan(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
     failed = run_together(folder, together, run_point, progress, jobs) if together else []
     return failed + run_one_by_one(folder, alone, run_point, progress, console)
+
+
+def by_session(points: Sequence[Point]) -> list[Point]:
+    """The points with those of one session together, at the place of its first; others keep their order."""
+    place: dict[Hashable, int] = {}
+    for index, point in enumerate(points):
+        place.setdefault(point.session, index)
+    return sorted(points, key=lambda point: place[point.session])
 
 
 def run_one_by_one(

@@ -50,20 +50,29 @@ def run_torch_point(
 ) -> PointResult:
     """Build the system, warm it up, replay the workload, close it."""
     task: TorchTask = point.task
-    prompt_tokens = load_prompt_tokens(Path(task.engine.model))
-    workload = make_workload(task.lengths, prompt_tokens)
-    requests = open_loop_requests(workload)
     engine = engine_factory(task.system, task.engine)
     try:
-        # First calls fill caches and initialise lazily; the measurement must not contain that.
-        replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
-        with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-            others = OtherWork()
-            result = replay_requests(engine, requests, progress.update, stall_timeout_s=task.stall_timeout_s)
-            others_busy_cores = others.busy_cores()
-        description, device_type = engine.describe(), engine.backend.device.type
+        warm_up_engine(engine, task)
+        return measure(engine, task, label, console)
     finally:
         engine.close()
+
+
+def warm_up_engine(engine: Engine, task: TorchTask) -> None:
+    """Replay a few short requests. First calls fill caches and compile; the measurement must not contain that."""
+    workload = make_workload(task.lengths, load_prompt_tokens(Path(task.engine.model)))
+    replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
+
+
+def measure(engine: Engine, task: TorchTask, label: str, console: Console) -> PointResult:
+    """Replay the workload on a warm engine without requests."""
+    prompt_tokens = load_prompt_tokens(Path(task.engine.model))
+    requests = open_loop_requests(make_workload(task.lengths, prompt_tokens))
+    with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+        others = OtherWork()
+        result = replay_requests(engine, requests, progress.update, stall_timeout_s=task.stall_timeout_s)
+        others_busy_cores = others.busy_cores()
+    description, device_type = engine.describe(), engine.backend.device.type
     values = {
         "system": task.system,
         "backend": f"torch-{device_type}",

@@ -1,0 +1,114 @@
+"""Predicts measured points: the simulator replays their workloads on this machine's own profile table."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
+
+from evaluation.experiments.profile_check import ProfiledMachine
+from evaluation.experiments.runner import Point
+from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
+from evaluation.experiments.torch_point import TorchTask
+from evaluation.results.provenance import fingerprint, source_hash
+from swiftllm.files import cache_dir, write_atomically
+
+if TYPE_CHECKING:
+    from evaluation.experiments.launched_point import LaunchedTask
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """SIMULATED results of a point: output tokens/s, and seconds from its first request to its last token.
+
+    Both are None if the point could not be simulated; ``problem`` says why.
+    """
+
+    output_tokens_per_s: float | None
+    wall_s: float | None
+    problem: str | None = None
+
+
+def simulated_twin(task: TorchTask | LaunchedTask, machine: ProfiledMachine) -> SimulatedTask:
+    """The same point for the simulator, on the times of ``machine``."""
+    engine = task.engine
+    model = Path(engine.model).name
+    return SimulatedTask(
+        system=task.system,
+        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
+        num_gpu_blocks=engine.num_gpu_blocks,
+        num_cpu_blocks=engine.num_cpu_blocks,
+        lengths=task.lengths,
+        limits=machine.limits,
+        block_size=engine.block_size,
+        values=task.values,
+    )
+
+
+def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: int, what: str) -> list[Prediction]:
+    """A prediction for each point on its machine, from the cache or simulated in up to ``jobs`` processes.
+
+    ``what`` names the work on the progress bar.
+    """
+    tasks = [simulated_twin(point.task, machine) for point, machine in zip(points, machines, strict=True)]
+    source = source_hash()
+    files = [_cache_file(task, source) for task in tasks]
+    found: dict[Path, Prediction] = {file: _read(file) for file in set(files) if file.is_file()}
+    left = {file: task for file, task in zip(files, tasks, strict=True) if file not in found}
+    for file, prediction in _simulate(left, jobs, what).items():
+        found[file] = prediction
+        if prediction.problem is None:
+            write_atomically(file, json.dumps(asdict(prediction)) + "\n")
+    return [found[file] for file in files]
+
+
+def _simulate(tasks: Mapping[Path, SimulatedTask], jobs: int, what: str) -> dict[Path, Prediction]:
+    processes = min(jobs, len(tasks))
+    console = Console(stderr=True)
+    bar = {"description": what, "total": len(tasks), "console": console, "disable": not console.is_terminal}
+    if processes <= 1:
+        return {file: simulate(task) for file, task in track(tasks.items(), **bar)}
+    context = multiprocessing.get_context("spawn")  # forking a process that has started threads can deadlock
+    at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    with ProcessPoolExecutor(processes, mp_context=context, **at_once) as pool:
+        try:
+            results = pool.map(simulate, tasks.values())
+            return dict(zip(tasks, track(results, **bar), strict=True))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def simulate(task: SimulatedTask) -> Prediction:
+    try:
+        values = run_simulated_point(Point("", "", "", task), "", Console(quiet=True)).values
+    except Exception as error:  # a point that cannot be predicted is measured all the same
+        return Prediction(None, None, f"{type(error).__name__}: {error}")
+    return Prediction(values["output_tokens_per_s"], values["wall_s"])
+
+
+def _cache_file(task: SimulatedTask, source: str) -> Path:
+    """The file of a task's prediction. Its name is a hash of all that decides it, with the ``source`` code's hash."""
+    decides = {
+        "system": task.system,
+        "table": asdict(task.hardware.table),
+        "layers": task.hardware.num_layers,
+        "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
+        "limits": asdict(task.limits),
+        "strategy": asdict(task.strategy),
+        "workload": [asdict(task.lengths.spec), task.lengths.digest()],
+        "source": source,
+    }
+    return cache_dir() / "predictions" / f"{fingerprint(decides)}.json"
+
+
+def _read(file: Path) -> Prediction:
+    return Prediction(**json.loads(file.read_text()))

@@ -1,0 +1,146 @@
+"""Prepares the measured half of a figure in a paper's setting: panels, settings, profiles, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rich.console import Console
+
+from evaluation.experiments.live_systems import LiveSystems
+from evaluation.experiments.options import FigureOptions
+from evaluation.experiments.runner import Point
+from evaluation.experiments.setting_points import (
+    VLLM,
+    Measuring,
+    describe_setting_points,
+    setting_point_maker,
+)
+from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
+from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
+from evaluation.planning.panels import panels_for_rehearsal, panels_here
+from evaluation.planning.plan import Planner, ProfiledSetting, print_plan, print_settings
+from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
+
+REHEARSAL_SCALE = 0.05
+"""Factor for the lengths of a rehearsal."""
+
+Finish = Callable[[list[Point]], list[Point]]
+"""Adds fields to the rows of a figure's points."""
+
+
+@dataclass(frozen=True)
+class MeasuredHalf:
+    """Points to measure and their description for the run's identity."""
+
+    points: list[Point]
+    configuration: dict[str, Any]
+
+
+def measures_settings(options: FigureOptions, card: Card | None) -> bool:
+    """Whether a paper's setting is measured rather than a small model with scaled lengths."""
+    if options.setting == "small":
+        return False
+    return options.setting is not None or options.rehearse or card is not None
+
+
+def prepare(
+    sweep: Sweep,
+    options: FigureOptions,
+    live: LiveSystems,
+    console: Console,
+    paper: Literal["apex", "neo"] = "apex",
+    finish: Finish = list,
+) -> MeasuredHalf:
+    """Choose panels and settings, measure profiles, choose the numbers of requests, print the plan.
+
+    Raises:
+        NotApplicable: the figure has no panel for this machine.
+        ValueError: a setting does not fit this machine, or there is too little time.
+    """
+    planner, measuring = make_planner(sweep, options, live, console, paper, finish)
+    if options.num_requests is None:
+        plan = planner.plan_within(options.hours * 3600.0)
+    else:
+        plan = planner.plan_with(planner.most)
+    print_plan(plan, console)
+    return MeasuredHalf(list(plan.points), describe_setting_points(plan.points, measuring))
+
+
+def make_planner(
+    sweep: Sweep,
+    options: FigureOptions,
+    live: LiveSystems,
+    console: Console,
+    paper: Literal["apex", "neo"] = "apex",
+    finish: Finish = list,
+) -> tuple[Planner, Measuring]:
+    """The planner of the panels that apply here. Measures the profiles that are not cached."""
+    card = None if options.device == "cpu" else first_card()
+    if options.rehearse:
+        here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE))
+    else:
+        here = panels_here(sweep, options.setting, card, paper)
+    here = replace(here, scale=options.scale or here.scale)
+    if options.output_lens is not None:
+        panels = [replace(p, output_lens=options.output_lens) if p.output_lens else p for p in here.panels]
+        here = replace(here, panels=tuple(panels))
+    papers = {panel.setting.name: panel.setting for panel in here.panels}
+    host_bytes = available_host_bytes()
+    local = {name: local_setting(setting, card, host_bytes, choices_of(options)) for name, setting in papers.items()}
+    print_settings(list(local.values()), console)
+    measuring = Measuring(local, vllm_here(here.systems, list(local.values()), console))
+    profiled = profile_settings(local, live, console)
+    make_point = setting_point_maker(measuring)
+    return (
+        Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs),
+        measuring,
+    )
+
+
+def choices_of(options: FigureOptions) -> Choices:
+    return Choices(
+        model=None if options.model is None else str(options.model),
+        load_format=options.load_format,
+        pools="card" if options.all_gpu_blocks else "papers",
+        num_gpu_blocks=options.num_gpu_blocks,
+        num_layers=options.num_layers,
+        on_cpu=options.device == "cpu",
+        dtype=options.dtype,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        cpu_threads=options.cpu_threads,
+        cpu_kernel=options.cpu_kernel,
+        tiny=options.rehearse,
+    )
+
+
+def vllm_here(systems: Sequence[str], local: Sequence[LocalSetting], console: Console) -> Any:
+    """The ``vllm`` command of this machine, if the systems have it; says what stands in for it where it is missing."""
+    if VLLM not in systems:
+        return None
+    from evaluation.replay.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
+
+    device = local[0].engine.device
+    program = vllm_program(device)
+    if program is None:
+        text = f"{how_to_install(device)}; without it, `vllm` is our engine with vLLM's scheduling rules"
+        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return program
+
+
+def profile_settings(local: dict[str, LocalSetting], live: LiveSystems, console: Console) -> dict[str, ProfiledSetting]:
+    """The settings with this machine's profiles; settings with the same engine share one."""
+    profiled: dict[str, ProfiledSetting] = {}
+    for name, setting in local.items():
+        same = next((other for other in profiled.values() if other.local.engine == setting.engine), None)
+        if same is None:
+            console.print(f"profiling this machine for {name} ...", highlight=False, markup=False)
+            try:
+                machine, start_s = live.profile(setting.engine)
+            except (InsufficientMemory, BrokenProcessPool) as error:
+                raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
+            same = ProfiledSetting(setting, machine, start_s)
+        profiled[name] = replace(same, local=setting)
+    return profiled
