@@ -57,7 +57,8 @@ MIN_READ_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check this machine: packages, compilers, CPU kernels, GPU, memory and its speed, models, profile tables.
+    """Check this machine: packages, compilers, CPU kernels, memory and its speed, GPU, settings of the papers, models,
+    profile tables.
 
     NO marks what keeps the engine from running, -- what limits a part of it; each line says what to do. It takes about
     ten seconds, as it measures the memory bandwidth. The exit status is 0 if the engine can run here, else 1.
@@ -84,6 +85,7 @@ def examine() -> dict[str, list[Finding]]:
         "CPU attention": cpu_kernels,
         "Machine": machine,
         "GPU": gpus,
+        "Settings": settings,
         "Files": files,
     }
     return {title: list(section()) for title, section in sections.items()}
@@ -214,6 +216,21 @@ def gpus() -> Iterator[Finding]:
             f"{device.name}, capability {device.major}.{device.minor}, "
             f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB, CUDA {torch.version.cuda}",
         )
+
+
+def settings() -> Iterator[Finding]:
+    """The papers' settings (``configs/experiments/papers.yaml``) that can be measured here."""
+    torch, problem = try_import("torch")
+    if torch is None:
+        yield Finding("of the papers", f"unknown without torch ({problem})", "note")
+    elif not torch.cuda.is_available():
+        yield Finding("of the papers", "need a GPU; here only `--setting small` runs at speed", "note")
+    else:
+        from apex.cli.doctor_settings import setting_lines
+
+        gpu = torch.cuda.get_device_properties(0)
+        for line in setting_lines(gpu.name, gpu.total_memory, available_host_bytes()):
+            yield Finding(*line)
 
 
 def files() -> Iterator[Finding]:

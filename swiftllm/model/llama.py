@@ -15,6 +15,8 @@ from swiftllm.model.providers import BoundaryWeights, FfnWeights, WeightProvider
 from swiftllm.model.rope import rotary_table
 from swiftllm.ops.interface import Ops
 
+FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for efficient GEMMs, in 256 MiB of 16 bits
+
 
 class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32."""
@@ -98,9 +100,15 @@ class LlamaModel:
 
     def _ffn(self, weights: FfnWeights, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds the layer's attention to the residual; returns the FFN's output, which is still to be added."""
-        projected = weights.o(attention_out.reshape(len(residual), -1))
-        gate_up = weights.gate_up(self._norm_of_sum(projected, residual, weights.norm))
-        return weights.down(self.ops.silu_and_mul(gate_up))
+        rows = self._norm_of_sum(weights.o(attention_out.reshape(len(residual), -1)), residual, weights.norm)
+        # Gate and up are by far the widest activations, so that many rows cross in pieces. Nested calls: no variable
+        # keeps an activation longer than it is needed.
+        num_pieces = -(-len(rows) * 2 * self.config.intermediate_size // FFN_ELEMENTS_AT_ONCE)
+        if num_pieces <= 1:
+            return weights.down(self.ops.silu_and_mul(weights.gate_up(rows)))
+        for piece in rows.chunk(num_pieces):
+            piece.copy_(weights.down(self.ops.silu_and_mul(weights.gate_up(piece))))
+        return rows
 
     def _norm_of_sum(self, addend: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 # single row, the kernel treats heads as rows. Up to torch 2.12 it then reads the mask beyond its end for all heads but
 # the first (pytorch #191937). So such a row is duplicated.
 QUERY_BLOCK = 32
+MASK_ELEMENTS_AT_ONCE = 1 << 26  # torch turns a mask into numbers of q's dtype, and pads it: up to 256 MiB in 16 bits
 
 
 class ReferenceOps:
@@ -79,6 +80,10 @@ class ReferenceOps:
         # every kernel behind this call supports grouped heads; torch would fall back to materialised scores.
         rows, heads, head_dim = q.shape
         num_kv_heads, context = k.shape[:2]
+        rows_at_once = max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context)
+        if mask is not None and rows > rows_at_once:
+            pieces = zip(q.split(rows_at_once), mask.split(rows_at_once), strict=True)
+            return torch.cat([self.prefill_attention(piece, k, v, own, scale) for piece, own in pieces])
         group = heads // num_kv_heads
         if mask is not None and q.is_cuda and rows % QUERY_BLOCK == 1:
             q, mask = (torch.cat((tensor, tensor[-1:])) for tensor in (q, mask))

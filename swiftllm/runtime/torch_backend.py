@@ -191,6 +191,8 @@ class TorchBackend:
         else:
             attention_out = _concatenate([batch.attention_out for batch in batches])
             residual = _concatenate([batch.residual for batch in batches])
+            for batch in batches:
+                batch.residual = batch.qkv = None  # the next ones are in memory before these would be freed
             qkv = self._model.cross(layer, attention_out, residual, rotary_rows)
         start = 0
         for batch in batches:

@@ -18,10 +18,12 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)
+    chunk = min(rows, context)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    mask = torch.ones(chunk, context, dtype=torch.bool, device=device)  # a lane's masks stay for all layers
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
@@ -29,10 +31,9 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     if sizes.num_layers > 1:
         model.cross(0, attention_out, residual, rotary_rows)
 
-    chunk = min(rows, context)
     gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
     keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
-    ops.prefill_attention(q[:chunk], *keys_values, zeros(chunk, context, dtype=torch.bool).logical_not(), scale)
+    ops.prefill_attention(q[:chunk], *keys_values, mask, scale)
     del gathered, keys_values
 
     if ops.takes_empty_rows:

@@ -15,7 +15,8 @@ from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_
 from swiftllm.sampling.logprobs import fetch_lists, score_tokens
 from swiftllm.sampling.penalties import adjust_logits, drop_improbable
 
-# Logits processed at once, at some 24 bytes each. On a CPU: a few MiB, which stay in its caches and are reused by
+BYTES_PER_LOGIT = 24  # at the peak of a draw, about
+# Logits processed at once. On a CPU: a few MiB, which stay in its caches and are reused by
 # malloc. On a GPU: enough to keep it busy.
 CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
 LEAST_TOP_K = 64  # smaller values are processed together with this one

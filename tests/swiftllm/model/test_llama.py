@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.model import llama
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.providers import BoundaryWeights, FfnWeights, ResidentWeights
@@ -89,6 +90,22 @@ def test_half_precision_is_no_less_exact_than_transformers(tiny_model_dir, dtype
     assert logits.dtype is judge.dtype is dtype
     error, error_of_judge = ((x.float() - exact).square().mean().sqrt() for x in (logits, judge))
     assert 0 < error < 1.2 * error_of_judge
+
+
+@pytest.mark.parametrize("rows_at_once", [50, 7, 1])
+def test_many_rows_cross_in_pieces(tiny_model_dir, monkeypatch, rows_at_once):
+    """The same logits, and no operation of the FFN has more rows than a piece."""
+    folder = tiny_model_dir()
+    config = ModelConfig.from_folder(folder)
+    ops, widths = ReferenceOps(), []
+    model = resident_model(folder, config, torch.float32, ops)
+    token_ids = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = whole_prompt_logits(model, token_ids)
+    silu_and_mul = ops.silu_and_mul
+    monkeypatch.setattr(ops, "silu_and_mul", lambda x: widths.append(len(x)) or silu_and_mul(x))
+    monkeypatch.setattr(llama, "FFN_ELEMENTS_AT_ONCE", rows_at_once * 2 * config.intermediate_size)
+    torch.testing.assert_close(whole_prompt_logits(model, token_ids), whole, rtol=1e-5, atol=1e-5)
+    assert max(widths) <= rows_at_once and sum(widths) == 150 * config.num_layers
 
 
 def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):

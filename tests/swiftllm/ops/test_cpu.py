@@ -5,6 +5,7 @@ import torch
 
 import pacpu
 from pacpu import rows
+from swiftllm.ops import reference
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.reference import ReferenceOps
 from tests.reference.tolerances import TOLERANCES, assert_close
@@ -36,6 +37,24 @@ def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     mask = torch.arange(num_rows + 3) <= torch.arange(3, num_rows + 3)[:, None]
     for qkv in ((q, k, v, mask, 0.3), (q, k[:, :num_rows], v[:, :num_rows], None, 0.3)):
         assert_close(ours.prefill_attention(*qkv), reference.prefill_attention(*qkv))
+
+
+@pytest.mark.parametrize("rows", [200, 193, 192, 33])
+def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
+    torch.manual_seed(0)
+    ops, context, sizes = ReferenceOps(), 210, []
+    q, (k, v) = torch.randn(rows, 4, 8), torch.randn(2, 2, context, 8)
+    mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
+    whole = ops.prefill_attention(q, k, v, mask, 0.3)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, *rest, **how: sizes.append(q.shape[2]) or attention(q, *rest, **how),
+    )
+    monkeypatch.setattr(reference, "MASK_ELEMENTS_AT_ONCE", 64 * context)
+    torch.testing.assert_close(ops.prefill_attention(q, k, v, mask, 0.3), whole, rtol=1e-5, atol=1e-6)
+    assert max(sizes) <= 64 and sum(sizes) == rows
 
 
 def test_torch_leaves_the_cores_to_pacpu_where_that_multiplies(monkeypatch):

@@ -1,0 +1,109 @@
+"""A GPU that only counts memory: the engine's own code runs on tensors of the device "meta", in any size.
+
+Inside ``with MetaGpu(total_bytes)`` every tensor on that device takes its bytes until its last reference is dropped,
+and torch.cuda reports them. Nothing is computed. Triton's kernels are not launched. Attention allocates what torch's
+memory-efficient kernel does: the mask as numbers, padded to eight columns, and the output.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import swiftllm.ops.triton.ops as triton_ops
+from swiftllm.ops.triton.ops import TritonOps
+
+DEVICE = torch.device("meta")
+MASK_COLUMNS = 8
+
+
+class MetaStream:
+    """Copies between the memories: zeros arrive at the host."""
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(DEVICE)
+
+    def mark(self) -> MetaStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+class MetaGpu(TorchDispatchMode):
+    """Attributes: ``allocated`` and ``peak`` bytes; ``compute``, a stream; what a sampler needs of a device."""
+
+    torch_device = DEVICE
+    compute = MetaStream()
+
+    def __init__(self, total_bytes: int, context_bytes: int = 0) -> None:
+        """``context_bytes`` are taken by CUDA itself."""
+        super().__init__()
+        self.total_bytes, self.context_bytes = total_bytes, context_bytes
+        self.allocated = self.peak = 0
+        self._known: set[int] = set()
+
+    def ops(self, capability: int, num_multiprocessors: int) -> TritonOps:
+        return TritonOps(DEVICE, capability, num_multiprocessors)
+
+    def __enter__(self) -> MetaGpu:
+        self._patches = pytest.MonkeyPatch()
+        on_cuda = {
+            "current_device": lambda: 0,
+            "default_stream": lambda device: None,
+            "Stream": lambda device: None,
+            "graph_pool_handle": lambda: None,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda device: (self.total_bytes - self.context_bytes - self.allocated, self.total_bytes),
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+        }
+        for name, function in on_cuda.items():
+            self._patches.setattr(torch.cuda, name, function)
+        self._patches.setattr(triton_ops, "_launch", lambda *arguments, **sizes: None)
+        self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patches.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE.type:
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.allocated += storage.nbytes()
+            self.peak = max(self.peak, self.allocated)
+            weakref.finalize(storage, self._give_back, key, storage.nbytes())
+
+    def _give_back(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.allocated -= num_bytes
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, **how: Any
+) -> torch.Tensor:
+    if attn_mask is not None:
+        rows, columns = attn_mask.shape
+        numbers = torch.empty(rows, columns, dtype=q.dtype, device=DEVICE)
+        padded = torch.empty(rows, columns + -columns % MASK_COLUMNS, dtype=q.dtype, device=DEVICE)
+        del numbers, padded
+    batch, heads, rows, head_dim = q.shape
+    return torch.empty(batch, rows, heads, head_dim, dtype=q.dtype, device=DEVICE).transpose(1, 2)

@@ -1,0 +1,187 @@
+"""The plan of memory before anything is loaded: its parts are those the engine's own code takes, card by card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from apex.simulator.hardware import load_model_config
+from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.device.cuda import CudaDevice
+from swiftllm.kv.fit import CONTEXT_BYTES, MemoryFit, activation_bytes, check_fit, memory_fit
+from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, plan_blocks
+from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.weights import LlamaWeights, dummy_weights
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.runtime.graphs import LayerGraphs
+from swiftllm.runtime.widest_iteration import widest_iteration
+from swiftllm.sampling.sampler import Sampler
+from tests.reference.meta_gpu import DEVICE, MetaGpu
+
+# Memory in GiB as torch reports it, compute capability and multiprocessors.
+T4, A10, A10G, L4 = (14.56, 75, 40), (22.06, 86, 72), (22.06, 86, 80), (21.95, 89, 58)
+A100_40, H100, RTX_3060 = (39.39, 80, 108), (79.1, 90, 132), (11.64, 86, 28)
+LLAMA_8B = load_model_config("llama-3.1-8b")
+LLAMA_7B = load_model_config("llama-2-7b")
+SIZES = {"block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 256, "max_model_len": 4096}
+
+
+def fit_of(setting: PaperSetting, device_gib: float, host_gib: float = 256, **options: object) -> MemoryFit:
+    limits = vars(setting.limits) | {"block_size": BLOCK_SIZE, "host_bytes": int(host_gib * GIB)}
+    return memory_fit(setting.model_config, setting.dtype, device_bytes=int(device_gib * GIB), **{**limits, **options})
+
+
+@dataclass
+class Started:
+    """The engine's start on a GPU that counts: bytes of the widest iteration and of buffers, and bytes left free."""
+
+    activations: int
+    left_free: int
+
+
+@contextmanager
+def started(
+    model: ModelConfig, card: tuple[float, int, int], config: EngineConfig, num_layers: int | None = None
+) -> Iterator[Started]:
+    gib, *processor = card
+    model = replace(model, num_layers=num_layers or model.num_layers)
+    with MetaGpu(int(gib * GIB), CONTEXT_BYTES) as gpu:
+        ops = gpu.ops(*processor)
+        weights = ResidentWeights(model, LlamaWeights.empty(model, DEVICE, torch.float16), ops)
+        after_weights = gpu.allocated
+        llama, device = LlamaModel(model, weights, ops, config.max_model_len), CudaDevice()
+        max_blocks = -(-config.max_model_len // config.block_size)
+        graphs = LayerGraphs(gpu, llama, torch.float16, max_rows=config.max_num_seqs, max_blocks=max_blocks)
+        free = device.left_free(lambda: widest_iteration(llama, Sampler(0, gpu), config, torch.float16))
+        yield Started(gpu.peak - after_weights, free)
+        del graphs
+
+
+@pytest.mark.parametrize("model", [LLAMA_7B, LLAMA_8B], ids=["7b", "8b"])
+@pytest.mark.parametrize(
+    ("rows", "requests", "context"),
+    [(832, 1024, 832), (20480, 1024, 20480), (512, 256, 4096), (2048, 16, 32768), (8192, 64, 1024), (64, 8, 512)],
+)
+def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, rows, requests, context):
+    config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
+    estimate = activation_bytes(model, 2, rows=rows, requests=requests, context=context, on_host=False)
+    with started(model, H100, config, num_layers=2) as start:
+        assert 0.99 * start.activations <= estimate <= 1.15 * start.activations
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "requests", "context"),
+    [
+        ({"intermediate_size": 4096}, 2048, 16, 256),  # gate and up
+        ({"vocab_size": 50_000}, 512, 512, 128),  # logits
+        ({"num_kv_heads": 8, "vocab_size": 32_000}, 256, 256, 256),
+    ],
+)
+def test_it_is_also_what_torch_allocates_on_a_cpu(sizes, rows, requests, context):
+    small = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+    model = replace(LLAMA_8B, **{**small, "intermediate_size": 512, "vocab_size": 1000, **sizes})
+    weights = ResidentWeights(model, dummy_weights(model, torch.device("cpu"), torch.float32, 0), CpuOps())
+    llama = LlamaModel(model, weights, CpuOps(), context)
+    config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        widest_iteration(llama, Sampler(), config, torch.float32)
+    allocated = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    estimate = activation_bytes(model, 4, rows=rows, requests=requests, context=context, on_host=True)
+    assert 0.95 * peak <= estimate - llama.rotary_table.nbytes <= 1.1 * peak
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [("apex-t4", T4), ("neo-t4", T4), ("apex-a10", A10), ("apex-a10", A10G), ("neo-a10", A10G), ("apex-a10", L4)],
+)
+def test_the_engine_starts_with_the_pools_of_the_papers(name, card):
+    """All of the start's accounting, in full size: weights, buffers, widest iteration, headroom, pool."""
+    setting = load_setting(name)
+    pools = {"num_gpu_blocks": setting.num_gpu_blocks, "num_cpu_blocks": setting.num_cpu_blocks}
+    config = EngineConfig("m", block_size=BLOCK_SIZE, **vars(setting.limits), **pools)
+    fit = fit_of(setting, card[0])
+    check_fit(fit, **pools)
+    with started(setting.model_config, card, config) as start:
+        plan = plan_blocks(config, fit.bytes_per_block, fit.host_bytes, start.left_free)
+        assert plan.num_blocks == {Tier.GPU: setting.num_gpu_blocks, Tier.CPU: setting.num_cpu_blocks}
+        most = start.left_free // fit.bytes_per_block
+        assert 0.9 * most <= fit.max_gpu_blocks <= most  # never more than the engine then allows
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "least", "most"),
+    [
+        ("apex-t4", T4, 54, 110),
+        ("apex-a10", A10G, 1650, 2200),
+        ("apex-a10", L4, 1650, 2200),
+        ("apex-a10", A100_40, 9000, 11_500),
+        ("apex-a10", H100, 27_000, 31_000),
+        ("neo-2xh100", H100, 0, 0),
+        ("apex-a10", T4, 0, 0),
+        ("apex-t4", RTX_3060, 0, 0),
+    ],
+)
+def test_blocks_by_card(name, card, least, most):
+    assert least <= fit_of(load_setting(name), card[0]).max_gpu_blocks <= most
+
+
+def test_a_card_too_small_for_the_weights_says_so_with_numbers():
+    fit = fit_of(load_setting("apex-t4"), RTX_3060[0])
+    message = (
+        r"the GPU has 11.64 GiB of memory. Needed are weights 12.55 GiB, activations 0.2\d GiB, 0.97 GiB for CUDA and "
+        r"headroom, and 0.42 GiB for num_gpu_blocks = 54 blocks; 0 blocks fit. The weights alone do not fit: take a "
+    )
+    with pytest.raises(InsufficientMemory, match=message):
+        check_fit(fit, 54, 0)
+
+
+def test_too_large_a_pool_says_what_fits():
+    fit = fit_of(load_setting("apex-a10"), A10G[0])
+    most = fit.max_gpu_blocks
+    check_fit(fit, most, 0)
+    with pytest.raises(InsufficientMemory, match=rf"{most:,} blocks fit. Set num_gpu_blocks to {most:,}"):
+        check_fit(fit, most + 1, 0)
+    crowded = fit_of(load_setting("apex-a10"), A10G[0], max_num_batched_tokens=200_000)
+    with pytest.raises(InsufficientMemory, match=r"0 blocks fit\. Lower max_num_batched_tokens"):
+        check_fit(crowded, 1, 0)
+
+
+def test_the_host_s_pool_is_held_against_the_host():
+    fit = fit_of(load_setting("apex-a10"), A10G[0], host_gib=60)
+    assert fit.max_cpu_blocks == (60 * GIB - HOST_HEADROOM_BYTES) // (2 << 20)
+    check_fit(fit, 1650, fit.max_cpu_blocks)
+    with pytest.raises(InsufficientMemory, match=r"the host has 60.00 GiB .* 111.76 GiB for num_cpu_blocks = 57,220 "):
+        check_fit(fit, 1650, 57_220)
+
+
+def test_without_a_card_the_host_holds_everything():
+    host_bytes = 20 * GIB
+    fit = memory_fit(LLAMA_7B, torch.float16, device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+    rest = host_bytes - fit.weight_bytes - fit.activation_bytes - HOST_HEADROOM_BYTES
+    assert fit.max_gpu_blocks == fit.max_cpu_blocks == rest // fit.bytes_per_block > 0
+    half = fit.max_cpu_blocks // 2
+    check_fit(fit, half, half)
+    with pytest.raises(InsufficientMemory, match=r"num_gpu_blocks \+ num_cpu_blocks = .* Lower both"):
+        check_fit(fit, half, fit.max_cpu_blocks)
+    small = memory_fit(LLAMA_7B, "float32", device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+    with pytest.raises(InsufficientMemory, match=r"weights 25\.10 GiB"):
+        check_fit(small, 0, 0)
+
+
+def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
+    with pytest.raises(InsufficientMemory, match="take a smaller model or a larger GPU"):
+        check_fit(fit_of(load_setting("apex-t4"), RTX_3060[0]), 0, 100)
