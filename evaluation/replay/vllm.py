@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ BUILDS = {"cuda": "gpu", "cpu": "cpu"}
 READY_TIMEOUT_S = 1200.0
 """vLLM loads and compiles the model and captures CUDA graphs before it is ready: minutes, most of all the first time."""
 RESERVED_BLOCKS = 1  # vLLM's block pool keeps one block, the null block, that no request ever gets
+CPU_BLOCK_SIZE = 32  # attention of the CPU build takes multiples of this only (vLLM 0.32)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -84,7 +86,8 @@ def vllm_command(
         dtype: "float16", "bfloat16" or "float32", of weights and KV cache.
         max_model_len: tokens of prompt and output of one request.
         block_size: tokens of a block.
-        num_gpu_blocks: blocks for requests, with ``block_size`` tokens each. On the CPU build they lie in host memory.
+        num_gpu_blocks: blocks for requests, of ``block_size`` tokens each. The CPU build has as many tokens in host
+            memory, in larger blocks if its kernels want them larger.
         kv_cache_bytes: size of the KV cache where ``num_gpu_blocks`` is None.
         max_num_batched_tokens: tokens of an iteration. Longer prompts are computed in chunks.
         max_num_seqs: requests of an iteration. vLLM refuses more of them than tokens; more than blocks never run.
@@ -102,6 +105,9 @@ def vllm_command(
     if num_gpu_blocks is not None:
         if block_size is None:
             raise ValueError("num_gpu_blocks needs a block_size")
+        if device_type == "cpu" and block_size % CPU_BLOCK_SIZE:
+            num_gpu_blocks = math.ceil(num_gpu_blocks * block_size / CPU_BLOCK_SIZE)
+            block_size = CPU_BLOCK_SIZE
         blocks = num_gpu_blocks + RESERVED_BLOCKS
         token_bytes = ModelConfig.from_folder(model).kv_bytes_per_token(ITEMSIZES[dtype])
         # The override alone would do, but without a size vLLM first looks for memory to fill, and may refuse to start.
