@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,41 @@ from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
+    from evaluation.replay.launch import LaunchedServer
     from evaluation.replay.server import Server
 
 FRESH_TOKENS = 2
+WIDE_REQUESTS = 34
+WIDE_PROMPT_TOKENS = 4
+WIDE_OUTPUT_TOKENS = 12
+END_GRACE_S = 10.0  # a server that fails answers with errors, or not at all, for some seconds before it ends
+
+
+def wide_warm_up(workload: Workload) -> Workload:
+    """The longest prompt of a workload, and a batch of short requests that shrinks step by step.
+
+    GPU servers compile attention kernels when they meet a new kind of batch: a prompt, decodes, one request, a multiple
+    of 16 requests. The batch takes all of them. Its requests fit one block of 16 tokens each, so small pools hold it.
+    """
+    longest = max(workload.requests, key=lambda request: len(request.prompt_token_ids))
+    requests = [dataclasses.replace(longest, request_id="warm-up-longest", arrival_s=0.0, output_len=1)]
+    for index, request in zip(range(WIDE_REQUESTS), itertools.cycle(workload.requests), strict=False):
+        requests.append(
+            dataclasses.replace(
+                request,
+                request_id=f"warm-up-{index}",
+                arrival_s=0.0,
+                prompt_token_ids=request.prompt_token_ids[:WIDE_PROMPT_TOKENS],
+                output_len=1 + index % WIDE_OUTPUT_TOKENS,
+            )
+        )
+    return dataclasses.replace(workload, requests=tuple(requests))
 
 
 @dataclass(frozen=True)
 class HttpTask:
     """What an HTTP point runs. ``model`` is the folder whose tokenizer makes the prompts; ``values`` are summary
-    fields that are known beforehand (swept variables)."""
+    fields that are known beforehand (swept variables), or better known than from the server."""
 
     server: Server
     model: Path
@@ -39,6 +66,10 @@ class HttpTask:
     targets: Targets = DEFAULT_TARGETS
     prompt_tokens: PromptTokens | None = None
     """Tokens of the prompts; by default a text in the model's tokens."""
+    launched: LaunchedServer | None = None
+    """The server's process if this program started it: if it ends, the point fails at once and says why."""
+    warm_up: Callable[[Workload], Workload] = warm_up
+    """What is sent before the measurement; :func:`wide_warm_up` for servers that compile kernels when they need them."""
 
 
 class NothingServed(RuntimeError):
@@ -50,23 +81,25 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
 
     Raises:
         ServerNotReady: the server is not ready, or is another one than when the run began.
+        ServerEnded: the launched server ended while requests were running.
         NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
     from evaluation.replay.http import (
         replay_workload,  # imported late: only points that really run need the HTTP client
     )
-    from evaluation.replay.server import connect_server
+    from evaluation.replay.server import connect_server, still_running
 
     task: HttpTask = point.task
-    server = connect_server(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server)
+    ended = task.launched.ended if task.launched else still_running
+    server = connect_server(task.server.name, task.server.url, task.ready_timeout_s, expected=task.server, ended=ended)
     prompt_tokens = task.prompt_tokens or load_prompt_tokens(task.model)
     workload = make_workload(task.lengths, prompt_tokens)
-    limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s}
-    warmed = replay_workload(server, with_fresh_prompts(warm_up(workload), prompt_tokens.vocab_size), **limits)
-    check_served(server, warmed.records)
+    limits = {"stall_timeout_s": task.stall_timeout_s, "request_timeout_s": task.request_timeout_s, "ended": ended}
+    warmed = replay_workload(server, with_fresh_prompts(task.warm_up(workload), prompt_tokens.vocab_size), **limits)
+    check_served(task, warmed.records)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
         result = replay_workload(server, with_fresh_prompts(workload, prompt_tokens.vocab_size), progress, **limits)
-    check_served(server, result.records)
+    check_served(task, result.records)
     values = {
         "system": server.name,
         "backend": "http",
@@ -101,8 +134,12 @@ def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
     return dataclasses.replace(workload, requests=requests)
 
 
-def check_served(server: Server, records: tuple[RequestRecord, ...]) -> None:
+def check_served(task: HttpTask, records: tuple[RequestRecord, ...]) -> None:
+    """Raise if the server ended, or completed nothing. Some failed requests are a result; a server's end is none."""
+    if task.launched and not all(record.completed for record in records):
+        task.launched.check_running(within_s=END_GRACE_S)
     if not any(record.completed for record in records):
+        server = task.server
         raise NothingServed(
             f"{server.name} at {server.url} completed none of {len(records)} requests; the first: {records[0].failure}"
         )

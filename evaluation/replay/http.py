@@ -14,13 +14,14 @@ import json
 import resource
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
 from apex.replay.records import Replay, ReplayRequest, RequestRecord
-from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal
+from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Workload
 
@@ -149,22 +150,26 @@ def replay_workload(
     progress: TokenProgress | None = None,
     stall_timeout_s: float = 120.0,
     request_timeout_s: float = 1800.0,
+    ended: Callable[[], str | None] = still_running,
 ) -> Replay:
     """Send all requests of ``workload`` at their arrivals, or in a closed loop, and read their answers to the end.
 
     A request becomes a failed record if the server refuses it, breaks it off, answers wrongly or takes longer than
     ``request_timeout_s``. If no request in flight gets a token or ends for ``stall_timeout_s``, all unfinished requests
-    fail. ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain
+    fail; so they do at once if ``ended`` returns a reason why the server will answer no more. ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain
     that delay although the server did not cause it.
     """
-    return asyncio.run(HttpReplay(server, workload, request_timeout_s).run(progress, stall_timeout_s))
+    return asyncio.run(HttpReplay(server, workload, request_timeout_s, ended).run(progress, stall_timeout_s))
 
 
 class HttpReplay:
     """The state of a replay while it runs."""
 
-    def __init__(self, server: Server, workload: Workload, request_timeout_s: float) -> None:
+    def __init__(
+        self, server: Server, workload: Workload, request_timeout_s: float, ended: Callable[[], str | None]
+    ) -> None:
         self.server = server
+        self.ended = ended
         self.request_timeout_s = request_timeout_s
         self.streams = [Stream(request) for request in workload.requests]
         self.concurrency = workload.lengths.spec.concurrency
@@ -186,7 +191,8 @@ class HttpReplay:
                 await asyncio.wait((sender,), timeout=min(LOOK_EVERY_S, stall_timeout_s / 4))
                 if progress is not None:
                     progress.update(sum(stream.tokens_so_far for stream in self.streams))
-                if self.in_flight and self.now() - self.last_progress_s > stall_timeout_s:
+                stall = self.ended()
+                if stall is None and self.in_flight and self.now() - self.last_progress_s > stall_timeout_s:
                     stall = await self.describe_stall(stall_timeout_s)
         finally:
             sender.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ STOP_GRACE_S = 30.0
 LOOK_AGAIN_S = 0.01
 ZOMBIE = "Z"  # ended, but its parent has not read its exit status
 SHOWN_LOG_LINES = 15
+ERROR_LINE = re.compile(r"(^|\] )[\w.]+(Error|Exception|OutOfResources): ")  # a traceback's last line, perhaps logged
 # Prefixes of environment variables that may change a server's behaviour or speed.
 SHOWN_PREFIXES = (
     "OMP_",
@@ -60,6 +62,10 @@ class ServerCommand:
         return {"arguments": list(self.arguments), "environment": environment, "cores": list(self.cores)}
 
 
+class ServerEnded(RuntimeError):
+    """A server that was running has ended by itself; the message says what it printed last."""
+
+
 @dataclass(frozen=True)
 class LaunchedServer:
     """A server that this process started; ``log`` is the file of its output."""
@@ -67,6 +73,21 @@ class LaunchedServer:
     server: Server
     process: subprocess.Popen[bytes]
     log: Path
+
+    def ended(self) -> str | None:
+        """How the server's process ended, or None while it runs."""
+        status = self.process.poll()
+        return None if status is None else f"it ended with {describe_status(status)}"
+
+    def check_running(self, within_s: float = 0.0) -> None:
+        """Raise if the server has ended, or ends within some seconds: its requests fail before its process ends.
+
+        Raises:
+            ServerEnded: it has; the message holds the last lines of ``log``.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
+            raise ServerEnded(f"{self.server.name}: {self.ended()} while it was measured\n{end_of_log(self.log)}")
 
     def processor_s(self) -> float:
         """Seconds of processor time used by all processes of the server, including ended and reaped children."""
@@ -97,12 +118,12 @@ def launched_server(command: ServerCommand, log: Path, ready_timeout_s: float = 
             stack.callback(stop_process, process)
 
         def ended() -> str | None:
-            return None if process.poll() is None else f"it ended with status {process.returncode}"
+            return None if process.poll() is None else f"it ended with {describe_status(process.returncode)}"
 
         try:
             server = connect_server(command.name, f"http://127.0.0.1:{port}", ready_timeout_s, ended=ended)
         except ServerNotReady as error:
-            raise ServerNotReady(f"{error}\n{last_lines(log)}\nthe whole log is {log}") from None
+            raise ServerNotReady(f"{error}\n{end_of_log(log)}") from None
         yield LaunchedServer(server, process, log)
 
 
@@ -153,9 +174,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def last_lines(log: Path) -> str:
+def describe_status(status: int) -> str:
+    """An exit status of a process in words; a negative one is a signal."""
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def end_of_log(log: Path) -> str:
+    """The last lines of a server's output, and where all of it is. An error that was printed earlier comes first."""
     lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(lines[-SHOWN_LOG_LINES:]) or "it printed nothing"
+    shown = lines[-SHOWN_LOG_LINES:]
+    first_error = next((line for line in lines if ERROR_LINE.search(line)), None)
+    if first_error is not None and first_error not in shown:  # the end may only say that another process failed
+        shown = [first_error, "...", *shown]
+    return "\n".join([*(shown or ["it printed nothing"]), f"the whole log is {log}"])
 
 
 def session_stats(session: int) -> dict[int, list[str]]:
