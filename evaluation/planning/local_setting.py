@@ -19,6 +19,8 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
 
 GB = 1e9
+USABLE_SHARE = 0.97
+"""Of a card's memory as nvidia-smi reports it: the driver keeps the rest."""
 Pools = Literal["papers", "card"]
 TINY_SHAPE = {
     "hidden_size": 64,
@@ -115,7 +117,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=engine.max_model_len,
-        device_bytes=host_bytes if card is None else card.total_bytes,
+        device_bytes=0 if card is None else int(USABLE_SHARE * card.total_bytes),
         host_bytes=host_bytes,
         on_host=card is None,
     )
@@ -123,7 +125,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
     pools: Pools = choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
     wanted_cpu_blocks = int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
-    cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks)
+    cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
     try:
         check_fit(fit, gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:

@@ -125,7 +125,7 @@ def vllm_here(systems: Sequence[str], local: Sequence[LocalSetting], console: Co
     device = local[0].engine.device
     program = vllm_program(device)
     if program is None:
-        text = f"{how_to_install(device)}; without it, `vllm` is our engine with vLLM's scheduling rules"
+        text = f"no vLLM here ({how_to_install(device)} installs it): `vllm` is our engine with vLLM's scheduling rules"
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
     return program
 
