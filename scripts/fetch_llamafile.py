@@ -21,6 +21,9 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment()
 
 from swiftllm.files import cache_dir
 
