@@ -73,7 +73,7 @@ def remedy(venv: str, is_environment: bool, lacking: list[str]) -> str:
     if lacking == ["pacpu"]:
         return f"type {setup}, which builds it"
     if not venv:
-        return f"take a Python that has, or unset VENV and type {setup}"
+        return f"use a Python that has it, or unset VENV and type {setup}"
     if is_environment:
         return f"type {setup}; if that finds everything up to date, delete {venv} and type it again"
     return f"type {setup}, then try again"

@@ -12,6 +12,7 @@ the other CPU attention kernels.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def fetch() -> Path:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(f"llamafile: {fetch()}")
     except FetchError as error:
