@@ -2,7 +2,11 @@
 
 import sys
 
-from apex.cli import main
+from apex.environment import use_environment
+
+use_environment("numpy", "rich", "torch", "tyro", "yaml")
+
+from apex.cli import main  # noqa: E402
 
 status = main()
 # CPython notes an interrupt that comes out of exec(), as dataclasses call it while torch loads, and would have the

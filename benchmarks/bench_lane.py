@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
 import torch
 from rich.console import Console
 from rich.table import Table
-
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import pacpu
 from apex.cli.parser import parse_options

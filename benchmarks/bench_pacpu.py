@@ -21,6 +21,9 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
 # Otherwise a peer's OpenMP threads keep spinning after its calls and slow down the next contender.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

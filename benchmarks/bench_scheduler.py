@@ -19,11 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.progress import track
-
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment("numpy", "rich", "tyro")
+
+import numpy as np
+from rich.progress import track
 
 from apex.cli.parser import parse_options
 from apex.simulator.build import build_simulated

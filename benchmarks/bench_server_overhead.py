@@ -31,11 +31,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
 
+    use_environment(*PACKAGES, "fastapi", "prometheus_client", "uvicorn")
+
+import numpy as np
 
 from apex.cli.parser import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface

@@ -15,6 +15,9 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment("numpy", "rich", "tyro")
 
 from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface

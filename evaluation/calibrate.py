@@ -13,6 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+
+if __name__ == "__main__":  # import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment("matplotlib", "numpy", "rich", "torch", "tyro", "yaml")
+
 from typing import Annotated
 
 import numpy as np

@@ -16,10 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment("jinja2", "matplotlib", "numpy", "rich", "tyro", "yaml")
+
+from typing import Annotated, Any
 
 import jinja2
 import tyro

@@ -11,6 +11,9 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
 
 
 from apex.cli.parser import parse_options

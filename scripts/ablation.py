@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":  # import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
 
 from rich.console import Console
 from rich.table import Table

@@ -21,10 +21,14 @@ import sys
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-if str(Path(__file__).resolve().parent.parent) not in sys.path:  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":  # import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment("numpy", "pandas", "rich", "tokenizers", "tyro")
+
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 

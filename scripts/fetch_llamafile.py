@@ -12,6 +12,7 @@ the other CPU attention kernels.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
+
+    use_environment()
 
 from swiftllm.files import cache_dir
 
@@ -116,6 +120,7 @@ def fetch() -> Path:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         print(f"llamafile: {fetch()}")
     except FetchError as error:

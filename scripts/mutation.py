@@ -36,6 +36,13 @@ from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 
+if __name__ == "__main__":  # import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES, "fastapi", "hypothesis", "pytest", "uvicorn")
+    del sys.modules["apex.environment"], sys.modules["apex"]  # tests import the packages of their own tree
+
 import pytest
 
 try:

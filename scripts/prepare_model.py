@@ -31,6 +31,11 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+if __name__ == "__main__":  # import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from apex.environment import use_environment
+
 # The conversion's packages are imported where they are used, since a machine with a finished folder needs none.
 if TYPE_CHECKING:
     import numpy as np
@@ -291,6 +296,7 @@ def main() -> None:
     if (folder / "provenance.json").exists():
         say("ready")
     else:
+        use_environment("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers")
         prepare(folder, wheel)
     print(folder)
 

@@ -10,12 +10,16 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from apex.environment import use_environment
+
+    use_environment()
+
+from functools import cache
 
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically

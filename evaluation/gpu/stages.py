@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import importlib.util
 import os
 import shutil
 import signal
@@ -29,6 +28,9 @@ from tempfile import TemporaryDirectory
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from apex.environment import use_environment
+
+    use_environment("numpy", "pybind11", "setuptools", "torch")
 
 from evaluation.gpu.report import PARTS, write_page
 from evaluation.results.paths import REPO_ROOT
@@ -189,11 +191,8 @@ def log_path(folder: Path, name: str) -> Path:
 
 
 def lacking() -> str | None:
-    """What is missing here, and what to do about it. pacpu is built from C++, and Triton compiles a C file for each
-    kernel's launcher: both include Python.h."""
-    modules = [name for name in ("torch", "numpy", "pybind11", "setuptools") if importlib.util.find_spec(name) is None]
-    if modules:
-        return f"{sys.executable} has no {', '.join(modules)}: set PYTHON=.venv/bin/python, or another that has"
+    """What the compilers lack here, and what to do about it. pacpu is built from C++, and Triton compiles a C file for
+    each kernel's launcher: both include Python.h."""
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
         version = ".".join(map(str, sys.version_info[:2]))
