@@ -32,6 +32,7 @@ TINY_SHAPE = {
     "eos_token_id": 2,
 }
 """Sizes of a rehearsal's model. Its number of KV heads follows from the ratio of heads in the setting's model."""
+TINY_CPU_BLOCKS = 20_000
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
-    wanted_cpu_blocks = int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
+    wanted_cpu_blocks = TINY_CPU_BLOCKS if choices.tiny else int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
     cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
     try:
         check_fit(fit, gpu_blocks, cpu_blocks)
@@ -174,9 +175,7 @@ def _title(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
 
 
 def _dtype(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
-    dtype = choices.dtype or ("float32" if choices.tiny else paper.dtype)
-    if dtype == "auto":
-        dtype = paper.dtype
+    dtype = paper.dtype if choices.dtype in (None, "auto") else choices.dtype
     if dtype == "bfloat16" and card is not None and card.capability < (8, 0):
         raise ValueError(f"{card.name} has no bfloat16: use --dtype float16")
     return dtype

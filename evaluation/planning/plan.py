@@ -104,16 +104,24 @@ def print_settings(settings: Sequence[LocalSetting], console: Console) -> None:
     """What each setting needs of this machine's memory, and how it differs from the paper's."""
     for local in settings:
         fit, engine = local.fit, local.engine
-        kv_bytes = engine.num_gpu_blocks * fit.bytes_per_block
-        where = "host memory" if local.card is None else local.card.name
-        lines = [
-            f"setting {local.name}: {local.title}, {engine.dtype}",
-            f"  {where}: {fit.device_bytes / GIB:.1f} GiB; weights {fit.weight_bytes / GIB:.2f}, "
-            f"{engine.num_gpu_blocks:,} KV blocks {kv_bytes / GIB:.2f}, activations {fit.activation_bytes / GIB:.2f}, "
-            f"reserved {fit.reserved_bytes / GIB:.2f} GiB; at most {fit.max_gpu_blocks:,} blocks fit",
-            f"  host memory: {fit.host_bytes / GIB:.1f} GiB available; {engine.num_cpu_blocks:,} KV blocks "
-            f"{engine.num_cpu_blocks * fit.bytes_per_block / GIB:.2f} GiB",
+        pools = [
+            f"{blocks:,} KV blocks {blocks * fit.bytes_per_block / GIB:.2f} GiB"
+            for blocks in (engine.num_gpu_blocks, engine.num_cpu_blocks)
         ]
+        rest = f"activations {fit.activation_bytes / GIB:.2f}, reserved {fit.reserved_bytes / GIB:.2f} GiB"
+        weights = f"weights {fit.weight_bytes / GIB:.2f} GiB"
+        lines = [f"setting {local.name}: {local.title}, {engine.dtype}"]
+        if local.card is None:
+            lines.append(
+                f"  host memory: {fit.host_bytes / GIB:.1f} GiB available; {weights}, {rest}; GPU tier {pools[0]}, "
+                f"CPU tier {pools[1]}"
+            )
+        else:
+            lines += [
+                f"  {local.card.name}: {fit.device_bytes / GIB:.1f} GiB; {weights}, {rest}, {pools[0]} of at most "
+                f"{fit.max_gpu_blocks:,}",
+                f"  host memory: {fit.host_bytes / GIB:.1f} GiB available; {pools[1]}",
+            ]
         lines += [f"  differs from the paper: {difference}" for difference in local.differences]
         for line in lines:
             console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from evaluation.planning.panels import panels_for_rehearsal, panels_here
 from evaluation.planning.plan import Planner, ProfiledSetting, print_plan, print_settings
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
 
-REHEARSAL_SCALE = 0.05
+REHEARSAL_SCALE = 0.1
 """Factor for the lengths of a rehearsal."""
 
 Finish = Callable[[list[Point]], list[Point]]
