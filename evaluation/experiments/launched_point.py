@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from evaluation.experiments.http_point import HttpTask, run_http_point
+from evaluation.experiments.http_point import HttpTask, run_http_point, wide_warm_up
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
 from evaluation.traces.workloads import Lengths, load_prompt_tokens
@@ -61,7 +61,7 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
     """Replay the point's workload against its running server, timed at the client.
 
     Raises:
-        ServerNotReady, NothingServed: the server died or served nothing.
+        ServerNotReady, ServerEnded, NothingServed: the server died or served nothing.
     """
     task: LaunchedTask = point.task
     engine = task.engine
@@ -73,6 +73,8 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         STALL_TIMEOUT_S,
         REQUEST_TIMEOUT_S,
         prompt_tokens=load_prompt_tokens(Path(engine.model)),
+        launched=running,
+        warm_up=wide_warm_up,
     )
     start, others, own_s = time.monotonic(), OtherWork(), running.processor_s()
     result = run_http_point(replace(point, task=http), label, console)
