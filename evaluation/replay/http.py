@@ -156,8 +156,9 @@ def replay_workload(
 
     A request becomes a failed record if the server refuses it, breaks it off, answers wrongly or takes longer than
     ``request_timeout_s``. If no request in flight gets a token or ends for ``stall_timeout_s``, all unfinished requests
-    fail; so they do at once if ``ended`` returns a reason why the server will answer no more. ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain
-    that delay although the server did not cause it.
+    fail; so they do at once when ``ended`` returns a reason why the server will answer no more.
+    ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain that
+    delay although the server did not cause it.
     """
     return asyncio.run(HttpReplay(server, workload, request_timeout_s, ended).run(progress, stall_timeout_s))
 

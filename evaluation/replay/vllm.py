@@ -22,7 +22,7 @@ from swiftllm.model.config import ModelConfig
 INSTALL_SCRIPT = "scripts/install_vllm.sh"
 BUILDS = {"cuda": "gpu", "cpu": "cpu"}
 READY_TIMEOUT_S = 1200.0
-"""vLLM loads and compiles the model and captures CUDA graphs before it is ready: minutes, most of all the first time."""
+"""vLLM loads and compiles the model and captures CUDA graphs before it is ready. This takes minutes."""
 RESERVED_BLOCKS = 1  # vLLM's block pool keeps one block, the null block, that no request ever gets
 CPU_BLOCK_SIZE = 32  # attention of the CPU build takes multiples of this only (vLLM 0.32)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -122,7 +122,8 @@ def vllm_command(
         "--max-num-seqs": max_num_seqs,
     }
     given = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
-    arguments = (str(program), "serve", str(servable_folder(model)), *given, "--no-enable-prefix-caching")
+    given += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    arguments = (str(program), "serve", str(servable_folder(model)), *given)
     cores = tuple(sorted(os.sched_getaffinity(0))) if cores is None else tuple(cores)
     environment = dict(ENVIRONMENT)
     if device_type == "cpu":

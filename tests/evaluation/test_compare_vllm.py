@@ -24,6 +24,7 @@ def model(tmp_path):
     folder = tmp_path / "Tiny-Llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"vocab_size": 5000}))
+    (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
@@ -60,6 +61,7 @@ def test_systems_are_compared_on_the_same_cores(tmp_path, model, vllm, two_cores
         assert "bfloat16" in system.command.arguments and str(model) in system.command.arguments
         if system.name.startswith("vllm"):
             assert "--no-enable-prefix-caching" in system.command.arguments
+            assert "--num-gpu-blocks-override" not in system.command.arguments  # vLLM finds its own number
         else:  # the default number of threads
             assert not any("threads" in argument for argument in system.command.arguments)
 
@@ -124,7 +126,7 @@ def test_a_whole_run(tmp_path, model, monkeypatch, capsys):
     console = Console(width=200)
     assert main(chosen, console=console) == 0
     printed = capsys.readouterr().out
-    assert "only our servers are measured; scripts/install_vllm_cpu.sh" in printed
+    assert "only our servers are measured; scripts/install_vllm.sh --cpu" in printed
     folder = (tmp_path / "results" / "compare_vllm" / "latest").resolve()
     rows = json.loads((folder / "summary.json").read_text())
     assert [(r["system"], r["cores"], r["round"]) for r in rows] == [
