@@ -9,7 +9,8 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Tier
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.sizing import check_weights, plan_blocks, weight_bytes
@@ -17,6 +18,8 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import load_weights
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.widest_iteration import widest_iteration
+from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
 
@@ -119,6 +122,36 @@ def test_blocks_fill_the_gpu_beside_weights_and_the_widest_iteration(tiny_model_
     assert used_wide < used_narrow < 0.97 * total
     with pytest.raises(InsufficientMemory, match="GPU"):
         gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, num_gpu_blocks=narrow)
+
+
+def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir):
+    rows, context = 1024, 64
+    config = EngineConfig(
+        str(tiny_model_dir()),
+        dtype="float32",
+        num_gpu_blocks=rows // 16 + 8,
+        num_cpu_blocks=64,
+        max_num_batched_tokens=rows,
+        max_num_seqs=32,
+        max_model_len=context,
+    )
+    with fake_gpu(0, can_capture=False) as cuda:
+        backend = TorchBackend(config)
+        driver = BackendDriver(backend)
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        riders = [driver.admit(f"cpu{i}", range(3, 20), Tier.CPU, sampling) for i in range(16)]
+        driver.prefill(riders)
+        prompts = [driver.admit(f"gpu{i}", range(3, 65), Tier.GPU, sampling) for i in range(16)]
+        items = [LaneItem(request, 0, request.num_tokens, Tier.GPU, True) for request in prompts]
+
+        def peak(work) -> int:
+            before = cuda.peak = cuda.allocated
+            work()
+            return cuda.peak - before
+
+        widest = peak(lambda: widest_iteration(backend._model, backend._sampler, config, torch.float32))
+        taken = peak(lambda: driver.run(items, riders))
+        assert 0.5 * widest < taken <= widest
 
 
 def test_a_gpu_too_small_for_activations_says_so(tiny_model_dir):
