@@ -23,8 +23,8 @@ USABLE_SHARE = 0.97
 """Of a card's memory as nvidia-smi reports it: the driver keeps the rest."""
 Pools = Literal["papers", "card"]
 TINY_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "vocab_size": 512,
