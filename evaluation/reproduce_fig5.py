@@ -19,7 +19,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import FigureOptions
 from evaluation.figures.apex_paper import draw_fig5
-from evaluation.figures.paper_figure import PaperFigure, reproduce
+from evaluation.figures.figure_jobs import reproduce
+from evaluation.figures.paper_figure import PaperFigure
 
 FIGURE = PaperFigure(
     "fig5",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
@@ -19,27 +19,41 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.neo_points import make_neo_points, with_rates_at_latency
-from evaluation.experiments.options import Folder, Names, Range, experiment_settings
-from evaluation.experiments.runner import Point, print_error
+from apex.simulator.paper_settings import load_setting
+from evaluation.experiments.live_systems import LiveSystems
+from evaluation.experiments.neo_points import make_neo_points, neo_sweep, with_latencies, with_rates_at_latency
+from evaluation.experiments.options import (
+    FigureOptions,
+    Folder,
+    Names,
+    Range,
+    SettingOptions,
+    experiment_settings,
+    refuse_unused_options,
+)
+from evaluation.experiments.runner import print_error
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.figures.figure_jobs import FigureJob, run_jobs
 from evaluation.figures.neo_paper import draw_neo
-from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, run_and_show, show
+from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, show
+from evaluation.planning.panels import NotApplicable, hosts_here
+from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.machine import usable_cores
+from swiftllm.machine import first_card, host_memory_bytes
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
 ALL_FIGURES: tuple[FigureName, ...] = ("6", "7", "8", "9", "10a")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SettingOptions):
     """The figures of NEO's evaluation, SIMULATED (predicted times, no GPU needed). All together take some minutes on
-    two cores.
+    two cores. On a machine with a GPU the panels of its kind are also measured.
 
     Defaults come from configs/experiments/neo.yaml. Results, figure and provenance go to
     results/neo-fig<figure>/<run>/. Running the same command again continues an interrupted run.
@@ -48,6 +62,9 @@ class Options:
     figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = ALL_FIGURES
     """Figures of the paper. 6: latency over request rate; 7: distribution of latencies;
     8: comparison with FastDecode+; 9: throughput over output length; 10a: the same on four hosts."""
+    backend: Literal["simulated", "torch"] | None = None
+    """simulated: predict the paper's machines in virtual time. torch: measure on this machine.
+    By default simulated, and measured too where there is a GPU."""
     gpu: Literal["t4", "a10", "2xh100"] | None = None
     """Run only the panels of this GPU; figures without such panels are skipped."""
     systems: Names = None
@@ -78,25 +95,20 @@ class Options:
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = stdout_console()
-    status = 0
-    try:
-        settings = experiment_settings("neo", options.config)
-        figures = {f"neo-{section}": paper_figure(section, settings) for section in settings}
-        if options.from_folder is not None:
-            run = read_run(options.from_folder, list(figures))
-            show(figures[name_of_figure(run.experiment)], run, console)
-            return 0
-        chosen = chosen_points(settings, options)
-        for number, (name, points) in enumerate(chosen.items(), start=1):
-            configuration = {"simulated": describe_simulated_points(points)}
-            jobs = options.jobs or usable_cores()
-            figure = figures[name_of_figure(name)]
-            console.rule(f"{number} of {len(chosen)}: {figure.title}", align="left")
-            status |= run_and_show(figure, name, points, configuration, options.results_dir, jobs, console)
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    return status
+    with LiveSystems(options.results_dir / "neo-logs", console) as live:
+        try:
+            settings = experiment_settings("neo", options.config)
+            if options.from_folder is not None:
+                figures = {f"neo-{section}": paper_figure(section, settings) for section in settings}
+                run = read_run(options.from_folder, list(figures))
+                show(figures[name_of_figure(run.experiment)], run, console)
+                return 0
+            return run_jobs(
+                neo_jobs(settings, options, console, live), figure_options(options), console, live.run_point
+            )
+        except (ValueError, FileNotFoundError) as error:
+            print_error(error, console)
+            return 2
 
 
 def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
@@ -123,33 +135,86 @@ def name_of_figure(experiment: str | None) -> str:
     return experiment.removesuffix(SENSITIVITY)
 
 
-def chosen_points(settings: dict[str, Any], options: Options) -> dict[str, list[Point]]:
-    """The points of each figure, by the name of its result folder.
+def neo_jobs(settings: Mapping[str, Any], options: Options, console: Console, live: LiveSystems) -> list[FigureJob]:
+    """The chosen figures, simulated and measured.
 
     Raises:
         ValueError: an option is not valid here; the message says what is.
     """
+    chosen = figure_options(options)
+    in_setting = options.backend != "simulated" and measures_settings(chosen, first_card())
+    if options.sensitivity is not None:
+        if options.backend == "torch":
+            raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
+        in_setting = False
+    elif options.backend == "torch" and not in_setting:
+        raise ValueError("NEO's figures are measured in its settings: give --setting neo-t4 or neo-a10, or --rehearse")
+    refuse_unused_options(chosen, ("torch",) if in_setting else ("simulated",), in_setting)
     variation = None if options.sensitivity is None else parse_sensitivity(options.sensitivity)
-    chosen = {}
+    jobs = []
     for figure in options.figure if variation is None else ("9",):
-        section = settings[f"fig{figure}"]
-        if options.gpu is not None:
-            panels = [panel for panel in section["panels"] if panel["setting"] == f"neo-{options.gpu}"]
-            section = {**section, "panels": panels}
-        points = make_neo_points(
-            section,
-            variation,
-            systems=options.systems,
-            num_requests=options.num_requests,
-            seed=options.seed,
-            repeats=options.repeats,
-            trace_dir=options.trace_dir,
-        )
-        if points:
-            chosen[f"neo-fig{figure}" + (SENSITIVITY if variation else "")] = points
-    if not chosen:
-        raise ValueError(f"--figure {' '.join(options.figure)} has no panel on {options.gpu}: leave one of the two out")
-    return chosen
+        section = section_of(settings, figure, options)
+        points = [] if options.backend == "torch" else make_neo_points(section, variation, **sweep_options(options))
+        measured = measured_panels(section, options, console, live) if in_setting else None
+        if points or measured:
+            name = f"neo-fig{figure}" + (SENSITIVITY if variation else "")
+            described = {"simulated": describe_simulated_points(points)} if points else {}
+            jobs.append(FigureJob(paper_figure(f"fig{figure}", settings), name, points, described, measured))
+    if not jobs:
+        where = f" on {options.gpu}" if options.gpu else " here"
+        raise ValueError(f"--figure {' '.join(options.figure)} has no panel{where}: leave one of the two out")
+    return jobs
+
+
+def section_of(settings: Mapping[str, Any], figure: str, options: Options) -> dict[str, Any]:
+    """The section of a figure with the panels of the chosen GPU or setting."""
+    section = settings[f"fig{figure}"]
+    chosen = {f"neo-{options.gpu}"} if options.gpu else {panel["setting"] for panel in section["panels"]}
+    if options.setting is not None:
+        gpu = load_setting(options.setting).gpu
+        chosen = {name for name in chosen if load_setting(name).gpu == gpu}
+    return {**section, "panels": [panel for panel in section["panels"] if panel["setting"] in chosen]}
+
+
+def measured_panels(
+    section: Mapping[str, Any], options: Options, console: Console, live: LiveSystems
+) -> SettingMeasurement | None:
+    """The panels of a section that this machine can measure; None if there are none.
+
+    A panel with several hosts is measured on the one that this machine is like.
+    """
+    panels = []
+    for panel in section["panels"]:
+        if "hosts" in panel:
+            hosts = panel["hosts"] if options.rehearse else hosts_here(panel["hosts"], host_memory_bytes())
+            if hosts:
+                panels.append({**panel, "hosts": hosts})
+        else:
+            panels.append(panel)
+    if not panels:
+        return None
+    here = {**section, "panels": panels}
+    chosen = figure_options(options)
+    sweep = neo_sweep(here, **{**sweep_options(options), "num_requests": chosen.num_requests})
+    try:
+        return prepare(sweep, chosen, live, console, "neo", lambda points: with_latencies(here, points))
+    except NotApplicable as error:
+        text = f"{section['shows']}: not measured, {error}"
+        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        return None
+
+
+def sweep_options(options: Options) -> dict[str, Any]:
+    names = ("systems", "num_requests", "seed", "repeats", "trace_dir")
+    return {name: getattr(options, name) for name in names}
+
+
+def figure_options(options: Options) -> FigureOptions:
+    """The options as those of the other figures. Beside a simulation ``num_requests`` applies to that alone."""
+    shared = {field.name: getattr(options, field.name) for field in fields(SettingOptions)}
+    names = ("backend", "systems", "seed", "repeats", "jobs", "trace_dir", "results_dir", "sensitivity")
+    shared |= {name: getattr(options, name) for name in names}
+    return FigureOptions(**shared, num_requests=options.num_requests if options.backend == "torch" else None)
 
 
 if __name__ == "__main__":

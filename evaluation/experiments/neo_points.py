@@ -93,10 +93,11 @@ def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     The first row of a curve has the value, interpolated between the two rates around the first crossing. It is None
     in the other rows, and where the curve does not cross.
     """
-    curves: dict[tuple[str, str], list[FlatRecord]] = {}
+    curves: dict[tuple[str, str, bool], list[FlatRecord]] = {}
     for row in rows:
         if row.get("at_latency_s") is not None:
-            curves.setdefault((row["setting"], row["system"]), []).append(row)
+            is_simulated = row["backend"] == "simulated"
+            curves.setdefault((row["setting"], row["system"], is_simulated), []).append(row)
     rates = {
         curve[0]["point"]: crossing([(r["request_rate"], r[LATENCY]) for r in curve], curve[0]["at_latency_s"])
         for curve in curves.values()

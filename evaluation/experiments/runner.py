@@ -97,8 +97,11 @@ def run_experiment(
     console: Console | None = None,
     jobs: int = 1,
     complete: Complete = unchanged_rows,
+    run_alone: RunPoint | None = None,
 ) -> Outcome:
     """Run all points that are not finished yet and write the summary.
+
+    ``run_point`` must be picklable if there are concurrent points. ``run_alone`` replaces it for the others.
 
     If a point raises, its traceback goes to ``errors/`` and the other points still run; the next invocation tries it
     again. First the concurrent points run, at most ``jobs`` at a time, then the others one by one.
@@ -117,7 +120,7 @@ def run_experiment(
         print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
         raise SystemExit(2) from None
     try:
-        failed = run_unfinished_points(folder, points, run_point, jobs, console)
+        failed = run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
     except KeyboardInterrupt:
         kept = sum(folder.finished_point(key) is not None for key in keys)
         text = (
@@ -131,7 +134,12 @@ def run_experiment(
 
 
 def run_unfinished_points(
-    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, jobs: int, console: Console
+    folder: ResultFolder,
+    points: Sequence[Point],
+    run_point: RunPoint,
+    run_alone: RunPoint,
+    jobs: int,
+    console: Console,
 ) -> list[str]:
     """Run the points that are not finished. Returns the labels of those that failed."""
     progress = RunProgress(len(points), console)
@@ -147,7 +155,7 @@ def run_unfinished_points(
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
     failed = run_together(folder, together, run_point, progress, jobs) if together else []
-    return failed + run_one_by_one(folder, alone, run_point, progress, console)
+    return failed + run_one_by_one(folder, alone, run_alone, progress, console)
 
 
 def by_session(points: Sequence[Point]) -> list[Point]:

@@ -18,6 +18,9 @@ SAME_MEMORY = 0.15
 """Relative difference of host memory within which a host is taken for one of the papers'."""
 
 
+REHEARSED_REQUESTS = 32
+
+
 class NotApplicable(ValueError):
     """The figure has no panel for this machine; the message says which it has."""
 
@@ -55,7 +58,8 @@ def panels_for_rehearsal(sweep: Sweep) -> Sweep:
         if panel.setting.gpu.startswith(SEVERAL_CARDS):
             continue
         ends = {name: _ends(getattr(panel, name)) for name in ("output_lens", "request_rates")}
-        panels.setdefault((panel.panel, panel.workload_name), replace(panel, **ends))
+        few = min(panel.num_requests, REHEARSED_REQUESTS)
+        panels.setdefault((panel.panel, panel.workload_name), replace(panel, num_requests=few, **ends))
     if not panels:
         raise NotApplicable("the figure has panels for machines with several GPUs alone")
     return replace(sweep, panels=tuple(panels.values()))

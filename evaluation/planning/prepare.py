@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -33,10 +33,29 @@ Finish = Callable[[list[Point]], list[Point]]
 
 @dataclass(frozen=True)
 class MeasuredHalf:
-    """Points to measure and their description for the run's identity."""
+    """Points to measure, and their description for the run's identity."""
 
-    points: list[Point]
-    configuration: dict[str, Any]
+    points: Sequence[Point]
+    configuration: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SettingMeasurement:
+    """The measured half of a figure, whose numbers of requests are not chosen yet."""
+
+    planner: Planner
+    measuring: Measuring
+
+    def plan(self, hours: float, num_requests: int | None, console: Console) -> MeasuredHalf:
+        """Choose the numbers of requests and print the plan. ``num_requests`` is the same for all; None: by the time.
+
+        Raises:
+            TooLittleTime: even the fewest requests take longer than ``hours``.
+        """
+        planner = self.planner
+        plan = planner.plan_within(hours * 3600.0) if num_requests is None else planner.plan_with(planner.most)
+        print_plan(plan, console)
+        return MeasuredHalf(plan.points, describe_setting_points(plan.points, self.measuring))
 
 
 def measures_settings(options: FigureOptions, card: Card | None) -> bool:
@@ -53,31 +72,13 @@ def prepare(
     console: Console,
     paper: Literal["apex", "neo"] = "apex",
     finish: Finish = list,
-) -> MeasuredHalf:
-    """Choose panels and settings, measure profiles, choose the numbers of requests, print the plan.
+) -> SettingMeasurement:
+    """Choose the panels and settings that apply here, and measure the profiles that are not cached.
 
     Raises:
         NotApplicable: the figure has no panel for this machine.
-        ValueError: a setting does not fit this machine, or there is too little time.
+        ValueError: a setting does not fit this machine.
     """
-    planner, measuring = make_planner(sweep, options, live, console, paper, finish)
-    if options.num_requests is None:
-        plan = planner.plan_within(options.hours * 3600.0)
-    else:
-        plan = planner.plan_with(planner.most)
-    print_plan(plan, console)
-    return MeasuredHalf(list(plan.points), describe_setting_points(plan.points, measuring))
-
-
-def make_planner(
-    sweep: Sweep,
-    options: FigureOptions,
-    live: LiveSystems,
-    console: Console,
-    paper: Literal["apex", "neo"] = "apex",
-    finish: Finish = list,
-) -> tuple[Planner, Measuring]:
-    """The planner of the panels that apply here. Measures the profiles that are not cached."""
     card = None if options.device == "cpu" else first_card()
     if options.rehearse:
         here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE))
@@ -94,10 +95,8 @@ def make_planner(
     measuring = Measuring(local, vllm_here(here.systems, list(local.values()), console))
     profiled = profile_settings(local, live, console)
     make_point = setting_point_maker(measuring)
-    return (
-        Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs),
-        measuring,
-    )
+    planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs)
+    return SettingMeasurement(planner, measuring)
 
 
 def choices_of(options: FigureOptions) -> Choices:

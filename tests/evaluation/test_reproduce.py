@@ -14,7 +14,7 @@ from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce
 from evaluation.experiments import points
 from evaluation.experiments import runner as experiment
 from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.figures.paper_figure import make_points, measured_options
+from evaluation.figures.figure_jobs import make_job, measured_options
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 
@@ -73,7 +73,8 @@ def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
 
 
 def test_a_failing_point_leaves_the_others_in_their_processes(tmp_path):
-    made, configuration = make_points(reproduce_fig5.FIGURE, options(tmp_path, gpu="t4"), None)
+    job = make_job(reproduce_fig5.FIGURE, options(tmp_path, gpu="t4"), None, None)
+    made, configuration = list(job.points), job.configuration
     made[1] = experiment.Point("broken", "broken", "broken", "no task", concurrent=True)
     outcome = experiment.run_experiment("x", configuration, made[:4], points.run_point, tmp_path, jobs=2)
     assert outcome.failed == ["broken"] and len(outcome.summary) == 3

@@ -15,7 +15,7 @@ from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.neo_points import crossing, make_neo_points, on_host, with_rates_at_latency
 from evaluation.experiments.options import experiment_settings
 from evaluation.figures.neo_paper import HOST_COLOURS, draw_panel, per_token_latencies_s
-from evaluation.reproduce_neo import ALL_FIGURES, Options, chosen_points, main
+from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file
 
@@ -139,16 +139,20 @@ def test_every_claim_has_its_machine_and_points():
         assert len({point.key for point in points}) == len(points)
 
 
+def chosen_jobs(**options):
+    return {job.name: job.points for job in neo_jobs(SETTINGS, Options(num_requests=8, **options), None, None)}
+
+
 def test_options_choose_points():
-    only_t4 = chosen_points(SETTINGS, Options(gpu="t4", num_requests=8))
+    only_t4 = chosen_jobs(gpu="t4")
     assert list(only_t4) == ["neo-fig6", "neo-fig9"]
     assert {point.task.values["setting"] for points in only_t4.values() for point in points} == {"neo-t4"}
-    varied = chosen_points(SETTINGS, Options(gpu="a10", num_requests=8, sensitivity="cpu_bandwidth=10..100"))
+    varied = chosen_jobs(gpu="a10", sensitivity="cpu_bandwidth=10..100")
     assert list(varied) == ["neo-fig9_sensitivity"]
     rates = {point.task.values["cpu_bandwidth_gb_s"] for point in varied["neo-fig9_sensitivity"]}
     assert {None, 10, 100} <= rates and len(rates) > 5
     with pytest.raises(ValueError, match="no panel on t4"):
-        chosen_points(SETTINGS, Options(figure=("7",), gpu="t4"))
+        chosen_jobs(figure=("7",), gpu="t4")
 
 
 def test_misfitting_options_are_refused(tmp_path, capsys):

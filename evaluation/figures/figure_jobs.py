@@ -1,0 +1,196 @@
+"""The steps of every ``reproduce_*.py``: make the points of figures, plan them, run them, show the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from apex.cli.output import stdout_console
+from evaluation.experiments.live_systems import LiveSystems
+from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
+from evaluation.experiments.options import (
+    FigureOptions,
+    experiment_settings,
+    make_measured_plan,
+    refuse_unused_options,
+)
+from evaluation.experiments.points import run_point
+from evaluation.experiments.runner import Point, RunPoint, print_error, run_experiment
+from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.simulated_sweeps import (
+    Sweep,
+    describe_simulated_points,
+    make_sensitivity_points,
+    make_simulated_points,
+    make_sweep,
+)
+from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, Run, read_run, show
+from evaluation.planning.panels import panels_here
+from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
+from evaluation.planning.request_counts import TooLittleTime
+from evaluation.results.provenance import machine_identity
+from swiftllm.machine import Card, first_card
+from swiftllm.systems import find_system
+
+MEASURED = frozenset({"torch", "http"})
+
+
+@dataclass(frozen=True)
+class FigureJob:
+    """A figure to run. ``name`` is its result folder's; ``configuration`` describes the points for the run's identity.
+
+    ``measured`` are the points in a paper's setting, whose numbers of requests are not chosen yet.
+    """
+
+    figure: PaperFigure
+    name: str
+    points: Sequence[Point]
+    configuration: Mapping[str, Any]
+    measured: SettingMeasurement | None = None
+
+
+def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
+    """Run the unfinished points, draw, print. Returns the exit status: 0 when every point is finished, 2 for invalid
+    options."""
+    console = stdout_console()
+    with LiveSystems(options.results_dir / figure.name / "logs", console) as live:
+        try:
+            if options.from_folder is not None:
+                show(figure, read_run(options.from_folder, [figure.name]), console)
+                return 0
+            job = make_job(figure, options, console, live)
+            return run_jobs([job], options, console, live.run_point)
+        except (ValueError, FileNotFoundError, ConnectionError) as error:
+            print_error(error, console)
+            return 2
+
+
+def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console, run_alone: RunPoint) -> int:
+    """Plan and run figures one after the other. They share ``options.hours`` by the time that they would take in full.
+
+    ``run_alone`` runs the points that measure.
+
+    Returns:
+        The exit status: 0 when every point is finished.
+
+    Raises:
+        TooLittleTime: the hours do not suffice for any of them.
+    """
+    measured = [job for job in jobs if job.measured is not None]
+    full_s = {job.name: job.measured.planner.full_s() if len(measured) > 1 else 1.0 for job in measured}
+    status = 0
+    for number, job in enumerate(jobs, start=1):
+        if len(jobs) > 1:
+            console.rule(f"{number} of {len(jobs)}: {job.figure.title}", align="left")
+        points, configuration = list(job.points), {"experiment": job.name, **job.configuration}
+        if job.measured is not None:
+            hours = options.hours * full_s[job.name] / sum(full_s.values())
+            try:
+                half = job.measured.plan(hours, options.num_requests, console)
+            except TooLittleTime as error:
+                if len(jobs) == 1:
+                    raise
+                print_error(f"{job.figure.title} is left out: {error}", console)
+                status = 1
+                continue
+            points += half.points
+            configuration["torch"] = half.configuration
+        if options.plan:
+            continue
+        outcome = run_experiment(
+            job.name,
+            configuration,
+            points,
+            run_point,
+            options.results_dir,
+            console,
+            options.num_jobs,
+            job.figure.complete,
+            run_alone=run_alone,
+        )
+        if outcome.summary:
+            show(job.figure, Run(outcome.folder, job.name, outcome.summary, machine_identity()), console)
+        status |= outcome.print_outcome(console)
+    return status
+
+
+def make_job(figure: PaperFigure, options: FigureOptions, console: Console, live: LiveSystems) -> FigureJob:
+    """The points of the chosen backends. ``live`` measures this machine's profile for a paper's setting.
+
+    Raises:
+        ValueError: an option is not valid here; the message says what is.
+        ConnectionError: a server does not answer; the message says what to start.
+    """
+    card = first_card()
+    backends = default_backends(figure, options, card) if options.backend is None else (options.backend,)
+    if options.sensitivity is not None:
+        if options.backend in MEASURED:
+            raise ValueError("--sensitivity varies assumptions, which only --backend simulated has")
+        backends = ("simulated",)
+    in_setting = "torch" in backends and measures_settings(options, card)
+    refuse_unused_options(options, backends, in_setting)
+    name = figure.name if options.sensitivity is None else figure.name + SENSITIVITY
+    points: list[Point] = []
+    configuration: dict[str, Any] = {}
+    measured = None
+    if "simulated" in backends:
+        points += simulated_points(figure.name, options)
+        configuration["simulated"] = describe_simulated_points(points)
+    for backend in MEASURED.intersection(backends):
+        chosen = measured_options(options)
+        try:
+            if in_setting:
+                measured = prepare(figure_sweep(figure.name, chosen), chosen, live, console)
+                continue
+            plan = make_measured_plan(figure.name, chosen)
+        except ValueError as error:
+            if "simulated" not in backends:
+                raise
+            console.print(f"the measured half is skipped: {error}", style="yellow", highlight=False, markup=False)
+        else:
+            here = make_measured_points(plan)
+            points += here
+            configuration[backend] = describe_measured_plan(plan, here)
+    return FigureJob(figure, name, points, configuration, measured)
+
+
+def default_backends(figure: PaperFigure, options: FigureOptions, card: Card | None) -> tuple[str, ...]:
+    """Backends that run without --backend. Where a paper's setting is measured, it is simulated, too."""
+    return ("simulated", "torch") if measures_settings(options, card) else figure.backends
+
+
+def figure_sweep(name: str, options: FigureOptions) -> Sweep:
+    """The panels of the experiment file with the papers' settings, as the options choose."""
+    return make_sweep(
+        experiment_settings(name, options.config)["simulated"],
+        gpu=options.gpu,
+        systems=options.systems,
+        workloads=options.workloads,
+        num_requests=options.num_requests,
+        seed=options.seed,
+        repeats=options.repeats,
+        trace_dir=options.trace_dir,
+    )
+
+
+def simulated_points(name: str, options: FigureOptions) -> list[Point]:
+    sweep = figure_sweep(name, options)
+    if options.setting not in (None, "small"):
+        sweep = panels_here(sweep, options.setting, None, "apex")
+    if options.sensitivity is None:
+        return make_simulated_points(sweep)
+    return make_sensitivity_points(sweep, parse_sensitivity(options.sensitivity))
+
+
+def measured_options(options: FigureOptions) -> FigureOptions:
+    """The options for the measured part.
+
+    Beside a simulation ``num_requests`` applies to the simulation only: thousands would take this machine hours.
+    """
+    if options.backend == "torch":
+        for system in options.systems or ():
+            find_system(system)
+    return options if options.backend in MEASURED else replace(options, num_requests=None)
