@@ -22,7 +22,8 @@ from evaluation.figures.style import (
     tidy_axes,
     words_inches,
 )
-from evaluation.results.folder import FlatRecord, span_of
+from evaluation.figures.words import PREDICTION
+from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
@@ -42,6 +43,8 @@ class Group:
 
 @dataclass(frozen=True)
 class BarPanel:
+    """A panel without groups keeps its place beside another half that has it, with its title alone."""
+
     title: str
     x_label: str
     groups: tuple[Group, ...]
@@ -84,7 +87,7 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
 
 
 def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in_column: bool) -> None:
-    panels = [panel for panel in half.panels if panel.groups]
+    panels = [panel for panel in half.panels if panel.groups or in_column]
     bottom, top = set_words(figure, half.text, width, height)
     shape = (len(panels), 1) if in_column else (1, len(panels))
     widths = None if in_column else [max(len(panel.groups), 3) for panel in panels]
@@ -92,6 +95,10 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     if not in_column:
         figure_legend(figure, half.systems, width, height)
     for ax, panel in zip(axes.flat, panels, strict=True):
+        if not panel.groups:
+            ax.set_axis_off()
+            ax.text(0.5, 0.5, panel.title, ha="center", va="center", color=FAINT, transform=ax.transAxes)
+            continue
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
         if in_column:
@@ -110,9 +117,13 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
 
 
 def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
-    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value)."""
+    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value).
+
+    A hollow diamond is the throughput predicted for a measured bar.
+    """
     bar_width = 0.84 / len(systems)
-    highest = max((span_of(r, METRIC)[1] for group in groups for r in group.records if r[METRIC]), default=0.0)
+    drawn = [record for group in groups for record in group.records if record[METRIC]]
+    predictions: list[tuple[float, float]] = []
     for index, group in enumerate(groups):
         by_system = {record["system"]: record for record in group.records}
         reference = by_system[baseline][METRIC] if baseline in by_system else None
@@ -126,6 +137,8 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
             ax.bar(x, value, bar_width * 0.92, color=system_colour(system))
             if high > low:
                 ax.errorbar(x, value, [[value - low], [high - value]], color=INK, linewidth=0.9, capsize=2.5)
+            if record.get(PREDICTED):
+                predictions.append((x, record[PREDICTED]))
             is_ratio = system != baseline and reference
             ax.annotate(
                 times(record.get("ratio") or value / reference) if is_ratio else f"{value:.0f}",
@@ -139,9 +152,23 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
             )
     ax.set_xticks(range(len(groups)), [group.label for group in groups], linespacing=1.4)
     ax.set_xlim(-0.6, len(groups) - 0.4)
-    ax.set_ylim(0, highest * 1.13 or 1.0)
+    highest = max((span_of(record, METRIC)[1] for record in drawn), default=0.0)
+    headroom = 1.13
+    if predictions:
+        draw_predictions(ax, predictions)
+        # The legend stands above all bars, and a marker needs no number above it.
+        highest, headroom = max(highest, *(y / 1.06 for _, y in predictions)), 1.26
+    ax.set_ylim(0, highest * headroom or 1.0)
     ax.tick_params(axis="x", length=0)
     tidy_axes(ax)
+
+
+def draw_predictions(ax: Axes, predictions: Sequence[tuple[float, float]]) -> None:
+    """A marker at each (x, tokens/s), and its entry in the panel's legend."""
+    xs, ys = zip(*predictions, strict=True)
+    marks = ax.scatter(xs, ys, 26, marker="D", facecolor="none", edgecolor=INK, linewidth=1.0, zorder=4)
+    legend = ax.legend([marks], [PREDICTION], loc="upper left", fontsize=8, frameon=False, handletextpad=0.3)
+    ax.add_artist(legend)  # the systems' legend would replace it
 
 
 def times(ratio: float) -> str:
