@@ -22,7 +22,7 @@ from evaluation.figures.words import (
 )
 from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
-from evaluation.results.kinds import distinct, in_papers_setting, is_simulated
+from evaluation.results.kinds import card_of, distinct, is_simulated
 
 Records = Sequence[FlatRecord]
 
@@ -40,7 +40,8 @@ def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
         for panel in letters:
             here = [record for record in half if record["panel"] == panel]
             if not here:
-                panels.append(BarPanel(f"({panel}) not {'simulated' if simulated else 'measured here'}", "", ()))
+                where = "simulated" if simulated else f"measured on {card_of(half)}"
+                panels.append(BarPanel(f"({panel}) not {where}", "", ()))
                 continue
             names = unique_values(here, "workload_title")
             titles = " and ".join(names) if panel == "a" or len(names) == 1 else f"{len(names)} workloads"
@@ -58,8 +59,6 @@ def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
         ]:
             where = "simulated" if simulated else "measured"
             text = replace(text, notes=f"{text.notes}\nNot {where}: {', '.join(absent)}.")
-        if missing := missing_points(half):
-            text = replace(text, notes=f"{text.notes}\nWithout a result (failed, or not run yet): {missing}.")
         halves.append(Half(tuple(panels), unique_values(half, "system"), baseline, how, text))
     return throughput_figure(halves)
 
@@ -164,20 +163,6 @@ def bar_groups(records: Records) -> list[Group]:
     for record in records:
         by_place.setdefault(place_of(record), []).append(record)
     return [Group(group_label(here[0]), tuple(here)) for here in by_place.values()]
-
-
-def missing_points(records: Records) -> str:
-    """Systems of rows measured in a paper's setting that lack a point which another system has, with these points."""
-    missing: dict[str, list[str]] = {}
-    systems = unique_values(records, "system")
-    for group in bar_groups([record for record in records if in_papers_setting(record)]):
-        there = {record["system"] for record in group.records if record["output_tokens_per_s"]}
-        first = group.records[0]
-        point = first["workload_title"] + (f" {group.label}" if first["panel"] == "a" else "")
-        for system in systems:
-            if system not in there:
-                missing.setdefault(system, []).append(point)
-    return "; ".join(f"{system} at {', '.join(points)}" for system, points in missing.items())
 
 
 def group_label(record: FlatRecord) -> str:

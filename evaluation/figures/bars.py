@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
+from matplotlib.legend import Legend
 
 from evaluation.figures.style import (
     FAINT,
     INK,
+    POINTS_PER_INCH,
     FigureText,
     figure_legend,
     figure_style,
@@ -30,6 +32,8 @@ WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
 AXIS_SPACE = 0.7
 """Inches below the axes for tick labels of two lines and the axis label."""
 TITLE_SPACE = 0.42
+MARKER_HALF, LABEL_HEIGHT = 5.0, 9.0
+"""In points: half a marker of a prediction, and the numbers above bars."""
 ROW_HEIGHT = AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE
 
 
@@ -122,17 +126,18 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
     A hollow diamond is the throughput predicted for a measured bar.
     """
     bar_width = 0.84 / len(systems)
-    drawn = [record for group in groups for record in group.records if record[METRIC]]
     predictions: list[tuple[float, float]] = []
+    top = axis_top(groups)
     for index, group in enumerate(groups):
         by_system = {record["system"]: record for record in group.records}
         reference = by_system[baseline][METRIC] if baseline in by_system else None
         for place, system in enumerate(systems):
             record = by_system.get(system, {})
             value = record.get(METRIC)
-            if not value:
-                continue
             x = index + (place - (len(systems) - 1) / 2) * bar_width
+            if not value:
+                ax.text(x, 0.02 * top, "no result", rotation=90, ha="center", va="bottom", fontsize=7, color=FAINT)
+                continue
             low, high = span_of(record, METRIC)
             ax.bar(x, value, bar_width * 0.92, color=system_colour(system))
             if high > low:
@@ -143,7 +148,7 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
             ax.annotate(
                 times(record.get("ratio") or value / reference) if is_ratio else f"{value:.0f}",
                 (x, high),
-                xytext=(0, 3),
+                xytext=(0, label_distance(high, record.get(PREDICTED), top)),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7.5,
@@ -152,23 +157,35 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
             )
     ax.set_xticks(range(len(groups)), [group.label for group in groups], linespacing=1.4)
     ax.set_xlim(-0.6, len(groups) - 0.4)
-    highest = max((span_of(record, METRIC)[1] for record in drawn), default=0.0)
-    headroom = 1.13
     if predictions:
         draw_predictions(ax, predictions)
-        # The legend stands above all bars, and a marker needs no number above it.
-        highest, headroom = max(highest, *(y / 1.06 for _, y in predictions)), 1.26
-    ax.set_ylim(0, highest * headroom or 1.0)
+    ax.set_ylim(0, top)
     ax.tick_params(axis="x", length=0)
     tidy_axes(ax)
+
+
+def axis_top(groups: Sequence[Group]) -> float:
+    """The end of the y axis: room for the numbers above the bars, and for the legend of predictions above these."""
+    drawn = [record for group in groups for record in group.records if record[METRIC]]
+    predicted = [record[PREDICTED] for record in drawn if record.get(PREDICTED)]
+    highest = max([*(span_of(record, METRIC)[1] for record in drawn), *predicted], default=0.0)
+    return highest * (1.27 if predicted else 1.13) or 1.0
+
+
+def label_distance(high: float, predicted: float | None, top: float) -> float:
+    """Points between a bar's end and its number: above the marker of the prediction where they would overlap."""
+    if not predicted:
+        return 3.0
+    above = (predicted - high) / top * AXES_HEIGHT * POINTS_PER_INCH
+    return max(3.0, above + MARKER_HALF) if -MARKER_HALF < above < LABEL_HEIGHT + MARKER_HALF else 3.0
 
 
 def draw_predictions(ax: Axes, predictions: Sequence[tuple[float, float]]) -> None:
     """A marker at each (x, tokens/s), and its entry in the panel's legend."""
     xs, ys = zip(*predictions, strict=True)
-    marks = ax.scatter(xs, ys, 26, marker="D", facecolor="none", edgecolor=INK, linewidth=1.0, zorder=4)
-    legend = ax.legend([marks], [PREDICTION], loc="upper left", fontsize=8, frameon=False, handletextpad=0.3)
-    ax.add_artist(legend)  # the systems' legend would replace it
+    marks = ax.scatter(xs, ys, 22, marker="D", facecolor="white", edgecolor=INK, linewidth=1.0, zorder=4)
+    # Not ax.legend: the systems' legend would replace it.
+    ax.add_artist(Legend(ax, [marks], [PREDICTION], loc="upper left", fontsize=8, frameon=False, handletextpad=0.3))
 
 
 def times(ratio: float) -> str:

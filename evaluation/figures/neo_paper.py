@@ -17,17 +17,17 @@ from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, system_colour
 from evaluation.figures.words import (
     figure_text,
+    half_notes,
     half_word,
     halves_of,
     lettered_title,
     measured_subtitle,
-    notes_of,
     panel_name,
     trace_note,
     unique_values,
 )
 from evaluation.results.folder import FlatRecord, read_records, records_file
-from evaluation.results.kinds import card_of, in_papers_setting, is_simulated
+from evaluation.results.kinds import card_of, is_simulated
 
 Records = Sequence[FlatRecord]
 
@@ -47,16 +47,17 @@ def draw_neo(what: str, records: Records, folder: Path, machine: Mapping[str, An
             panels.append(replace(panel, title=lettered_title(panel.title, letter, records)))
         text = half_text(what, half, machine or {})
         subtitles.append(text.subtitle)
-        notes.append(text.notes)
+        notes += text.notes.splitlines()
     kinds = " and ".join("SIMULATED" if is_simulated(half[0]) else f"MEASURED on {card_of(half)}" for half in halves)
-    return line_figure(panels, FigureText(f"{what} \u2014 {kinds}", "\n".join(subtitles), "\n".join(notes)))
+    return line_figure(
+        panels, FigureText(f"{what} \u2014 {kinds}", "\n".join(subtitles), "\n".join(dict.fromkeys(notes)))
+    )
 
 
 def half_text(what: str, records: Records, machine: Mapping[str, Any]) -> FigureText:
     """Subtitle and notes of one half."""
     if not is_simulated(records[0]):
-        mark = "Measured: " if in_papers_setting(records[0]) else ""
-        return FigureText("", measured_subtitle(records, machine), mark + "\n".join(notes_of(records)))
+        return FigureText("", measured_subtitle(records, machine), "\n".join(half_notes(records)))
     by_host = len(unique_values(records, "setting")) > len(unique_values(records, "panel"))
     text = host_words(records) if by_host else figure_text(what, records, {})
     at_once = any(record["request_rate"] is None for record in records)

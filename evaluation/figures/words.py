@@ -81,7 +81,7 @@ def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_t
     subtitles, notes = [] if in_title else [what], []
     for half in halves:
         subtitles.append(simulated_subtitle(half) if is_simulated(half[0]) else measured_subtitle(half, machine))
-        notes += notes_of(half)
+        notes += half_notes(half) if len(halves) > 1 else notes_of(half)
     if len(halves) == 2:
         kind = "SIMULATED and MEASURED"
     elif is_simulated(records[0]):
@@ -143,9 +143,8 @@ def setting_line(records: Records) -> str:
 
     pools = f"{said('setting_origin', POOLS)}: {gpu_pool(records)} GPU blocks of 16 tokens"
     host = ", ".join(f"{value:g} GB" for value in distinct(records, "cpu_kv_gb") if value)
-    return (
-        f"{records[0]['setting_title']}: {said('model')} ({said('dtype')}, {said('weights', WEIGHTS)}) measured on "
-        f"{card_of(records)}; {pools}" + (f", {host} of host memory for KV cache" if host else "")
+    return f"{said('model')} ({said('dtype')}, {said('weights', WEIGHTS)}) measured on {card_of(records)}; {pools}" + (
+        f", {host} of host memory" if host else ""
     )
 
 
@@ -154,10 +153,11 @@ def clock_lines(records: Records) -> list[str]:
     servers = [record for record in records if is_served(record)]
     others = distinct((record for record in records if not is_served(record)), "system")
     names = ", ".join(
-        f"{name} ({version})" for name, version in dict.fromkeys((r["system"], r["server"]) for r in servers)
+        server if server.startswith(name) else f"{name} ({server})"
+        for name, server in dict.fromkeys((record["system"], record["server"] or "") for record in servers)
     )
     timed = [f"{names}: a server on this machine, timed at its client"] * bool(servers)
-    timed += [f"{', '.join(others)}: timed in the process of the engine"] * bool(servers and others)
+    timed += [f"{', '.join(others)}: timed in the process"] * bool(servers and others)
     return ["; ".join(timed)] * bool(timed)
 
 
@@ -165,7 +165,14 @@ def notes_of(records: Records) -> list[str]:
     """Notes on request lengths and clipping, load, repeats, failures, CPU attention, and oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
     about_machine = [*cpu_attention_notes(records), *pool_notes(records)]
-    return [*length_notes(records), *about_load, *repeat_notes(records), *failure_notes(records), *about_machine]
+    failures = [*failure_notes(records), *missing_notes(records)]
+    return [*length_notes(records), *about_load, *repeat_notes(records), *failures, *about_machine]
+
+
+def half_notes(records: Records) -> list[str]:
+    """The notes of one of two halves that share a text."""
+    first, *rest = notes_of(records)
+    return [first if is_simulated(records[0]) else f"Measured: {first}", *rest]
 
 
 def length_notes(records: Records) -> list[str]:
@@ -205,6 +212,24 @@ def failure_notes(records: Records) -> list[str]:
         failed[record["system"]] = failed.get(record["system"], 0) + (record.get("failed") or 0)
     text = ", ".join(f"{system} {count:g}" for system, count in failed.items() if count)
     return [f"FAILED requests, which count in nothing that is drawn: {text}."] if text else []
+
+
+def missing_notes(records: Records) -> list[str]:
+    """Points in a paper's setting that lack a system which other points have."""
+    places: dict[tuple[Any, ...], list[FlatRecord]] = {}
+    for record in records:
+        if in_papers_setting(record):
+            places.setdefault(place_of(record), []).append(record)
+    missing: dict[str, list[str]] = {}
+    for here in places.values():
+        first, there = here[0], {record["system"] for record in here if record["output_tokens_per_s"]}
+        at_once, rate = first["request_rate"] is None, first["request_rate"]
+        swept = f"{first['output_len']:.0f} output tokens" if at_once else f"{rate:g} requests/s"
+        for system in distinct(records, "system"):
+            if system not in there:
+                missing.setdefault(system, []).append(f"{first['workload_title']}, {swept}")
+    text = ". ".join(f"{system}: {'; '.join(points)}" for system, points in missing.items())
+    return [f"Without a result (failed, or not run yet): {text}."] if text else []
 
 
 def trace_note(records: Records) -> str:
