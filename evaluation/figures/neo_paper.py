@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from apex.replay.metrics import per_token_latency_s
-from apex.replay.records import RequestSummary
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, system_colour
@@ -169,6 +169,9 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
 
 
 def per_token_latencies_s(path: Path) -> list[float]:
-    """Per-token latency (seconds) of every completed request of a point, from its records."""
-    requests = read_records(path)
-    return [per_token_latency_s(RequestSummary(**r)) for r in requests if r["failure"] is None]
+    """Per-token latency (seconds) of every completed request of a point, from its records.
+
+    Measured points keep full records, simulated ones summaries.
+    """
+    done = [r for r in read_records(path) if r["failure"] is None]
+    return [per_token_latency_s((RequestRecord if "token_times_s" in r else RequestSummary)(**r)) for r in done]

@@ -15,9 +15,9 @@ NO_DIRECTION = 0.02
 """A ratio this near to 1 favours neither system."""
 LIMITS = (
     f"Agrees: our ratio is within {AGREES:.0%} of the paper's. Larger, smaller: the effect differs by more than that. "
-    f"Opposite direction: the other system is ahead, by more than {NO_DIRECTION:.0%}."
+    f"Opposite direction: the other system is ahead, by more than {NO_DIRECTION:.0%}. Claims in words are not judged."
 )
-POOLS = {"papers": "the paper's KV pools", "card": "all KV blocks that the card holds"}
+POOLS = {"papers": "paper's KV pools", "card": "all KV blocks it holds"}
 
 
 def verdict(claimed: float | None, ours: float | None) -> str:
@@ -43,13 +43,12 @@ def verdict(claimed: float | None, ours: float | None) -> str:
 class ClaimOverview:
     """A claim and our comparisons for it.
 
-    ``measured`` and ``predicted`` are of one run in the paper's setting on ``card``, ``pools`` says with which pools;
+    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its card and pools.
     ``simulated`` is of the paper's machine. Comparisons without a ratio are None.
     """
 
     claim: Claim
-    card: str = ""
-    pools: str = ""
+    where: str = ""
     measured: Comparison | None = None
     predicted: Comparison | None = None
     simulated: Comparison | None = None
@@ -109,5 +108,5 @@ def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverv
     predicted = None
     if claim.metric == "output_tokens_per_s":
         predicted = compared(claim, [{**row, claim.metric: row.get(PREDICTED)} for row in rows])
-    pools = ", ".join(POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin"))
-    return ClaimOverview(claim, card_of(rows), pools, measured, predicted)
+    pools = [POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin")]
+    return ClaimOverview(claim, ", ".join([card_of(rows), *pools]), measured, predicted)

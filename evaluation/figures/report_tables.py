@@ -63,7 +63,7 @@ def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> Table:
             title=known.get(name, (name.replace("_", " "), None))[0],
             name=name,
             numeric=any(row[place].numeric for row in rows),
-            simulated=name.startswith(("simulated_", "predicted_")),
+            simulated=name.startswith(("simulated_", "predicted_wall")),
         )
         for place, name in enumerate(names)
     ]
