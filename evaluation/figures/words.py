@@ -39,7 +39,7 @@ OVERLOAD = (
 
 PREDICTION = "SIMULATED from this machine's profile"
 """Legend entry of predictions that are drawn beside measurements."""
-POOLS = {"papers": "KV pools of the paper", "card": "as many KV blocks as the card holds"}
+POOLS = {"papers": "measured with the KV pools of the paper", "card": "measured with all KV blocks that the card holds"}
 WEIGHTS = {"checkpoint": "weights of a checkpoint", "dummy": "dummy weights"}
 
 
@@ -124,7 +124,7 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
     """Device, model, pools and clocks of measured rows, in a paper's setting a line for each setting."""
     first = records[0]
     if in_papers_setting(first):
-        lines = [setting_line([r for r in records if r["setting"] == name]) for name in distinct(records, "setting")]
+        lines = [setting_lines([r for r in records if r["setting"] == name]) for name in distinct(records, "setting")]
         return "\n".join([*lines, *clock_lines(records)])
     if kind_of(first) == OVER_HTTP:
         servers = dict.fromkeys(f"{record['system']}: {record['server']}" for record in records)
@@ -135,15 +135,18 @@ def measured_subtitle(records: Records, machine: Mapping[str, Any]) -> str:
     )
 
 
-def setting_line(records: Records) -> str:
-    """Model, weights, card and pools of the rows of one paper's setting. Rows of a server know only some of these."""
+def setting_lines(records: Records) -> str:
+    """Model, weights and card, then the pools, of the rows of one paper's setting.
+
+    Rows of a server know only some of these.
+    """
 
     def said(field: str, words: Mapping[str, str] | None = None) -> str:
         return ", ".join((words or {}).get(value, str(value)) for value in distinct(records, field)) or "not stated"
 
     pools = f"{said('setting_origin', POOLS)}: {gpu_pool(records)} GPU blocks of 16 tokens"
     host = ", ".join(f"{value:g} GB" for value in distinct(records, "cpu_kv_gb") if value)
-    return f"{said('model')} ({said('dtype')}, {said('weights', WEIGHTS)}) measured on {card_of(records)}; {pools}" + (
+    return f"{said('model')} ({said('dtype')}, {said('weights', WEIGHTS)}) measured on {card_of(records)}\n{pools}" + (
         f", {host} of host memory" if host else ""
     )
 

@@ -63,7 +63,10 @@ def test_the_measured_half_says_how_it_was_measured():
     assert "clipped" not in " ".join(text.get_text() for text in simulated.texts)
     plt.close(figure)
     of_the_card = words_of(draw_fig5([here("swiftllm", setting_origin="card", weights="checkpoint")], {}))
-    assert "weights of a checkpoint" in of_the_card and "as many KV blocks as the card holds: 54" in of_the_card
+    assert (
+        "weights of a checkpoint" in of_the_card
+        and "measured with all KV blocks that the card holds: 54" in of_the_card
+    )
 
 
 def test_engines_and_the_server_are_one_group_of_bars_with_ratios():
