@@ -31,7 +31,7 @@ from evaluation.figures.overview import LIMITS, overview
 from evaluation.figures.report_tables import Table, columns_of, make_table
 from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
-from evaluation.results.kinds import MEASURED, card_of, comparisons, in_papers_setting, kind_of
+from evaluation.results.kinds import MEASURED, comparisons, kind_of, what_ran
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
 
@@ -55,7 +55,7 @@ class Options:
 class ClaimRow:
     """A paper's claim in words, our ratio with its span over the points, and our ratio over the claim minus 1.
 
-    ``origin`` is the kind of our rows, ``measured_on`` the card or "another model", if measured here.
+    ``origin`` is the kind of our rows, ``measured_on`` the setting and the card, if measured here.
     """
 
     origin: str
@@ -130,13 +130,12 @@ def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
 
 def claim_row(comparison: Comparison, records: Sequence[FlatRecord]) -> ClaimRow:
     origin = kind_of(records[0])
-    on = card_of(records) if in_papers_setting(records[0]) else "another model"
     claim, ours, difference = comparison.claim, comparison.ours, comparison.difference
     stand_in = "" if comparison.systems == claim.systems else f" (here {' / '.join(comparison.systems)})"
     lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
     return ClaimRow(
         origin=origin,
-        measured_on=on if origin == MEASURED else "",
+        measured_on=what_ran(records) if origin == MEASURED else "",
         hardware=claim.hardware,
         workload=(claim.workload or "any") + lengths,
         what=f"{claim.metric.replace('_', ' ')}, {' / '.join(claim.systems)}{stand_in}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from evaluation.results.claims import METRIC_WORDS, Claim, Comparison, compare_claims
 from evaluation.results.folder import PREDICTED, FlatRecord
-from evaluation.results.kinds import card_of, comparisons, distinct, in_papers_setting, is_simulated
+from evaluation.results.kinds import comparisons, distinct, is_full_size, is_simulated
 
 AGREES = 0.10
 """Largest relative difference of two ratios that agree."""
@@ -43,7 +43,7 @@ def verdict(claimed: float | None, ours: float | None) -> str:
 class ClaimOverview:
     """A claim and our comparisons for it.
 
-    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its card and pools.
+    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its setting and pools.
     ``simulated`` is of the paper's machine. Comparisons without a ratio are None.
     """
 
@@ -81,13 +81,14 @@ def overview(claims: Sequence[Claim], runs: Sequence[tuple[str, Sequence[FlatRec
 
     Args:
         claims: claims of any figures.
-        runs: name of the experiment and rows of each result folder. Rows of another model are left out.
+        runs: name of the experiment and rows of each result folder. Rows of another model, of a CPU and of scaled
+            lengths are left out.
     """
     found = []
     for claim in claims:
         groups = [rows for name, records in runs if name == claim.figure for rows in comparisons(records)]
         simulated = next((c for rows in groups if is_simulated(rows[0]) and (c := compared(claim, rows))), None)
-        here = [measured_overview(claim, rows) for rows in groups if in_papers_setting(rows[0])]
+        here = [measured_overview(claim, list(filter(is_full_size, rows))) for rows in groups]
         measured = [replace(item, simulated=simulated) for item in here if item is not None]
         found += measured or [ClaimOverview(claim, simulated=simulated)]
     return found
@@ -100,7 +101,8 @@ def compared(claim: Claim, records: Sequence[FlatRecord]) -> Comparison | None:
 
 
 def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverview | None:
-    """The claim in rows that one run measured in a paper's setting, and the prediction of the same points."""
+    """The claim in rows that one run measured in a paper's setting at full size, and the prediction of the same
+    points; None without such rows."""
     rows = [record for record in records if claim.covers(record)]
     measured = compared(claim, rows)
     if measured is None:
@@ -109,4 +111,5 @@ def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverv
     if claim.metric == "output_tokens_per_s":
         predicted = compared(claim, [{**row, claim.metric: row.get(PREDICTED)} for row in rows])
     pools = [POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin")]
-    return ClaimOverview(claim, ", ".join([card_of(rows), *pools]), measured, predicted)
+    where = [*distinct(rows, "setting_title"), *pools]
+    return ClaimOverview(claim, ", ".join(where), measured, predicted)

@@ -52,15 +52,25 @@ def label_of(records: Sequence[FlatRecord]) -> str:
     """Kind of the rows of one comparison, with the setting and the card, or "another model"."""
     first = records[0]
     if kind_of(first) == MEASURED:
-        settings = " and ".join(distinct(records, "setting_title"))
-        what = f"{settings}, {card_of(records)}" if in_papers_setting(first) else f"{first['backend']}, another model"
-        return f"MEASURED here ({what})"
+        return f"MEASURED here ({what_ran(records)})"
     return {SIMULATED: "SIMULATED", OVER_HTTP: "MEASURED over HTTP"}.get(kind_of(first), kind_of(first))
+
+
+def what_ran(records: Sequence[FlatRecord]) -> str:
+    """The setting and the card of rows measured here, or "another model" with the backend."""
+    if in_papers_setting(records[0]):
+        return f"{' and '.join(distinct(records, 'setting_title'))}, {card_of(records)}"
+    return f"{records[0]['backend']}, another model"
+
+
+def is_full_size(record: FlatRecord) -> bool:
+    """Whether a row of a paper's setting was measured on a GPU with the paper's lengths, and not as a rehearsal."""
+    return in_papers_setting(record) and record.get("gpu") is not None and record.get("scale", 1) == 1
 
 
 def card_of(records: Iterable[FlatRecord]) -> str:
     """Product names of the GPUs on which the rows were measured."""
-    return " and ".join(distinct(records, "gpu")) or "no GPU"
+    return " and ".join(distinct(records, "gpu")) or "a CPU"
 
 
 def distinct(records: Iterable[FlatRecord], field: str) -> list:

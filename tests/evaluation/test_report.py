@@ -150,7 +150,13 @@ def card(results: Path, gpu: str, setting: str, workload: str, rates: dict[str, 
     provenance = json.loads((folder.path / "provenance.json").read_text())
     provenance["machine"]["gpus"] = [gpu]
     (folder.path / "provenance.json").write_text(json.dumps(provenance))
-    here = {"gpu": gpu, "setting": setting, "setting_title": gpu, "setting_origin": "papers", "workload": workload}
+    here = {
+        "gpu": gpu,
+        "setting": setting,
+        "setting_title": f"{gpu} + Llama",
+        "setting_origin": "papers",
+        "workload": workload,
+    }
     backend = {"vllm": "server"}
     folder.save_summary([row(s, r, backend=backend.get(s, "torch-cuda"), **here) for s, r in rates.items()])
     return folder.path
@@ -165,10 +171,10 @@ def test_two_cards_stand_side_by_side(tmp_path):
     page = render(sections)
     claims = Outline(page[page.index('<section id="claims"') : page.index(f'<section id="{sections[0].anchor}"')])
     words = " ".join(" ".join(claims.text).split()).replace("\u2013", "-")
-    on_t4 = "Tesla T4, paper's KV pools"
+    on_t4 = "Tesla T4 + Llama, paper's KV pools"
     assert f"apex / vllm T4 + Llama-2-7B osc up to 1.96 1.90 {on_t4} - - agrees within 10% measured" in words
     assert f"apex / neo T4 + Llama-2-7B osc up to 1.71 1.90 {on_t4} - - larger measured" in words
-    assert "apex / vllm A10 + Llama-3.1-8B livebench 1.22 1.20 NVIDIA A10G, paper's KV pools" in words
+    assert "apex / vllm A10 + Llama-3.1-8B livebench 1.22 1.20 NVIDIA A10G + Llama, paper's KV pools" in words
     assert "apex / neo A10 + Llama-3.1-8B livebench 1.06 - - - not run" in words
     assert words.count("not run") > 20 and "NEO 5.5" in words
     assert len({section.anchor for section in sections}) == 2

@@ -12,6 +12,7 @@ CLAIM = Claim("fig5", "5.2", "T4", "osc", "output_tokens_per_s", ("apex", "vllm"
 
 def rows(rates: dict[str, float], output_len: float = 100.0, **more) -> list[dict]:
     shared = {"backend": "torch-cuda", "setting": "apex-t4", "setting_origin": "papers", "gpu": "Tesla T4"}
+    shared |= {"setting_title": "T4 + Llama-2-7B", "scale": 1.0}
     shared |= {"workload": "osc", "output_len": output_len, "request_rate": None} | more
     return [shared | {"system": system, "output_tokens_per_s": rate} for system, rate in rates.items()]
 
@@ -50,11 +51,12 @@ def test_the_measured_ratio_is_judged_before_the_simulated_one():
     (both,) = overview([CLAIM], [("fig5", [*prediction, *rows({"vllm": 10.0, "apex": 20.0})])])
     assert (both.verdict, both.judged_word) == ("agrees within 10%", "measured")
     assert both.simulated.summary == pytest.approx(4.0) and both.measured.summary == pytest.approx(2.0)
-    assert both.where == "Tesla T4, paper's KV pools"
+    assert both.where == "T4 + Llama-2-7B, paper's KV pools"
 
 
-def test_another_model_is_never_judged():
-    (item,) = overview([CLAIM], [("fig5", rows({"vllm": 1.0, "apex": 2.0}, setting=None, backend="torch-cpu"))])
+@pytest.mark.parametrize("other", [{"setting": None}, {"gpu": None}, {"scale": 0.1}])
+def test_another_model_a_cpu_and_scaled_lengths_are_never_judged(other):
+    (item,) = overview([CLAIM], [("fig5", rows({"vllm": 1.0, "apex": 2.0}, **other))])
     assert (item.verdict, item.measured, item.simulated) == ("not run", None, None)
 
 
@@ -77,9 +79,12 @@ def test_a_prediction_needs_both_systems():
 
 def test_every_card_that_measured_a_claim_has_a_row():
     here = rows({"vllm": 10.0, "apex": 20.0})
-    other = rows({"vllm": 10.0, "apex": 30.0}, gpu="NVIDIA L4", setting_origin="card")
+    other = rows({"vllm": 10.0, "apex": 30.0}, setting_title="L4 + Llama-2-7B", setting_origin="card")
     found = overview([CLAIM], [("fig5", simulated({"vllm": 1.0, "apex": 2.0})), ("fig5", here), ("fig5", other)])
-    assert [item.where for item in found] == ["Tesla T4, paper's KV pools", "NVIDIA L4, all KV blocks it holds"]
+    assert [item.where for item in found] == [
+        "T4 + Llama-2-7B, paper's KV pools",
+        "L4 + Llama-2-7B, all KV blocks it holds",
+    ]
     assert [item.verdict for item in found] == ["agrees within 10%", "larger"]
     assert all(item.simulated.summary == pytest.approx(2.0) for item in found)
     (not_run,) = overview([CLAIM], [("fig7", here)])
