@@ -31,9 +31,11 @@ from rich.console import Console
 
 from apex.cli.parser import parse_options
 from evaluation.experiments.runner import print_error
-from evaluation.figures.report_tables import Table, columns_of, make_table, origin_of
+from evaluation.figures.overview import LIMITS, overview
+from evaluation.figures.report_tables import Table, columns_of, make_table
 from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
+from evaluation.results.kinds import MEASURED, comparisons, kind_of, what_ran
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
 
@@ -55,9 +57,13 @@ class Options:
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A paper's claim in words, our ratio with its span over the points, and our ratio over the claim minus 1."""
+    """A paper's claim in words, our ratio with its span over the points, and our ratio over the claim minus 1.
+
+    ``origin`` is the kind of our rows, ``measured_on`` the setting and the card, if measured here.
+    """
 
     origin: str
+    measured_on: str
     hardware: str
     workload: str
     what: str
@@ -69,20 +75,31 @@ class ClaimRow:
 
 
 @dataclass(frozen=True)
+class FailedPoint:
+    """``reason`` is the last line of ``text``, which is the traceback."""
+
+    key: str
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Section:
-    """The content of one result folder, as the page shows it."""
+    """The content of one result folder, as the page shows it. ``device`` is its machine's GPU, or its CPU."""
 
     anchor: str
     experiment: str
     run: str
+    device: str
     date: str
+    records: Sequence[FlatRecord]
     origins: Mapping[str, int]
     figures: Mapping[str, str]
     short: Table
     full: Table
     common: Mapping[str, str]
     claims: Sequence[ClaimRow]
-    errors: Mapping[str, str]
+    errors: Sequence[FailedPoint]
     unfinished: Sequence[str]
     failed_requests: int
     provenance: Mapping[str, Any]
@@ -109,20 +126,20 @@ def figures_of(folder: Path) -> dict[str, str]:
 
 
 def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
-    """The claims about a figure, separately for simulated and measured rows, which are not comparable."""
+    """The claims about a figure, separately for the rows of each comparison."""
     return [
-        claim_row(item, origin)
-        for origin in dict.fromkeys(map(origin_of, records))
-        for item in compare_claims(load_claims(figure), [record for record in records if origin_of(record) == origin])
+        claim_row(item, rows) for rows in comparisons(records) for item in compare_claims(load_claims(figure), rows)
     ]
 
 
-def claim_row(comparison: Comparison, origin: str) -> ClaimRow:
+def claim_row(comparison: Comparison, records: Sequence[FlatRecord]) -> ClaimRow:
+    origin = kind_of(records[0])
     claim, ours, difference = comparison.claim, comparison.ours, comparison.difference
     stand_in = "" if comparison.systems == claim.systems else f" (here {' / '.join(comparison.systems)})"
     lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
     return ClaimRow(
         origin=origin,
+        measured_on=what_ran(records) if origin == MEASURED else "",
         hardware=claim.hardware,
         workload=(claim.workload or "any") + lengths,
         what=f"{claim.metric.replace('_', ' ')}, {' / '.join(claim.systems)}{stand_in}",
@@ -148,18 +165,21 @@ def read_section(folder: Path) -> Section:
     folder = folder.resolve()
     records: list[FlatRecord] = json.loads((folder / "summary.json").read_text())
     provenance: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
-    experiment = folder.parent.name
+    experiment = provenance["configuration"].get("experiment", folder.parent.name)
+    run = provenance["run"]
     planned, configuration = without_points(provenance["configuration"])
     finished = {path.stem for path in (folder / "points").glob("*.json")}
-    errors = {path.stem: path.read_text() for path in sorted((folder / "errors").glob("*.txt"))}
+    errors = [failed_point(path) for path in sorted((folder / "errors").glob("*.txt"))]
     short, full, common = columns_of(records)
-    origins = [origin_of(record) for record in records]
+    origins = [kind_of(record) for record in records]
     last = provenance["invocations"][-1]
     return Section(
-        anchor=f"{experiment}-{folder.name}",
+        anchor=f"{experiment}-{run}",
         experiment=experiment,
-        run=folder.name,
+        run=run,
+        device=", ".join(provenance["machine"]["gpus"]) or provenance["machine"]["cpu"],
         date=last["date"].replace("T", " ").replace("+00:00", " UTC"),
+        records=records,
         origins={origin: origins.count(origin) for origin in dict.fromkeys(origins)},
         figures=figures_of(folder),
         short=make_table(records, short),
@@ -167,12 +187,17 @@ def read_section(folder: Path) -> Section:
         common=common,
         claims=claim_rows(experiment, records),
         errors=errors,
-        unfinished=[key for key in planned if key not in finished and key not in errors],
+        unfinished=[key for key in planned if key not in finished | {point.key for point in errors}],
         failed_requests=sum(record.get("failed") or 0 for record in records),
         provenance={**provenance, "invocations": [readable(item) for item in reversed(provenance["invocations"])]},
         configuration=json.dumps(configuration, indent=1),
         trace_notes=sorted({record["trace_note"] for record in records if record.get("trace_note")}),
     )
+
+
+def failed_point(path: Path) -> FailedPoint:
+    text = path.read_text()
+    return FailedPoint(path.stem, (text.strip().splitlines() or ["no text"])[-1], text)
 
 
 def without_points(configuration: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -206,13 +231,15 @@ def render(sections: Sequence[Section]) -> str:
         lstrip_blocks=True,
     )
     written = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="minutes").replace("+00:00", " UTC")
-    return environment.get_template("report.html.j2").render(sections=sections, written=written)
+    runs = [(section.experiment, section.records) for section in sections]
+    content = {"sections": sections, "overview": overview(load_claims(), runs), "limits": LIMITS, "written": written}
+    return environment.get_template("report.html.j2").render(content)
 
 
 def main(options: Options) -> int:
     """Write the page. Returns the exit status: 2 when there is nothing to show."""
     console = Console()
-    folders = options.folders or latest_folders(options.results_dir)
+    folders = list(dict.fromkeys(map(Path.resolve, options.folders))) or latest_folders(options.results_dir)
     try:
         if not folders:
             raise ValueError(f"no results in {options.results_dir}: type `make fig5` first, or name result folders")

@@ -12,25 +12,42 @@ from evaluation.experiments.sensitivity import varied_in
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import INK, system_colour
-from evaluation.figures.words import figure_text, halves_of, is_simulated, lettered_title, panel_name, unique_values
+from evaluation.figures.words import (
+    figure_text,
+    half_word,
+    halves_of,
+    lettered_title,
+    panel_name,
+    unique_values,
+)
 from evaluation.results.claims import Claim, place_of
-from evaluation.results.folder import FlatRecord, span_of
+from evaluation.results.folder import PREDICTED, FlatRecord, span_of
+from evaluation.results.kinds import card_of, distinct, is_simulated
 
 Records = Sequence[FlatRecord]
 
 
 def draw_fig5(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
-    """Throughput as bars. Simulated and measured halves stand side by side where both exist."""
+    """Throughput as bars. Simulated and measured halves stand side by side where both exist.
+
+    A panel that only the other half has keeps its place, empty.
+    """
     halves = []
+    letters = sorted(unique_values(records, "panel"))
     for half in halves_of(records):
-        simulated = is_simulated(half)
+        simulated = is_simulated(half[0])
         panels = []
-        for panel in dict.fromkeys(record["panel"] for record in half):
+        for panel in letters:
             here = [record for record in half if record["panel"] == panel]
+            if not here:
+                where = "simulated" if simulated else f"measured on {card_of(half)}"
+                panels.append(BarPanel(f"({panel}) not {where}", "", ()))
+                continue
             names = unique_values(here, "workload_title")
             titles = " and ".join(names) if panel == "a" or len(names) == 1 else f"{len(names)} workloads"
-            where = f"{here[0]['setting_title']}, " if simulated else ""
-            title = lettered_title(f"{where}{titles}", panel, half) + (", varied output length" if panel == "a" else "")
+            where = ", ".join((*distinct(here, "setting_title"), ""))
+            title = lettered_title(f"{where}{titles}", panel, records)
+            title += ", varied output length" if panel == "a" else ""
             x_label = "average output tokens per request" if panel == "a" else "workload, average input / output tokens"
             panels.append(BarPanel(title, x_label, tuple(bar_groups(here))))
         how = "predicted output tokens/s (SIMULATED)" if simulated else "measured output tokens/s"
@@ -53,9 +70,9 @@ def draw_fig6(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
     for half in halves_of(records):
         for letter in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == letter]
-            y_label = "mean per-token latency (s)" + (", SIMULATED" if is_simulated(half) else ", measured")
+            y_label = f"mean per-token latency (s), {half_word(half)}"
             lines = tuple(system_lines(here, "request_rate", metric))
-            title = lettered_title(panel_name(here), letter, half)
+            title = lettered_title(panel_name(here), letter, records)
             panels.append(LinePanel(title, "request rate (requests/s, Poisson arrivals)", y_label, lines, log_y=True))
     text = figure_text("Mean per-token latency under load", records, machine)
     return line_figure(panels, text)
@@ -66,12 +83,11 @@ def draw_fig7(records: Records, machine: Mapping[str, Any]) -> plt.Figure:
     panels = []
     for half in halves_of(records):
         baseline = half[0]["baseline"]
-        kind = "SIMULATED" if is_simulated(half) else "measured"
-        y_label = f"throughput relative to {baseline}, {kind}"
+        y_label = f"throughput relative to {baseline}, {half_word(half)}"
         for letter in dict.fromkeys(record["panel"] for record in half):
             here = [record for record in half if record["panel"] == letter]
             lines = tuple(system_lines(here, "output_len", "output_tokens_per_s", baseline))
-            title = lettered_title(panel_name(here), letter, half)
+            title = lettered_title(panel_name(here), letter, records)
             panels.append(LinePanel(title, "average output tokens per request", y_label, lines))
     text = figure_text("Throughput over the output length", records, machine)
     return line_figure(panels, text)
@@ -156,8 +172,12 @@ def group_label(record: FlatRecord) -> str:
 
 
 def system_lines(records: Records, x: str, metric: str, baseline: str | None = None) -> list[Series]:
-    """A line per system in ``metric``, or in its ratio to the baseline's."""
+    """A line per system in ``metric``, or in its ratio to the baseline's. Throughput also has its prediction."""
     base = {r[x]: r[metric] for r in records if r["system"] == baseline}
+    predicted: dict[str, tuple[tuple[float, float], ...]] = {}
+    if metric == "output_tokens_per_s" and any(r.get(PREDICTED) for r in records):
+        rows = [{**r, metric: r.get(PREDICTED), PREDICTED: None, "repeats": 1} for r in records]
+        predicted = {line.label: line.points for line in system_lines(rows, x, metric, baseline)}
     lines = []
     for system in unique_values(records, "system"):
         here = [r for r in records if r["system"] == system and r[metric]]
@@ -168,5 +188,5 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
         spans = tuple(
             (r[x], *(end / unit[r[x]] for end in span_of(r, metric))) for r in here if r.get("repeats", 1) > 1
         )
-        lines.append(Series(system, system_colour(system), points, spans=spans))
+        lines.append(Series(system, system_colour(system), points, spans=spans, predicted=predicted.get(system, ())))
     return lines

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
+from matplotlib.legend import Legend
 
 from evaluation.figures.style import (
     FAINT,
     INK,
+    POINTS_PER_INCH,
     FigureText,
     figure_legend,
     figure_style,
@@ -22,13 +24,16 @@ from evaluation.figures.style import (
     tidy_axes,
     words_inches,
 )
-from evaluation.results.folder import FlatRecord, span_of
+from evaluation.figures.words import PREDICTION
+from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
 AXIS_SPACE = 0.7
 """Inches below the axes for tick labels of two lines and the axis label."""
 TITLE_SPACE = 0.42
+MARKER_HALF, LABEL_HEIGHT = 5.0, 9.0
+"""In points: half a marker of a prediction, and the numbers above bars."""
 ROW_HEIGHT = AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE
 
 
@@ -42,6 +47,8 @@ class Group:
 
 @dataclass(frozen=True)
 class BarPanel:
+    """A panel without groups keeps its place beside another half that has it, with its title alone."""
+
     title: str
     x_label: str
     groups: tuple[Group, ...]
@@ -84,7 +91,7 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
 
 
 def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in_column: bool) -> None:
-    panels = [panel for panel in half.panels if panel.groups]
+    panels = [panel for panel in half.panels if panel.groups or in_column]
     bottom, top = set_words(figure, half.text, width, height)
     shape = (len(panels), 1) if in_column else (1, len(panels))
     widths = None if in_column else [max(len(panel.groups), 3) for panel in panels]
@@ -92,6 +99,10 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
     if not in_column:
         figure_legend(figure, half.systems, width, height)
     for ax, panel in zip(axes.flat, panels, strict=True):
+        if not panel.groups:
+            ax.set_axis_off()
+            ax.text(0.5, 0.5, panel.title, ha="center", va="center", color=FAINT, transform=ax.transAxes)
+            continue
         grouped_bars(ax, panel.groups, half.systems, half.baseline)
         panel_title(ax, panel.title)
         if in_column:
@@ -110,27 +121,34 @@ def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in
 
 
 def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], baseline: str) -> None:
-    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value)."""
+    """One bar per system in each group, marked with its ratio to the baseline (the baseline with its value).
+
+    A hollow diamond is the throughput predicted for a measured bar.
+    """
     bar_width = 0.84 / len(systems)
-    highest = max((span_of(r, METRIC)[1] for group in groups for r in group.records if r[METRIC]), default=0.0)
+    predictions: list[tuple[float, float]] = []
+    top = axis_top(groups)
     for index, group in enumerate(groups):
         by_system = {record["system"]: record for record in group.records}
         reference = by_system[baseline][METRIC] if baseline in by_system else None
         for place, system in enumerate(systems):
             record = by_system.get(system, {})
             value = record.get(METRIC)
-            if not value:
-                continue
             x = index + (place - (len(systems) - 1) / 2) * bar_width
+            if not value:
+                ax.text(x, 0.02 * top, "no result", rotation=90, ha="center", va="bottom", fontsize=7, color=FAINT)
+                continue
             low, high = span_of(record, METRIC)
             ax.bar(x, value, bar_width * 0.92, color=system_colour(system))
             if high > low:
                 ax.errorbar(x, value, [[value - low], [high - value]], color=INK, linewidth=0.9, capsize=2.5)
+            if record.get(PREDICTED):
+                predictions.append((x, record[PREDICTED]))
             is_ratio = system != baseline and reference
             ax.annotate(
                 times(record.get("ratio") or value / reference) if is_ratio else f"{value:.0f}",
                 (x, high),
-                xytext=(0, 3),
+                xytext=(0, label_distance(high, record.get(PREDICTED), top)),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7.5,
@@ -139,9 +157,35 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
             )
     ax.set_xticks(range(len(groups)), [group.label for group in groups], linespacing=1.4)
     ax.set_xlim(-0.6, len(groups) - 0.4)
-    ax.set_ylim(0, highest * 1.13 or 1.0)
+    if predictions:
+        draw_predictions(ax, predictions)
+    ax.set_ylim(0, top)
     ax.tick_params(axis="x", length=0)
     tidy_axes(ax)
+
+
+def axis_top(groups: Sequence[Group]) -> float:
+    """The end of the y axis: room for the numbers above the bars, and for the legend of predictions above these."""
+    drawn = [record for group in groups for record in group.records if record[METRIC]]
+    predicted = [record[PREDICTED] for record in drawn if record.get(PREDICTED)]
+    highest = max([*(span_of(record, METRIC)[1] for record in drawn), *predicted], default=0.0)
+    return highest * (1.27 if predicted else 1.13) or 1.0
+
+
+def label_distance(high: float, predicted: float | None, top: float) -> float:
+    """Points between a bar's end and its number: above the marker of the prediction where they would overlap."""
+    if not predicted:
+        return 3.0
+    above = (predicted - high) / top * AXES_HEIGHT * POINTS_PER_INCH
+    return max(3.0, above + MARKER_HALF) if -MARKER_HALF < above < LABEL_HEIGHT + MARKER_HALF else 3.0
+
+
+def draw_predictions(ax: Axes, predictions: Sequence[tuple[float, float]]) -> None:
+    """A marker at each (x, tokens/s), and its entry in the panel's legend."""
+    xs, ys = zip(*predictions, strict=True)
+    marks = ax.scatter(xs, ys, 22, marker="D", facecolor="white", edgecolor=INK, linewidth=1.0, zorder=4)
+    # Not ax.legend: the systems' legend would replace it.
+    ax.add_artist(Legend(ax, [marks], [PREDICTION], loc="upper left", fontsize=8, frameon=False, handletextpad=0.3))
 
 
 def times(ratio: float) -> str:

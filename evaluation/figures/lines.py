@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from evaluation.figures.style import (
@@ -19,6 +20,7 @@ from evaluation.figures.style import (
     tidy_axes,
     words_inches,
 )
+from evaluation.figures.words import PREDICTION
 
 PANEL_WIDTH, AXES_HEIGHT = 5.6, 2.8
 AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.85
@@ -29,16 +31,22 @@ LABEL_SIZE, MIN_LABEL_GAP = 9, 11
 LABEL_DISTANCE = 0.025
 """Distance from the end of a line to its name, as a fraction of the axes' width."""
 
+PREDICTED_LINE = {"linestyle": (0, (3, 2)), "linewidth": 1.1}
+
 
 @dataclass(frozen=True)
 class Series:
-    """A line. ``dashed`` lines are derived from other lines. ``spans`` are (x, lowest, highest) of repeats."""
+    """A line. ``dashed`` lines are derived from other lines. ``spans`` are (x, lowest, highest) of repeats.
+
+    ``predicted`` is the same line as predicted: faint, dashed, without markers.
+    """
 
     label: str
     colour: str
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
     spans: tuple[tuple[float, float, float], ...] = ()
+    predicted: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         xs, ys = zip(*sorted(series.points), strict=True)
         dash = (0, (4, 2)) if series.dashed else "solid"
         ax.plot(xs, ys, color=series.colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.8)
+        if series.predicted:
+            ax.plot(*zip(*sorted(series.predicted), strict=True), color=series.colour, alpha=0.55, **PREDICTED_LINE)
         if series.spans:
             places, lows, highs = zip(*series.spans, strict=True)
             ax.vlines(places, lows, highs, color=series.colour, linewidth=1.0)
@@ -119,9 +129,10 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         ax.yaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     else:
-        highest = max([y for series in drawn for _, y in series.points] + [level.value for level in panel.levels])
+        ends = [y for series in drawn for _, y in series.points + series.predicted]
+        highest = max(ends + [level.value for level in panel.levels])
         ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
-    draw_levels(ax, panel.levels)
+    draw_levels(ax, panel.levels, with_prediction=any(series.predicted for series in drawn))
     panel_title(ax, panel.title)
     ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)
     begins = f"\naxis from {panel.y_from:g} on" if panel.y_from else ""
@@ -130,12 +141,14 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     name_lines(ax, drawn)
 
 
-def draw_levels(ax: Axes, levels: Sequence[Level]) -> None:
-    """Horizontal lines, with a legend where it hides the least data."""
+def draw_levels(ax: Axes, levels: Sequence[Level], *, with_prediction: bool) -> None:
+    """Horizontal lines, with a legend where it hides the least data. The legend also names predicted lines."""
     for level in levels:
         ax.axhline(level.value, color=level.colour, linewidth=1.0, linestyle=(0, (1, 2)), label=level.label)
-    if levels:
-        handles = [line for line in ax.get_lines() if line.get_label() in {level.label for level in levels}]
+    handles = [line for line in ax.get_lines() if line.get_label() in {level.label for level in levels}]
+    if with_prediction:
+        handles.append(Line2D([], [], color=FAINT, label=PREDICTION, **PREDICTED_LINE))
+    if handles:
         ax.legend(handles=handles, loc="best", fontsize=7.5, labelcolor="linecolor", frameon=False, handlelength=1.5)
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
 
 from apex.replay.metrics import per_token_latency_s
-from apex.replay.records import RequestSummary
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.figures.apex_paper import system_lines
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import FAINT, FigureText, system_colour
-from evaluation.figures.words import figure_text, lettered_title, panel_name, trace_note, unique_values
+from evaluation.figures.words import (
+    figure_text,
+    half_notes,
+    half_word,
+    halves_of,
+    lettered_title,
+    measured_subtitle,
+    panel_name,
+    trace_note,
+    unique_values,
+)
 from evaluation.results.folder import FlatRecord, read_records, records_file
+from evaluation.results.kinds import card_of, is_simulated
 
 Records = Sequence[FlatRecord]
 
@@ -24,23 +36,35 @@ PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97, 98, 99)
 HOST_COLOURS = ("#9FB827", "#21A083", "#31688E", "#440154")
 
 
-def draw_neo(what: str, records: Records, folder: Path) -> plt.Figure:
-    """All panels of a figure; ``what`` is its title."""
-    letters = unique_values(records, "panel")
-    panels = [draw_panel([r for r in records if r["panel"] == letter], folder) for letter in letters]
-    panels = [
-        replace(panel, title=lettered_title(panel.title, letter, records))
-        for panel, letter in zip(panels, letters, strict=True)
-    ]
-    by_host = len(unique_values(records, "setting")) > len(letters)
+def draw_neo(what: str, records: Records, folder: Path, machine: Mapping[str, Any] | None = None) -> plt.Figure:
+    """All panels of a figure, simulated ones first; ``what`` is its title, ``machine`` the one that measured."""
+    halves = halves_of(records)
+    panels, subtitles, notes = [], [], []
+    for half in halves:
+        letters = unique_values(half, "panel")
+        for letter in letters:
+            panel = draw_panel([r for r in half if r["panel"] == letter], folder)
+            panels.append(replace(panel, title=lettered_title(panel.title, letter, records)))
+        text = half_text(what, half, machine or {})
+        subtitles.append(text.subtitle)
+        notes += text.notes.splitlines()
+    kinds = " and ".join("SIMULATED" if is_simulated(half[0]) else f"MEASURED on {card_of(half)}" for half in halves)
+    return line_figure(
+        panels, FigureText(f"{what} \u2014 {kinds}", "\n".join(subtitles), "\n".join(dict.fromkeys(notes)))
+    )
+
+
+def half_text(what: str, records: Records, machine: Mapping[str, Any]) -> FigureText:
+    """Subtitle and notes of one half."""
+    if not is_simulated(records[0]):
+        return FigureText("", measured_subtitle(records, machine), "\n".join(half_notes(records)))
+    by_host = len(unique_values(records, "setting")) > len(unique_values(records, "panel"))
     text = host_words(records) if by_host else figure_text(what, records, {})
     at_once = any(record["request_rate"] is None for record in records)
-    notes = (
-        text.notes,
-        f"Predicted as: {', '.join(unique_values(records, 'gpu'))}."
-        + (" Throughput is that of the whole run, all requests there from the start." if at_once else ""),
+    predicted = f"Predicted as: {', '.join(unique_values(records, 'gpu'))}." + (
+        " Throughput is that of the whole run, all requests there from the start." if at_once else ""
     )
-    return line_figure(panels, FigureText(f"{what} \u2014 SIMULATED", text.subtitle, "\n".join(notes)))
+    return replace(text, notes=f"{text.notes}\n{predicted}")
 
 
 def host_words(records: Records) -> FigureText:
@@ -71,11 +95,11 @@ def draw_panel(records: Records, folder: Path) -> LinePanel:
 
 
 def latency_panel(records: Records) -> LinePanel:
-    level = records[0]["at_latency_s"]
+    level = records[0].get("at_latency_s")
     return LinePanel(
         panel_name(records),
         "request rate (requests/s, Poisson arrivals)",
-        "mean per-token latency (s), SIMULATED",
+        f"mean per-token latency (s), {half_word(records)}",
         tuple(system_lines(records, "request_rate", "per_token_latency_s_mean")),
         () if level is None else (Level(level, f"where the paper compares: {level:g} s", FAINT),),
         log_y=True,
@@ -89,7 +113,7 @@ def throughput_panel(records: Records) -> LinePanel:
     return LinePanel(
         panel_name(records),
         "average output tokens per request",
-        f"throughput relative to {baseline}, SIMULATED",
+        f"throughput relative to {baseline}, {half_word(records)}",
         tuple(lines),
         y_from=axis_start(lines),
     )
@@ -116,7 +140,7 @@ def by_host_panel(records: Records) -> LinePanel:
     return LinePanel(
         f"{machine}, {records[0]['workload_title']}, {' and '.join(systems)} by host",
         "average output tokens per request",
-        f"throughput relative to {baseline}, SIMULATED",
+        f"throughput relative to {baseline}, {half_word(records)}",
         tuple(lines),
         y_from=axis_start(lines),
     )
@@ -124,7 +148,7 @@ def by_host_panel(records: Records) -> LinePanel:
 
 def axis_start(lines: Sequence[Series]) -> float:
     """The start of an axis of ratios: 0.9 if all ratios are near 1, else 0."""
-    ratios = [ratio for line in lines for _, ratio in line.points]
+    ratios = [ratio for line in lines for _, ratio in line.points + line.predicted]
     return 0.9 if min(ratios) > 0.92 and max(ratios) < 2 else 0.0
 
 
@@ -138,13 +162,16 @@ def distribution_panel(records: Records, folder: Path) -> LinePanel:
     which = ", first seed" if records[0].get("repeats", 1) > 1 else ""
     return LinePanel(
         f"{panel_name(records)}, {records[0]['request_rate']:g} requests/s{which}",
-        "per-token latency (s), SIMULATED",
+        f"per-token latency (s), {half_word(records)}",
         "percent of requests (up to 99)",
         tuple(lines),
     )
 
 
 def per_token_latencies_s(path: Path) -> list[float]:
-    """Per-token latency (seconds) of every completed request of a point, from its records."""
-    requests = read_records(path)
-    return [per_token_latency_s(RequestSummary(**r)) for r in requests if r["failure"] is None]
+    """Per-token latency (seconds) of every completed request of a point, from its records.
+
+    Measured points keep full records, simulated ones summaries.
+    """
+    done = [r for r in read_records(path) if r["failure"] is None]
+    return [per_token_latency_s((RequestRecord if "token_times_s" in r else RequestSummary)(**r)) for r in done]

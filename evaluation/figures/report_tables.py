@@ -8,13 +8,12 @@ from typing import Any
 
 from apex.replay.metrics import compute_metrics
 from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
-
-SIMULATED, MEASURED, UNSTATED = "simulated", "measured", "origin not stated"
+from evaluation.results.kinds import kind_of
 
 # Metrics of replays that are not in the summary table: shown under "all columns", not in the short table.
 SIDE_METRICS = {
     *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
-    "trace_note", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
+    "trace_note", "predicted_wall_s", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
     *(f"{metric}_{end}" for metric in DRAWN for end in ("low", "high")),
 }  # fmt: skip
 
@@ -45,12 +44,6 @@ class Table:
     origins: tuple[str, ...]
 
 
-def origin_of(record: FlatRecord) -> str:
-    """Whether a row's times are simulated or measured, derived from its backend."""
-    backend = record.get("backend")
-    return UNSTATED if backend is None else SIMULATED if backend.startswith("simulated") else MEASURED
-
-
 def make_cell(value: Any, form: str | None = None) -> Cell:
     if value is None:
         return Cell("\u2013", "", False)
@@ -70,11 +63,11 @@ def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> Table:
             title=known.get(name, (name.replace("_", " "), None))[0],
             name=name,
             numeric=any(row[place].numeric for row in rows),
-            simulated=name.startswith("simulated_"),
+            simulated=name.startswith(("simulated_", "predicted_wall")),
         )
         for place, name in enumerate(names)
     ]
-    return Table(tuple(columns), tuple(rows), tuple(origin_of(record) for record in records))
+    return Table(tuple(columns), tuple(rows), tuple(kind_of(record) for record in records))
 
 
 def columns_of(records: Sequence[FlatRecord]) -> tuple[list[str], list[str], dict[str, str]]:

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from evaluation.experiments.sensitivity import varied_in
 from evaluation.results.claims import place_of
-from evaluation.results.folder import FlatRecord
+from evaluation.results.folder import PREDICTED, FlatRecord
+from evaluation.results.kinds import comparisons, label_of
 
 # Title, field and format; the ratio is computed here.
 COLUMNS = (
@@ -20,6 +21,7 @@ COLUMNS = (
     ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
     ("system", "system", "s"),
     ("tok/s", "output_tokens_per_s", ".1f"),
+    ("predicted", PREDICTED, ".1f"),
     ("lowest", "output_tokens_per_s_low", ".1f"),
     ("highest", "output_tokens_per_s_high", ".1f"),
     ("ratio", "ratio", ".2f"),
@@ -43,18 +45,23 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
     """The main metrics (summary.md has all of them): a table for each panel and workload.
 
     ratio: output tokens/s over the baseline's; s/token: mean per-token latency; goodput: requests/s that meet the
-    targets; lane and CPU: the fraction of time in which they computed. Empty columns are left out.
+    targets; lane and CPU: the fraction of time in which they computed; predicted: SIMULATED tok/s from the profile of
+    the machine that measured. Empty columns are left out.
     """
-    by_table: dict[tuple[str, ...], list[FlatRecord]] = {}
-    for record in summary:
-        machine = record.get("setting_title") or record["model"]
-        by_table.setdefault((record["backend"], record["panel"], machine, record["workload_title"]), []).append(record)
-    for (backend, panel, machine, workload), records in by_table.items():
-        kind = {"simulated": "SIMULATED", "http": "MEASURED over HTTP"}.get(backend, f"MEASURED here, {backend}")
-        baseline = records[0]["baseline"]
-        heading = f"{title}, panel ({panel}): {machine}, {workload}\n{kind}; ratio of tok/s to {baseline}"
-        console.print(heading, highlight=False, markup=False, soft_wrap=True)
-        console.print(results_table(records, baseline))
+    for compared in comparisons(summary):
+        by_table: dict[tuple[str, ...], list[FlatRecord]] = {}
+        for record in compared:
+            machine = record.get("setting_title") or record["model"]
+            by_table.setdefault((record["panel"], machine, record["workload_title"]), []).append(record)
+        for (panel, machine, workload), records in by_table.items():
+            baseline = records[0]["baseline"]
+            heading = (
+                f"{title}, panel ({panel}): {machine}, {workload}\n{label_of(records)}; ratio of tok/s to {baseline}"
+            )
+            if any(record.get(PREDICTED) for record in records):
+                heading += "; predicted: SIMULATED tok/s from this machine's profile"
+            console.print(heading, highlight=False, markup=False, soft_wrap=True)
+            console.print(results_table(records, baseline))
 
 
 def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:

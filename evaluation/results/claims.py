@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.results.folder import FlatRecord
+from evaluation.results.kinds import comparisons, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, python_command
 
 # The system that replaces one that was not run: the other GPU-only baseline.
@@ -99,10 +100,10 @@ class Comparison:
 
 
 def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
-    """The claims of some figures, in the order of the file."""
+    """The claims of some figures, in the order of the file; without ``figures`` all."""
     entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
     claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
-    return [claim for claim in claims if claim.figure in figures]
+    return [claim for claim in claims if not figures or claim.figure in figures]
 
 
 def _frozen(value: Any) -> Any:
@@ -112,16 +113,18 @@ def _frozen(value: Any) -> Any:
 def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
     """Our ratios for each claim; none if no point of the claim was run.
 
-    All records must have the same backend, since measured and simulated results are not comparable.
+    All records must be of one comparison (:func:`evaluation.results.kinds.comparisons`). A system without any row
+    among a claim's points is replaced by its stand-in.
     """
-    systems_run = {record.get("system") for record in summary}  # rows of a benchmark may have no system
-    comparisons = []
+    compared = []
     for claim in claims:
-        pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
         points = [record for record in summary if claim.covers(record)]
+        # Rows of a benchmark may have no system. A claim without points keeps its own systems.
+        systems_run = {record.get("system") for record in points} or set(claim.systems)
+        pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
         ratios = ratios_by_point(points, claim.metric, *pair)
-        comparisons.append(Comparison(claim, pair, ratios))
-    return comparisons
+        compared.append(Comparison(claim, pair, ratios))
+    return compared
 
 
 def place_of(record: FlatRecord) -> tuple[Any, ...]:
@@ -143,11 +146,10 @@ def ratios_by_point(
 
 
 def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
-    """Print claims, our ratios and the differences per backend, then the assumptions behind simulated ratios."""
-    for backend in dict.fromkeys(record["backend"] for record in summary):
-        records = [record for record in summary if record["backend"] == backend]
-        simulated = backend == "simulated"
-        kind = "our SIMULATED ratios" if simulated else f"ratios MEASURED here ({backend}, another model)"
+    """Print claims, our ratios and the differences per comparison, then the assumptions behind simulated ratios."""
+    for records in comparisons(summary):
+        simulated = is_simulated(records[0])
+        kind = "our SIMULATED ratios" if simulated else f"ratios {label_of(records)}"
         for metric in dict.fromkeys(claim.metric for claim in claims):
             wanted = [claim for claim in claims if claim.metric == metric]
             title = f"{METRIC_WORDS.get(metric, metric).capitalize()}: the papers' claims and {kind}"

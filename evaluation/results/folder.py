@@ -160,12 +160,16 @@ def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
 SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
 """Fields that a figure may sweep."""
 
+PREDICTED = "predicted_output_tokens_per_s"
+"""SIMULATED output tokens/s of a measured point, from the profile of the machine that measured it."""
+
 TABLE = (
     ("system", "system", "{}"),
     ("workload", "workload", "{}"),
     ("output_len", "avg output", "{:.0f}"),
     ("trace_origin", "trace", "{}"),
     ("output_tokens_per_s", "output tok/s", "{:.1f}"),
+    (PREDICTED, "predicted (SIMULATED tok/s)", "{:.1f}"),
     ("output_tokens_per_s_mid_window", "mid-window tok/s", "{:.1f}"),
     ("requests_per_s", "requests/s", "{:.2f}"),
     ("per_token_latency_s_mean", "per-token latency mean (s)", "{:.3f}"),
@@ -179,11 +183,16 @@ TABLE = (
 
 
 def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
-    """Name, title and format of the summary table's columns; swept fields come before metrics."""
+    """Name, title and format of the summary table's columns; swept fields come before metrics.
+
+    The prediction beside a measurement is a column only where a row has one.
+    """
     always = {name for name, _, _ in TABLE}
     swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
     how = ("backend", "backend", "{}")  # distinguishes simulated from measured rows
-    return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *TABLE[2:]]
+    predicted = any(record.get(PREDICTED) is not None for record in records)
+    rest = [column for column in TABLE[2:] if column[0] != PREDICTED or predicted]
+    return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *rest]
 
 
 def markdown_cell(value: Any, form: str) -> str:

@@ -33,7 +33,7 @@ MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = (
     "evaluation/figures/",
     "evaluation/report.py",
-    *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "progress", "provenance")),
+    *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "kinds", "progress", "provenance")),
 )
 CODE_SUFFIXES = {".py", ".cpp", ".cc", ".c", ".h", ".hpp", ".ispc", ".cu"}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.figures.report_tables import origin_of
 from evaluation.report import Options, claim_rows, latest_folders, main, read_section, render
 from evaluation.results.folder import ResultFolder, flat_record
 from tests.evaluation.headless_browser import open_browser
@@ -105,13 +104,12 @@ def test_page_says_what_the_folders_hold(page, results_dir):
 
 def test_rows_say_simulated_or_measured(results_dir):
     simulated, measured = (read_section(folder) for folder in latest_folders(results_dir))
-    assert simulated.origins == {"simulated": 4} and measured.origins == {"measured": 2}
+    assert simulated.origins == {"simulated": 4} and measured.origins == {"measured here": 2}
     assert measured.failed_requests == 2
     assert [column.name for column in measured.full.columns if column.simulated] == ["simulated_error"]
-    assert origin_of({"backend": None}) == origin_of({}) == "origin not stated"
     badge = '<tr><td data-order="{0}"><span class="badge {0}">{0}</span></td>'
     assert render([simulated]).count(badge.format("simulated")) == 2 * 4  # short table and full one
-    assert badge.format("measured") not in render([simulated])
+    assert '<td data-order="measured here">' not in render([simulated])
 
 
 def test_figures_are_inlined_once_and_scalable_first(results_dir):
@@ -132,7 +130,7 @@ def test_claims_are_held_against_predictions_and_measurements_apart():
     measured = [row("neo", 10.0, backend="torch-cpu"), row("apex", 20.0, backend="torch-cpu")]
     rows = claim_rows("fig5", [row("neo", 10.0), row("apex", 30.0), *measured])
     ours = {claim.origin: claim.ours for claim in rows if claim.workload == "azure-conv" and "neo" in claim.what}
-    assert ours == {"simulated": "3.00", "measured": "2.00"}
+    assert ours == {"simulated": "3.00", "measured here": "2.00"}
 
 
 def test_rows_need_no_system(tmp_path):
@@ -141,8 +139,52 @@ def test_rows_need_no_system(tmp_path):
     folder.record_invocation()
     folder.save_summary([{"kernel": "native", "gbps": 12.0, "backend": "measured: CPU attention speed"}])
     section = read_section(tmp_path / "pacpu" / "latest")
-    assert section.claims == [] and section.origins == {"measured": 1}
+    assert section.claims == [] and section.origins == {"measured here": 1}
     assert "native" in render([section])
+
+
+def card(results: Path, gpu: str, setting: str, workload: str, rates: dict[str, float]) -> Path:
+    """A result folder of Figure 5 with rows that one card measured."""
+    folder = ResultFolder("fig5", {"experiment": "fig5", "gpu": gpu}, results)
+    folder.record_invocation()
+    provenance = json.loads((folder.path / "provenance.json").read_text())
+    provenance["machine"]["gpus"] = [gpu]
+    (folder.path / "provenance.json").write_text(json.dumps(provenance))
+    here = {
+        "gpu": gpu,
+        "setting": setting,
+        "setting_title": f"{gpu} + Llama",
+        "setting_origin": "papers",
+        "workload": workload,
+    }
+    backend = {"vllm": "server"}
+    folder.save_summary([row(s, r, backend=backend.get(s, "torch-cuda"), **here) for s, r in rates.items()])
+    return folder.path
+
+
+def test_two_cards_stand_side_by_side(tmp_path):
+    """Each claim is judged by the card that measured it; figures that were not run are listed."""
+    t4 = card(tmp_path, "Tesla T4", "apex-t4", "osc", {"vllm": 10.0, "neo": 10.0, "apex": 19.0})
+    a10 = card(tmp_path, "NVIDIA A10G", "apex-a10", "livebench", {"vllm": 10.0, "apex": 12.0})
+    sections = [read_section(folder) for folder in (t4, a10)]
+    assert [section.device for section in sections] == ["Tesla T4", "NVIDIA A10G"]
+    page = render(sections)
+    claims = Outline(page[page.index('<section id="claims"') : page.index(f'<section id="{sections[0].anchor}"')])
+    words = " ".join(" ".join(claims.text).split()).replace("\u2013", "-")
+    on_t4 = "Tesla T4 + Llama, paper's KV pools"
+    assert f"apex / vllm T4 + Llama-2-7B osc up to 1.96 1.90 {on_t4} - - agrees within 10% measured" in words
+    assert f"apex / neo T4 + Llama-2-7B osc up to 1.71 1.90 {on_t4} - - larger measured" in words
+    assert "apex / vllm A10 + Llama-3.1-8B livebench 1.22 1.20 NVIDIA A10G + Llama, paper's KV pools" in words
+    assert "apex / neo A10 + Llama-3.1-8B livebench 1.06 - - - not run" in words
+    assert words.count("not run") > 20 and "NEO 5.5" in words
+    assert len({section.anchor for section in sections}) == 2
+
+
+def test_a_failed_point_begins_with_its_last_line(results_dir):
+    section = read_section(results_dir / "fig5" / "latest")
+    (point,) = section.errors
+    assert point.key == "b" and point.reason == "RuntimeError: no such luck <b>at all</b>"
+    assert "<summary><strong>RuntimeError: no such luck" in render([section])
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):

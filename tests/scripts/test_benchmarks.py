@@ -11,8 +11,8 @@ import pytest
 from apex.cli.parser import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
 from benchmarks.overhead_clients import Stream
-from evaluation.figures.report_tables import MEASURED, origin_of
 from evaluation.results.folder import markdown_table
+from evaluation.results.kinds import MEASURED, kind_of
 from evaluation.results.paths import REPO_ROOT
 
 
@@ -59,7 +59,7 @@ def test_added_is_counted_while_all_streams_are_open():
     assert record["added_ms_max"] == pytest.approx(2.0) and record["added_ms_p50"] == pytest.approx(1.5)
     assert record["added_ms_p99_of_all"] > 800 and record["fraction_all_open"] == 0.5
     assert record["per_token_ms_p50"] == pytest.approx((4.002 + 6.9) / 2 / 4 * 1e3)
-    assert record["output_tokens_per_s"] == pytest.approx(8 / 6.9) and origin_of(record) == MEASURED
+    assert record["output_tokens_per_s"] == pytest.approx(8 / 6.9) and kind_of(record) == MEASURED
     titles, _, values = markdown_table([record | {"round": 1}], COLUMNS).splitlines()
     assert "| pace |" in titles and "per-token latency" in titles and values.startswith("| 5 ms | 1 | 1.50 |")
 

@@ -76,6 +76,27 @@ def test_measured_and_simulated_are_never_mixed():
     assert "3.00" in measured and "+100%" in measured
 
 
+def test_a_server_started_here_is_compared_with_the_engines_measured_here():
+    here = {"gpu": "Tesla T4", "setting_title": "T4 + Llama-2-7B"}
+    rows = [record("vllm", 100.0, backend="server", **here), record("apex", 190.0, backend="torch-cuda", **here)]
+    small = [record(system, 50.0, backend="torch-cpu", setting=None) for system in ("swiftllm", "apex")]
+    out = io.StringIO()
+    print_claims([claim(systems=("apex", "vllm"))], [*rows, *small], Console(file=out, width=120))
+    paper, other = out.getvalue().split("ratios MEASURED here")[1:]
+    assert paper.startswith(" (T4 + Llama-2-7B, Tesla T4)") and "apex/vllm" in paper and "1.90" in paper
+    assert other.startswith(" (torch-cpu, another model)") and "apex/swiftllm" in other and "1.00" in other
+
+
+def test_a_stand_in_replaces_a_system_only_where_it_was_not_run():
+    rows = [record("swiftllm", 100.0), record("vllm", 50.0), record("apex", 200.0)]
+    rows += [record("swiftllm", 100.0, workload="livebench"), record("apex", 300.0, workload="livebench")]
+    pair = ("apex", "vllm")
+    run, failed, none = compare_claims([claim(systems=pair, workload=w) for w in ("osc", "livebench", "x")], rows)
+    assert run.systems == pair and run.ours == pytest.approx((4.0,))
+    assert failed.systems == ("apex", "swiftllm") and failed.ours == pytest.approx((3.0,))
+    assert none.systems == pair and none.ours == ()
+
+
 def test_assumptions_are_told_once_for_machines_that_differ_in_their_host():
     pool = {"num_gpu_blocks": 54, "num_gpu_blocks_status": "assumed", "max_gpu_blocks": 300, "gpu_option": "t4"}
     rows = [

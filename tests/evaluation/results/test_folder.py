@@ -206,3 +206,13 @@ def test_summary_table_shows_what_was_swept_and_only_that() -> None:
     assert "| backend |" in header  # simulated rows must not be mistaken for measured ones
     place = header.split(" | ").index("request rate")
     assert [row.split(" | ")[place] for row in (first, second)] == ["0.5", "0.666667"]
+
+
+def test_a_prediction_is_a_column_only_where_there_is_one():
+    rows = [{"system": "apex", "backend": "torch-cuda", "output_tokens_per_s": 10.0}]
+    assert "predicted" not in markdown_table(rows)
+    lines = markdown_table([rows[0] | {"predicted_output_tokens_per_s": 12.345}, *rows]).splitlines()
+    titles, first, second = ([cell.strip() for cell in lines[at].split("|")] for at in (0, 2, 3))
+    place = titles.index("predicted (SIMULATED tok/s)")
+    assert titles[place - 1] == "output tok/s"
+    assert (first[place - 1], first[place], second[place]) == ("10.0", "12.3", "-")

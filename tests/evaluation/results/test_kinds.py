@@ -1,0 +1,46 @@
+"""Kinds of rows: what is simulated, measured in a paper's setting or of another model, and what is never mixed."""
+
+from __future__ import annotations
+
+import pytest
+
+from evaluation.results.kinds import comparisons, in_papers_setting, kind_of, label_of
+
+SIMULATED = {"backend": "simulated", "setting": "apex-t4", "gpu": "T4"}
+OURS = {"backend": "torch-cuda", "setting": "apex-t4", "setting_title": "T4 + Llama-2-7B", "gpu": "Tesla T4"}
+SERVER = OURS | {"backend": "server", "system": "vllm"}
+SMALL = {"backend": "torch-cpu", "setting": None}
+HTTP = {"backend": "http"}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        (SIMULATED, "simulated"),
+        (OURS, "measured here"),
+        (SERVER, "measured here"),
+        (SMALL, "measured here"),
+        (HTTP, "measured over HTTP"),
+        ({"backend": "measured: CPU attention speed"}, "measured here"),
+        ({"backend": None}, "origin not stated"),
+        ({}, "origin not stated"),
+    ],
+)
+def test_a_row_says_what_it_is(record, kind):
+    assert kind_of(record) == kind
+
+
+def test_a_server_started_here_is_compared_with_the_engines_and_nothing_else_is_mixed():
+    rows = [SIMULATED, OURS, SMALL, SERVER, HTTP]
+    assert comparisons(rows) == [[SIMULATED], [OURS, SERVER], [SMALL], [HTTP]]
+    assert [in_papers_setting(row) for row in rows] == [False, True, False, True, False]
+
+
+def test_labels_name_setting_and_card_or_another_model():
+    labels = [label_of(group) for group in comparisons([SIMULATED, OURS, SMALL, SERVER, HTTP])]
+    assert labels == [
+        "SIMULATED",
+        "MEASURED here (T4 + Llama-2-7B, Tesla T4)",
+        "MEASURED here (torch-cpu, another model)",
+        "MEASURED over HTTP",
+    ]
