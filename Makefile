@@ -1,5 +1,7 @@
 # `make` lists the targets. Every target sets up what it needs first; a second run finds it done.
 #
+#   HOURS=...    time for the measured points of `make artifact`
+#   REHEARSE=1   `make artifact` on the CPU with tiny models
 #   ARGS="..."   further arguments of the command behind the target
 #   PYTHON=...   the Python to build the virtual environment from
 #   VENV=        no virtual environment: use PYTHON (or python3) and its packages as they are
@@ -9,7 +11,7 @@ RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
 export VENV PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fig5 test
+.PHONY: help setup fig5 artifact test
 
 help:   ## list the targets
 	@sed -n 's/^\([a-z0-9]*\): .*##/  make \1\t/p' $(MAKEFILE_LIST)
@@ -19,6 +21,9 @@ setup:  ## virtual environment, packages, ISPC, native build, model
 
 fig5: setup  ## replay the traces under swiftllm, neo and apex, and draw Figure 5
 	$(RUN) evaluation/reproduce_fig5.py $(ARGS)
+
+artifact: setup  ## run all figures that apply to this machine and write the report: HOURS=8, REHEARSE=1 on tiny models
+	$(RUN) evaluation/artifact.py --hours $(or $(HOURS),8) $(if $(REHEARSE),--rehearse) $(ARGS)
 
 # One torch thread: more threads on a busy machine are ten times slower, not faster.
 test: setup  ## run the tests, then the linter

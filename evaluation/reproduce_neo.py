@@ -117,7 +117,7 @@ def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
     return PaperFigure(
         f"neo-{section}",
         shows,
-        lambda run: draw_neo(shows, run.summary, run.folder),
+        lambda run: draw_neo(shows, run.summary, run.folder, run.machine),
         "output_tokens_per_s",
         "throughput",
         complete=with_rates_at_latency,

@@ -24,6 +24,7 @@ from evaluation.experiments.simulated_sweeps import (
     make_sweep,
 )
 from evaluation.results.folder import FlatRecord
+from evaluation.results.kinds import kind_of
 
 LATENCY = "per_token_latency_s_mean"
 
@@ -93,11 +94,10 @@ def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     The first row of a curve has the value, interpolated between the two rates around the first crossing. It is None
     in the other rows, and where the curve does not cross.
     """
-    curves: dict[tuple[str, str, bool], list[FlatRecord]] = {}
+    curves: dict[tuple[str, str, str], list[FlatRecord]] = {}
     for row in rows:
         if row.get("at_latency_s") is not None:
-            is_simulated = row["backend"] == "simulated"
-            curves.setdefault((row["setting"], row["system"], is_simulated), []).append(row)
+            curves.setdefault((row["setting"], row["system"], kind_of(row)), []).append(row)
     rates = {
         curve[0]["point"]: crossing([(r["request_rate"], r[LATENCY]) for r in curve], curve[0]["at_latency_s"])
         for curve in curves.values()

@@ -56,13 +56,17 @@ class Choices:
 
 @dataclass(frozen=True)
 class LocalSetting:
-    """A paper's setting as this machine runs it. ``differences`` are its deviations from the paper, in words."""
+    """A paper's setting as this machine runs it. ``differences`` are its deviations from the paper, in words.
+
+    ``papers_model``: whether the model has the shape of the paper's.
+    """
 
     paper: PaperSetting
     title: str
     pools: Pools
     card: Card | None
     weights: Literal["checkpoint", "dummy"]
+    papers_model: bool
     engine: EngineConfig
     fit: MemoryFit
     differences: tuple[str, ...]
@@ -79,6 +83,7 @@ class LocalSetting:
             "setting_title": self.title,
             "setting_origin": self.pools,
             "weights": self.weights,
+            "papers_model": self.papers_model,
             "max_gpu_blocks": self.fit.max_gpu_blocks,
             "cpu_kv_gb": round(blocks * self.fit.bytes_per_block / GB, 1),
             "max_model_len": self.engine.max_model_len,
@@ -155,6 +160,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         pools,
         card,
         weights,
+        choices.model is None and choices.num_layers is None and not choices.tiny,
         replace(engine, num_gpu_blocks=gpu_blocks, num_cpu_blocks=cpu_blocks),
         fit,
         tuple(differences),

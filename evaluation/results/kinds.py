@@ -64,8 +64,9 @@ def what_ran(records: Sequence[FlatRecord]) -> str:
 
 
 def is_full_size(record: FlatRecord) -> bool:
-    """Whether a row of a paper's setting was measured on a GPU with the paper's lengths, and not as a rehearsal."""
-    return in_papers_setting(record) and record.get("gpu") is not None and record.get("scale", 1) == 1
+    """Whether a row of a paper's setting was measured on a GPU with the paper's model and lengths."""
+    as_in_paper = record.get("scale", 1) == 1 and record.get("papers_model", True)
+    return in_papers_setting(record) and record.get("gpu") is not None and as_in_paper
 
 
 def card_of(records: Iterable[FlatRecord]) -> str:

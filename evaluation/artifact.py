@@ -1,0 +1,151 @@
+"""Runs the figures of both papers that apply to this machine, then writes the report page.
+
+python evaluation/artifact.py [--hours 8] [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from apex.cli.output import stdout_console
+from apex.cli.parser import parse_options
+from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
+from evaluation.experiments.live_systems import LiveSystems
+from evaluation.experiments.options import FigureOptions, SettingName, experiment_settings
+from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
+from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs
+from evaluation.replay.launch import stop_on_sigterm
+from evaluation.report import Options as ReportOptions
+from evaluation.report import main as write_report
+from evaluation.results.paths import RESULTS_DIR
+
+FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)
+REHEARSED_REQUESTS = 32
+"""Requests of every simulated point of a rehearsal."""
+FAILS_AFTER, STOPS_AFTER = 1, 3
+"""Measured points after which a rehearsal lets one fail, and interrupts the run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Figures 5, 6 and 7 of the APEX paper and 6 to 10a of NEO: SIMULATED, and measured where a GPU is.
+
+    On a GPU the panels of its setting are measured with its model, pools and lengths, planned to end within --hours.
+    The simulations come on top: about ten minutes on four cores. At the end results/report.html compares every claim
+    of the papers. The same command continues an interrupted run, and repeats failed points.
+    """
+
+    hours: float = 8.0
+    """Time for all measured points together."""
+    setting: SettingName | None = None
+    """Measure in this setting of configs/experiments/papers.yaml instead of the one of this machine's GPU.
+    small measures no setting: Figure 5 with a small model, the rest simulated."""
+    all_gpu_blocks: bool = False
+    """Give the KV cache all memory that the GPU has left, in place of the papers' number of blocks."""
+    plan: bool = False
+    """Print the plans, with predicted throughput and time, and stop."""
+    rehearse: bool = False
+    """Walk the same path on the CPU with tiny random models and few requests: plans, engines, vLLM's CPU build if it
+    is installed, a failing point, an interruption, the report. Shows that all parts work, and measures nothing."""
+    jobs: int | None = None
+    """Simulated points to run in parallel; by default one per usable core."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to <figure>/<run>/ in this folder; a rehearsal's to rehearsal/<figure>/<run>/."""
+
+
+class RehearsedFailure(RuntimeError):
+    """A rehearsal lets this point fail, to show that the others go on and the next run repeats it."""
+
+
+class Rehearsal:
+    """Runs points, lets one fail, and interrupts the run some points later. Both happen once."""
+
+    def __init__(self, run: RunPoint) -> None:
+        self.run = run
+        self.num_begun = 0
+
+    def run_point(self, point: Point, label: str, console: Console) -> PointResult:
+        self.num_begun += 1
+        if self.num_begun == FAILS_AFTER + 1:
+            raise RehearsedFailure("this point fails because this is a rehearsal")
+        if self.num_begun == STOPS_AFTER + 1:
+            raise KeyboardInterrupt
+        return self.run(point, label, console)
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished, 2 when nothing can run here."""
+    console = stdout_console()
+    results_dir = options.results_dir / "rehearsal" if options.rehearse else options.results_dir
+    chosen = FigureOptions(
+        setting=options.setting,
+        hours=options.hours,
+        all_gpu_blocks=options.all_gpu_blocks,
+        plan=options.plan,
+        rehearse=options.rehearse,
+        num_requests=REHEARSED_REQUESTS if options.rehearse else None,
+        jobs=options.jobs,
+        results_dir=results_dir,
+    )
+    with LiveSystems(results_dir / "logs", console) as live:
+        try:
+            jobs = make_jobs(chosen, console, live)
+            if options.rehearse and not options.plan:
+                rehearse_faults(jobs, chosen, console, live)
+            # The number of requests is for simulations; measured points have as many as there is time for.
+            status = run_jobs(jobs, replace(chosen, num_requests=None), console, live.run_point)
+        except (ValueError, FileNotFoundError) as error:
+            print_error(error, console)
+            return 2
+    if options.plan:
+        return status
+    report = ReportOptions(output=results_dir / "report.html", results_dir=results_dir)
+    return status | write_report(report)
+
+
+def make_jobs(options: FigureOptions, console: Console, live: LiveSystems) -> list[FigureJob]:
+    """All figures, without panels that do not apply here.
+
+    Raises:
+        ValueError: a setting does not fit this machine.
+    """
+    jobs = [make_job(figure, options, console, live) for figure in FIGURES]
+    neo = reproduce_neo.Options(
+        setting=options.setting,
+        hours=options.hours,
+        all_gpu_blocks=options.all_gpu_blocks,
+        plan=options.plan,
+        rehearse=options.rehearse,
+        num_requests=options.num_requests,
+        jobs=options.jobs,
+        results_dir=options.results_dir,
+    )
+    return jobs + reproduce_neo.neo_jobs(experiment_settings("neo"), neo, console, live)
+
+
+def rehearse_faults(jobs: list[FigureJob], options: FigureOptions, console: Console, live: LiveSystems) -> None:
+    """Run the first figure until the rehearsed interruption."""
+    console.rule("rehearsal of a failing point and of an interruption", align="left")
+    rehearsal = Rehearsal(live.run_point)
+    try:
+        run_jobs(jobs[:1], replace(options, num_requests=None), console, rehearsal.run_point)
+    except SystemExit as stopped:
+        console.print(f"interrupted as rehearsed (exit status {stopped.code}); now the same command again")
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    sys.exit(main(parse_options(Options)))
