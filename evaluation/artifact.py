@@ -15,7 +15,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
     use_environment(*PACKAGES)
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -24,7 +24,7 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
 from evaluation.experiments.live_systems import LiveSystems
-from evaluation.experiments.options import FigureOptions, SettingName, experiment_settings
+from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs
 from evaluation.replay.launch import stop_on_sigterm
@@ -50,9 +50,8 @@ class Options:
 
     hours: float = 8.0
     """Time for all measured points together."""
-    setting: SettingName | None = None
-    """Measure in this setting of configs/experiments/papers.yaml instead of the one of this machine's GPU.
-    small measures no setting: Figure 5 with a small model, the rest simulated."""
+    gpu: Literal["t4", "a10"] | None = None
+    """Measure in the papers' settings of this GPU instead of those of the GPU that is here."""
     all_gpu_blocks: bool = False
     """Give the KV cache all memory that the GPU has left, in place of the papers' number of blocks."""
     plan: bool = False
@@ -91,7 +90,7 @@ def main(options: Options) -> int:
     console = stdout_console()
     results_dir = options.results_dir / "rehearsal" if options.rehearse else options.results_dir
     chosen = FigureOptions(
-        setting=options.setting,
+        setting=options.gpu and f"apex-{options.gpu}",
         hours=options.hours,
         all_gpu_blocks=options.all_gpu_blocks,
         plan=options.plan,
@@ -122,9 +121,13 @@ def make_jobs(options: FigureOptions, console: Console, live: LiveSystems) -> li
     Raises:
         ValueError: a setting does not fit this machine.
     """
-    jobs = [make_job(figure, options, console, live) for figure in FIGURES]
+    # A rehearsal starts vLLM for one figure alone: each start takes half a minute.
+    jobs = [
+        make_job(figure, options, console, live, with_server=figure is FIGURES[0] or not options.rehearse)
+        for figure in FIGURES
+    ]
     neo = reproduce_neo.Options(
-        setting=options.setting,
+        setting=options.setting and options.setting.replace("apex-", "neo-"),
         hours=options.hours,
         all_gpu_blocks=options.all_gpu_blocks,
         plan=options.plan,

@@ -197,7 +197,15 @@ def measured_panels(
     chosen = figure_options(options)
     sweep = neo_sweep(here, **{**sweep_options(options), "num_requests": chosen.num_requests})
     try:
-        return prepare(sweep, chosen, live, console, "neo", lambda points: with_latencies(here, points))
+        return prepare(
+            sweep,
+            chosen,
+            live,
+            console,
+            "neo",
+            lambda points: with_latencies(here, points),
+            with_server=not options.rehearse,
+        )
     except NotApplicable as error:
         text = f"{section['shows']}: not measured, {error}"
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -49,6 +49,7 @@ class LiveSystems:
         self.logs = logs
         self.console = console
         self.engines: EngineHolder | EngineProcess = EngineHolder() if in_process else EngineProcess()
+        self.profiles: dict[EngineConfig, tuple[ProfiledMachine, float]] = {}
         self.server: tuple[Hashable, LaunchedServer, contextlib.ExitStack] | None = None
 
     def __enter__(self) -> LiveSystems:
@@ -82,8 +83,11 @@ class LiveSystems:
 
     def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
         """The profile of this machine for an engine configuration, and the seconds its engine took to start."""
-        self._stop_server()
-        return self.engines.profile(config)
+        if config not in self.profiles:
+            self._stop_server()
+            self.console.print("profiling this machine ...", highlight=False, markup=False)
+            self.profiles[config] = self.engines.profile(config)
+        return self.profiles[config]
 
     def _server(self, point: Point) -> LaunchedServer:
         """The ready server of a point's session."""

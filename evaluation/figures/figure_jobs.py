@@ -29,8 +29,9 @@ from evaluation.experiments.simulated_sweeps import (
 )
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, Run, read_run, show
 from evaluation.planning.panels import panels_here
+from evaluation.planning.plan import Plan, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
-from evaluation.planning.request_counts import TooLittleTime
+from evaluation.results.progress import format_s
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import Card, first_card
 from swiftllm.systems import find_system
@@ -69,7 +70,7 @@ def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
 
 
 def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console, run_alone: RunPoint) -> int:
-    """Plan and run figures one after the other. They share ``options.hours`` by the time that they would take in full.
+    """Plan all figures, then run them one after the other. They share ``options.hours``.
 
     ``run_alone`` runs the points that measure.
 
@@ -77,29 +78,20 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
         The exit status: 0 when every point is finished.
 
     Raises:
-        TooLittleTime: the hours do not suffice for any of them.
+        TooLittleTime: the hours do not suffice; the message names those that do.
     """
-    measured = [job for job in jobs if job.measured is not None]
-    full_s = {job.name: job.measured.planner.full_s() if len(measured) > 1 else 1.0 for job in measured}
+    plans = plan_jobs(jobs, options, console)
+    if options.plan:
+        return 0
     status = 0
     for number, job in enumerate(jobs, start=1):
         if len(jobs) > 1:
             console.rule(f"{number} of {len(jobs)}: {job.figure.title}", align="left")
         points, configuration = list(job.points), {"experiment": job.name, **job.configuration}
         if job.measured is not None:
-            hours = options.hours * full_s[job.name] / sum(full_s.values())
-            try:
-                half = job.measured.plan(hours, options.num_requests, console)
-            except TooLittleTime as error:
-                if len(jobs) == 1:
-                    raise
-                print_error(f"{job.figure.title} is left out: {error}", console)
-                status = 1
-                continue
+            half = job.measured.described(plans[job.name])
             points += half.points
             configuration["torch"] = half.configuration
-        if options.plan:
-            continue
         outcome = run_experiment(
             job.name,
             configuration,
@@ -117,8 +109,37 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
     return status
 
 
-def make_job(figure: PaperFigure, options: FigureOptions, console: Console, live: LiveSystems) -> FigureJob:
+def plan_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console) -> dict[str, Plan]:
+    """The plans of the figures with measured points, by name of the job; prints settings and plans.
+
+    Raises:
+        TooLittleTime: the hours do not suffice; the message names those that do.
+    """
+    measured = {job.name: job.measured.planner for job in jobs if job.measured is not None}
+    if not measured:
+        return {}
+    settings = {name: setting.local for planner in measured.values() for name, setting in planner.settings.items()}
+    print_settings(list(settings.values()), console)
+    planners = list(measured.values())
+    if options.num_requests is None:
+        plans = plan_within(planners, options.hours * 3600.0)
+    else:
+        plans = [planner.plan_with(planner.most) for planner in planners]
+    titles = {job.name: job.figure.title for job in jobs}
+    for name, plan in zip(measured, plans, strict=True):
+        print_plan(titles[name], plan, console)
+    if len(plans) > 1:
+        total = format_s(sum(plan.total_s for plan in plans))
+        console.print(f"all {len(plans)} figures: {total} predicted", highlight=False, markup=False)
+    return dict(zip(measured, plans, strict=True))
+
+
+def make_job(
+    figure: PaperFigure, options: FigureOptions, console: Console, live: LiveSystems, with_server: bool = True
+) -> FigureJob:
     """The points of the chosen backends. ``live`` measures this machine's profile for a paper's setting.
+
+    Without ``with_server`` no vLLM server is started, even if vLLM is installed.
 
     Raises:
         ValueError: an option is not valid here; the message says what is.
@@ -143,7 +164,8 @@ def make_job(figure: PaperFigure, options: FigureOptions, console: Console, live
         chosen = measured_options(options)
         try:
             if in_setting:
-                measured = prepare(figure_sweep(figure.name, chosen), chosen, live, console)
+                sweep = figure_sweep(figure.name, chosen)
+                measured = prepare(sweep, chosen, live, console, with_server=with_server)
                 continue
             plan = make_measured_plan(figure.name, chosen)
         except ValueError as error:

@@ -51,13 +51,14 @@ def panels_here(sweep: Sweep, wanted: str | None, card: Card | None, paper: Lite
     return replace(sweep, panels=tuple(chosen))
 
 
-def panels_for_rehearsal(sweep: Sweep) -> Sweep:
-    """All panels of single cards, each with the ends of its sweeps only, and one host."""
+def panels_for_rehearsal(sweep: Sweep, faster: float) -> Sweep:
+    """All panels of single cards: the ends of their sweeps, few requests, one host, request rates times ``faster``."""
     panels: dict[tuple[str, str], Panel] = {}
     for panel in sweep.panels:
         if panel.setting.gpu.startswith(SEVERAL_CARDS):
             continue
         ends = {name: _ends(getattr(panel, name)) for name in ("output_lens", "request_rates")}
+        ends["request_rates"] = tuple(rate * faster for rate in ends["request_rates"])
         few = min(panel.num_requests, REHEARSED_REQUESTS)
         panels.setdefault((panel.panel, panel.workload_name), replace(panel, num_requests=few, **ends))
     if not panels:

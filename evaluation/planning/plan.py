@@ -14,7 +14,7 @@ from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import Sweep
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.planning.predictions import Prediction, predict
-from evaluation.planning.request_counts import counts_at, counts_within
+from evaluation.planning.request_counts import counts_within
 from evaluation.results.progress import format_s
 from swiftllm.machine import GIB
 
@@ -59,22 +59,6 @@ class Planner:
         """The full number of requests of each panel."""
         return tuple(panel.num_requests for panel in self.sweep.panels)
 
-    def plan_within(self, limit_s: float) -> Plan:
-        """The plan with the most requests that take at most ``limit_s`` seconds.
-
-        Raises:
-            TooLittleTime: even the fewest requests take longer.
-        """
-        return self.plan_with(counts_within(self.most, limit_s, lambda counts: self.plan_with(counts).total_s))
-
-    def full_s(self) -> float:
-        """Seconds that all requests of the experiment file would take, extrapolated from a few of them."""
-        fractions = [min(1.0, pilot / max(self.most)) for pilot in (16, 64)]
-        few_s, more_s = (self.plan_with(counts_at(fraction, self.most)).total_s for fraction in fractions)
-        if fractions[0] == fractions[1]:
-            return few_s
-        return few_s + (1.0 - fractions[0]) * (more_s - few_s) / (fractions[1] - fractions[0])
-
     def plan_with(self, counts: Sequence[int]) -> Plan:
         """The plan with these numbers of requests, a number for each panel."""
         panels = [replace(panel, num_requests=n) for panel, n in zip(self.sweep.panels, counts, strict=True)]
@@ -85,6 +69,22 @@ class Planner:
         for point, setting in zip(points, profiled, strict=True):
             start_s[point.session] = SERVER_START_S if is_server(point) else setting.start_s
         return Plan(tuple(map(with_prediction, points, predictions)), tuple(predictions), start_s)
+
+
+def plan_within(planners: Sequence[Planner], limit_s: float) -> list[Plan]:
+    """Plans with the same fraction of each panel's requests, the largest whose points take ``limit_s`` seconds in all.
+
+    Raises:
+        TooLittleTime: even the fewest requests take longer.
+    """
+    most = [full for planner in planners for full in planner.most]
+
+    def plans_with(counts: Sequence[int]) -> list[Plan]:
+        left = iter(counts)
+        return [planner.plan_with([next(left) for _ in planner.most]) for planner in planners]
+
+    counts = counts_within(most, limit_s, lambda counts: sum(plan.total_s for plan in plans_with(counts)))
+    return plans_with(counts)
 
 
 def is_server(point: Point) -> bool:
@@ -127,9 +127,9 @@ def print_settings(settings: Sequence[LocalSetting], console: Console) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """The points with their SIMULATED throughput and time, and the total."""
-    table = Table(title="Plan: points to measure", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+def print_plan(figure: str, plan: Plan, console: Console) -> None:
+    """The points of a figure with their SIMULATED throughput and time, and the total."""
+    table = Table(title=f"Plan of {figure}: points to measure", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for title in ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time"):
         left = title in ("panel", "setting", "workload", "system")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)

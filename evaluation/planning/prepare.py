@@ -21,11 +21,11 @@ from evaluation.experiments.setting_points import (
 from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
 from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
 from evaluation.planning.panels import panels_for_rehearsal, panels_here
-from evaluation.planning.plan import Planner, ProfiledSetting, print_plan, print_settings
+from evaluation.planning.plan import Plan, Planner, ProfiledSetting
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
 
 REHEARSAL_SCALE = 0.1
-"""Factor for the lengths of a rehearsal."""
+"""Factor for the lengths of a rehearsal; its request rates are divided by it."""
 
 Finish = Callable[[list[Point]], list[Point]]
 """Adds fields to the rows of a figure's points."""
@@ -46,15 +46,7 @@ class SettingMeasurement:
     planner: Planner
     measuring: Measuring
 
-    def plan(self, hours: float, num_requests: int | None, console: Console) -> MeasuredHalf:
-        """Choose the numbers of requests and print the plan. ``num_requests`` is the same for all; None: by the time.
-
-        Raises:
-            TooLittleTime: even the fewest requests take longer than ``hours``.
-        """
-        planner = self.planner
-        plan = planner.plan_within(hours * 3600.0) if num_requests is None else planner.plan_with(planner.most)
-        print_plan(plan, console)
+    def described(self, plan: Plan) -> MeasuredHalf:
         return MeasuredHalf(plan.points, describe_setting_points(plan.points, self.measuring))
 
 
@@ -72,8 +64,11 @@ def prepare(
     console: Console,
     paper: Literal["apex", "neo"] = "apex",
     finish: Finish = list,
+    with_server: bool = True,
 ) -> SettingMeasurement:
     """Choose the panels and settings that apply here, and measure the profiles that are not cached.
+
+    Without ``with_server`` no vLLM server is started, even if vLLM is installed.
 
     Raises:
         NotApplicable: the figure has no panel for this machine.
@@ -81,7 +76,7 @@ def prepare(
     """
     card = None if options.device == "cpu" else first_card()
     if options.rehearse:
-        here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE))
+        here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE), 1.0 / REHEARSAL_SCALE)
     else:
         here = panels_here(sweep, options.setting, card, paper)
     here = replace(here, scale=options.scale or here.scale)
@@ -91,9 +86,9 @@ def prepare(
     papers = {panel.setting.name: panel.setting for panel in here.panels}
     host_bytes = available_host_bytes()
     local = {name: local_setting(setting, card, host_bytes, choices_of(options)) for name, setting in papers.items()}
-    print_settings(list(local.values()), console)
-    measuring = Measuring(local, vllm_here(here.systems, list(local.values()), console))
-    profiled = profile_settings(local, live, console)
+    vllm = vllm_here(here.systems, list(local.values()), console) if with_server else None
+    measuring = Measuring(local, vllm)
+    profiled = profile_settings(local, live)
     make_point = setting_point_maker(measuring)
     planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs)
     return SettingMeasurement(planner, measuring)
@@ -129,17 +124,17 @@ def vllm_here(systems: Sequence[str], local: Sequence[LocalSetting], console: Co
     return program
 
 
-def profile_settings(local: dict[str, LocalSetting], live: LiveSystems, console: Console) -> dict[str, ProfiledSetting]:
-    """The settings with this machine's profiles; settings with the same engine share one."""
+def profile_settings(local: dict[str, LocalSetting], live: LiveSystems) -> dict[str, ProfiledSetting]:
+    """The settings with this machine's profiles.
+
+    Raises:
+        ValueError: the engine of a setting does not start here.
+    """
     profiled: dict[str, ProfiledSetting] = {}
     for name, setting in local.items():
-        same = next((other for other in profiled.values() if other.local.engine == setting.engine), None)
-        if same is None:
-            console.print(f"profiling this machine for {name} ...", highlight=False, markup=False)
-            try:
-                machine, start_s = live.profile(setting.engine)
-            except (InsufficientMemory, BrokenProcessPool) as error:
-                raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
-            same = ProfiledSetting(setting, machine, start_s)
-        profiled[name] = replace(same, local=setting)
+        try:
+            machine, start_s = live.profile(setting.engine)
+        except (InsufficientMemory, BrokenProcessPool) as error:
+            raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
+        profiled[name] = ProfiledSetting(setting, machine, start_s)
     return profiled
