@@ -60,8 +60,10 @@ network_advice="check the network and pip's settings (PIP_INDEX_URL, proxies), t
 #   - Its documentation asks for 7.5 or more, and the wheels of 0.28.0 and 0.32.0 hold kernels for 7.5 (cuobjdump).
 #   - Engine V0 with its xFormers attention is gone since 0.11; V1 computes in fp16 before Ampere since 0.10.2 (24022).
 #   - FlashAttention needs 8.0. FlashInfer fails on 7.5 and is not chosen there since 0.24 (45375, 47949): what is left
-#     is Triton attention. Triton emits no tensor-core code for 7.5, so long prompts are slow there.
-#   - Triton attention fits the 64 KiB of shared memory with heads of 128 elements; those of 512 do not (57712).
+#     is Triton attention, which takes every card.
+#   - Its kernel in 0.28.0 and 0.32.0, compiled ahead of time for 7.5 with fp16 heads of 128 elements and Triton 3.9,
+#     takes 24 of the 64 KiB of shared memory (heads of 512 do not fit: 57712). It has no tensor-core instruction, as
+#     Triton emits none for 7.5: attention over long prompts is slow there. Matrix products (cuBLAS) are as usual.
 #   - 0.28.0 has been measured on a card of 7.5 (54950). Llama-3.2-3B has been served on a T4 by an older build
 #     (github.com/kaggle-vllm/kaggle-vllm).
 # Neither GPU build has been tried by the authors of this script.

@@ -144,6 +144,25 @@ def test_a_stall_fails_the_rest_with_the_state():
         )
 
 
+def test_the_end_of_the_server_fails_the_rest_at_once():
+    """One request is in the middle of its answer, the other would be sent an hour later."""
+    release, calls = threading.Event(), []
+
+    def hangs(exchange, body, index):
+        started(exchange)
+        release.wait(30)
+
+    def ended():
+        calls.append(1)
+        return "it ended with status 3" if len(calls) > 2 else None
+
+    try:
+        result, requests = replayed(hangs, (4, 6, 0.0), (4, 6, 3600.0), ended=ended)
+    finally:
+        release.set()
+    assert [record.failure for record in result.records] == ["it ended with status 3"] * 2 and len(requests) == 1
+
+
 def test_waiting_for_arrivals_is_no_stall():
     def slow(exchange, body, index):
         time.sleep(0.25)

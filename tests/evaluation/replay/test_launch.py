@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from evaluation.replay.http import replay_workload
-from evaluation.replay.launch import ServerCommand, launched_server, session_stats, stop_process
+from evaluation.replay.launch import ServerCommand, ServerEnded, launched_server, session_stats, stop_process
 from evaluation.replay.server import ServerNotReady
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -62,6 +62,15 @@ def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
         pass
     assert "broken: it ended with status 1 before it was ready" in str(error.value)
     assert "no such model" in str(error.value) and str(tmp_path / "log") in str(error.value)
+
+
+def test_a_server_that_ends_while_it_runs_is_told(tmp_path):
+    with launched_server(FAKE, tmp_path / "log", 30.0) as running:
+        running.check_running(within_s=0.01)
+        running.process.kill()
+        with pytest.raises(ServerEnded, match="fake: it ended with SIGKILL while it was measured\\nit printed nothing"):
+            running.check_running(within_s=30.0)
+        assert running.ended() == "it ended with SIGKILL"
 
 
 def test_a_server_that_never_gets_ready_is_stopped(tmp_path):
