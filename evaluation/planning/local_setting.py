@@ -171,7 +171,7 @@ def _title(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
     """The title in figures: the paper's on its own card, else this machine's device."""
     model = paper.title.split(" (")[0].partition(" + ")[2]
     if choices.tiny:
-        return f"rehearsal of {paper.title.split(' (')[0]}"
+        return f"{paper.title.split(' + ')[0]} rehearsal"
     if choices.num_layers is not None:
         model += f", {choices.num_layers} layers"
     if card is None:
