@@ -26,7 +26,7 @@ from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce
 from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
-from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs
+from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.replay.launch import stop_on_sigterm
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
@@ -99,7 +99,7 @@ def main(options: Options) -> int:
         jobs=options.jobs,
         results_dir=results_dir,
     )
-    with LiveSystems(results_dir / "logs", console) as live:
+    with without_traceback(console), LiveSystems(results_dir / "logs", console) as live:
         try:
             jobs = make_jobs(chosen, console, live)
             if options.rehearse and not options.plan:

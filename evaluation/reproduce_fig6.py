@@ -37,7 +37,8 @@ class Options(FigureOptions):
     with Azure conversation.
 
     Without arguments everything is SIMULATED (predicted times, no GPU needed), in about two minutes on two cores.
-    To measure a scaled-down version on this machine, give --backend torch. Defaults come from
+    On a machine with a GPU the panels of its setting are also MEASURED, within --hours. Without one --backend torch
+    measures a scaled-down version. Defaults come from
     configs/experiments/fig6.yaml. Results, figure and provenance go to results/fig6/<run>/.
     """
 

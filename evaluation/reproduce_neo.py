@@ -38,7 +38,7 @@ from evaluation.experiments.options import (
 from evaluation.experiments.runner import print_error
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
-from evaluation.figures.figure_jobs import FigureJob, run_jobs
+from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback
 from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, show
 from evaluation.planning.panels import NotApplicable, hosts_here
@@ -95,7 +95,7 @@ class Options(SettingOptions):
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = stdout_console()
-    with LiveSystems(options.results_dir / "neo-logs", console) as live:
+    with without_traceback(console), LiveSystems(options.results_dir / "neo-logs", console) as live:
         try:
             settings = experiment_settings("neo", options.config)
             if options.from_folder is not None:

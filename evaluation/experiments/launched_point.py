@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 24 * 3600.0
 """A request waits as long as the replay takes: all come at once."""
-STALL_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class LaunchedTask:
     engine: EngineConfig
     lengths: Lengths
     values: Mapping[str, Any]
+    stall_timeout_s: float
 
 
 def server_command(task: LaunchedTask) -> ServerCommand:
@@ -70,7 +70,7 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         Path(engine.model),
         task.lengths,
         task.values,
-        STALL_TIMEOUT_S,
+        task.stall_timeout_s,
         REQUEST_TIMEOUT_S,
         prompt_tokens=load_prompt_tokens(Path(engine.model)),
         launched=running,

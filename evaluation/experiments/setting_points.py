@@ -17,8 +17,6 @@ from evaluation.results.provenance import cpu_kernels, model_identity
 from evaluation.traces.workloads import Lengths
 
 VLLM = "vllm"
-STALL_TIMEOUT_S = 600.0
-"""Seconds without progress after which a point is abandoned: first steps may compile kernels for minutes."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,12 @@ class Measuring:
     """How points of settings are measured on this machine. ``local`` are the settings by name.
 
     ``vllm`` is the program that serves the system of this name. Where it is None, that system is our engine with
-    vLLM's scheduling rules.
+    vLLM's scheduling rules. A point without progress for ``stall_timeout_s`` is abandoned.
     """
 
     local: Mapping[str, LocalSetting]
     vllm: Path | None
+    stall_timeout_s: float
 
 
 def setting_point_maker(measuring: Measuring) -> MakePoint:
@@ -41,9 +40,11 @@ def setting_point_maker(measuring: Measuring) -> MakePoint:
         clipped, num_clipped = clip_lengths(lengths, local.engine.max_model_len)
         values = {**local.row(), "panel": panel.panel, "baseline": sweep.baseline, "num_clipped": num_clipped}
         if system == VLLM and measuring.vllm is not None:
-            task: TorchTask | LaunchedTask = LaunchedTask(system, measuring.vllm, local.engine, clipped, values)
+            task: TorchTask | LaunchedTask = LaunchedTask(
+                system, measuring.vllm, local.engine, clipped, values, measuring.stall_timeout_s
+            )
         else:
-            task = TorchTask(system, local.engine, clipped, {**values, "server": None}, STALL_TIMEOUT_S)
+            task = TorchTask(system, local.engine, clipped, {**values, "server": None}, measuring.stall_timeout_s)
         parts, words = [f"here-{panel.panel}", local.name], [local.title]
         key, group, label = point_names(parts, words, lengths, system, sweep.repeats)
         return Point(key, group, label, task, session=(local.name, system))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +59,7 @@ def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
     """Run the unfinished points, draw, print. Returns the exit status: 0 when every point is finished, 2 for invalid
     options."""
     console = stdout_console()
-    with LiveSystems(options.results_dir / figure.name / "logs", console) as live:
+    with without_traceback(console), LiveSystems(options.results_dir / figure.name / "logs", console) as live:
         try:
             if options.from_folder is not None:
                 show(figure, read_run(options.from_folder, [figure.name]), console)
@@ -67,6 +69,20 @@ def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
         except (ValueError, FileNotFoundError, ConnectionError) as error:
             print_error(error, console)
             return 2
+
+
+@contextlib.contextmanager
+def without_traceback(console: Console) -> Iterator[None]:
+    """Ends the program with one line at Ctrl-C. A running experiment says itself what is kept.
+
+    Raises:
+        SystemExit: the program was interrupted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing was measured yet", style="yellow")
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console, run_alone: RunPoint) -> int:

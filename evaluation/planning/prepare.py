@@ -29,6 +29,9 @@ REHEARSAL_SCALE = 0.1
 REHEARSAL_FASTER = 100.0
 """Factor for the request rates of a rehearsal."""
 
+STALL_TIMEOUT_S = 600.0
+"""At least this many seconds without progress are allowed: first steps may compile kernels for minutes."""
+
 Finish = Callable[[list[Point]], list[Point]]
 """Adds fields to the rows of a figure's points."""
 
@@ -54,9 +57,9 @@ class SettingMeasurement:
 
 def measures_settings(options: FigureOptions, card: Card | None) -> bool:
     """Whether a paper's setting is measured rather than a small model with scaled lengths."""
-    if options.setting == "small":
-        return False
-    return options.setting is not None or options.rehearse or card is not None
+    if options.setting is not None or options.rehearse:
+        return options.setting != "small"
+    return card is not None and options.device != "cpu"
 
 
 def prepare(
@@ -77,6 +80,8 @@ def prepare(
         ValueError: a setting does not fit this machine.
     """
     card = None if options.device == "cpu" else first_card()
+    if card is None and options.device == "cuda":
+        raise ValueError("--device cuda: nvidia-smi shows no GPU here")
     if options.rehearse:
         here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE), REHEARSAL_FASTER)
     else:
@@ -89,7 +94,7 @@ def prepare(
     host_bytes = available_host_bytes()
     local = {name: local_setting(setting, card, host_bytes, choices_of(options)) for name, setting in papers.items()}
     vllm = vllm_here(here.systems, list(local.values()), console) if with_server else None
-    measuring = Measuring(local, vllm)
+    measuring = Measuring(local, vllm, max(STALL_TIMEOUT_S, options.stall_timeout_s))
     profiled = profile_settings(local, live)
     make_point = setting_point_maker(measuring)
     planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs)
