@@ -37,10 +37,10 @@ class Options(FigureOptions):
     """Figure 5 of the APEX paper: output throughput (a) on a T4 with OSC at varied output length, (b) on an A10 with
     Azure conversation, LiveBench and Dolphin-r1.
 
-    Without arguments, the papers' GPUs are SIMULATED (predicted times, no GPU needed). Beside that it MEASURES. On a
-    machine with a GPU: the panels of its setting with the paper's model, pools and lengths, within --hours. Without one:
-    the same workloads scaled down with SmolLM2-135M, in about five minutes on two cores. Defaults come from
-    configs/experiments/fig5.yaml. Results, figure and provenance go to results/fig5/<run>/.
+    Without arguments, the papers' GPUs are SIMULATED (predicted times, no GPU needed). Beside that it MEASURES: on a
+    GPU the panels of its setting with the paper's model, pools and lengths, within --hours; without one the workloads
+    scaled down with SmolLM2-135M, in about five minutes on two cores. Defaults come from configs/experiments/fig5.yaml.
+    Results, figure and provenance go to results/fig5/<run>/.
     """
 
 
