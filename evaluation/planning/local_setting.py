@@ -131,7 +131,8 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
     pools: Pools = choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
     wanted_cpu_blocks = TINY_CPU_BLOCKS if choices.tiny else int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
-    cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
+    left_for_cpu = max(0, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
+    cpu_blocks = min(wanted_cpu_blocks, left_for_cpu)
     try:
         check_fit(fit, gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
