@@ -44,8 +44,8 @@ def counts_within(
     low_s = seconds_at(low)
     if low_s > limit_s:
         raise TooLittleTime(
-            f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take {low_s / 3600:.2f} "
-            "hours; give more --hours, or fewer --workloads or --systems"
+            f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take "
+            f"{math.ceil(low_s / 36) / 100:.2f} hours; give more --hours, or fewer --workloads or --systems"
         )
     # ``low`` requests fit and ``high`` do not. The guess lies on the line through both, or while all that were tried
     # fit, on the line through the last two.

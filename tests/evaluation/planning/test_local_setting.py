@@ -95,7 +95,11 @@ def test_a_t4_has_no_bfloat16():
         (RTX_3060, {}, r"setting apex-t4 does not fit here: the GPU has 11.64 GiB .* weights 12.55 GiB"),
         (T4, {"setting": "apex-a10"}, r"setting apex-a10 does not fit here: the GPU has 14.55 GiB .* 14.96 GiB"),
         (T4, {"num_gpu_blocks": 500}, r"3.91 GiB for num_gpu_blocks = 500 blocks; 8\d blocks fit"),
-        (T4, {"num_gpu_blocks": 51}, "the GPU pool has room for 816 tokens of KV cache, and its longest request has 832"),
+        (
+            T4,
+            {"num_gpu_blocks": 51},
+            "the GPU pool has room for 816 tokens of KV cache, and its longest request has 832",
+        ),
         (T4, {"host_gib": 0.5}, "host memory has room for 0 tokens of KV cache, and its longest request has 832"),
     ],
 )
