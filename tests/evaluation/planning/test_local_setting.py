@@ -166,6 +166,8 @@ def test_another_model_is_said_to_be_another(tmp_path):
     shape = json.loads((MODELS_DIR / "llama-2-7b" / "config.json").read_text())
     assert json.loads(Path(fewer.engine.model, "config.json").read_text()) == {**shape, "num_hidden_layers": 2}
     assert not fewer.papers_model and fewer.title == "T4 + Llama-2-7B, 2 layers"
+    assert fewer.engine.num_cpu_blocks == load_setting("apex-t4").num_cpu_blocks
+    assert fewer.row()["cpu_kv_gb"] == pytest.approx(20 * 2 / 32, abs=0.1), "not all memory of a small machine"
 
 
 def test_a_rehearsal_takes_no_card_and_keeps_the_heads_ratio():
