@@ -39,8 +39,8 @@ SLOW = pytest.mark.skipif(not os.environ.get("APEX_SLOW_TESTS"), reason="APEX_SL
 SYSTEMS = ("swiftllm", "neo", "apex")
 OF_A_SETTING = {
     "setting", "setting_title", "setting_origin", "gpu", "weights", "backend", "server",
-    "predicted_output_tokens_per_s", "predicted_wall_s", "num_clipped", "max_model_len", "cpu_kv_gb", "max_gpu_blocks", "num_gpu_blocks",
-    "num_cpu_blocks",
+    "predicted_output_tokens_per_s", "predicted_wall_s", "num_clipped", "max_model_len", "cpu_kv_gb", "max_gpu_blocks",
+    "num_gpu_blocks", "num_cpu_blocks",
 }  # fmt: skip
 
 
