@@ -168,10 +168,10 @@ def test_the_hours_are_shared_by_all_figures(monkeypatch, tmp_path):
                 for panel in planner.sweep.panels
             ]
             planner.sweep = replace(planner.sweep, panels=tuple(panels), scale=0.1, systems=("vllm", "swiftllm"))
-    plans = figure_jobs.plan_jobs(jobs, FigureOptions(hours=6.0), QUIET)
+    plans = figure_jobs.plan_jobs(jobs, FigureOptions(hours=2.0), QUIET)
     assert set(plans) == {"fig5", "neo-fig6", "neo-fig9"}
     total_s = sum(plan.total_s for plan in plans.values())
-    assert 3.0 * 3600 < total_s <= 6.0 * 3600
+    assert 1.0 * 3600 < total_s <= 2.0 * 3600
     most = {job.name: job.measured.planner.most for job in jobs if job.measured}
     shares = [
         plan.points[0].task.lengths.spec.num_requests / most[name][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import io
 import os
 import signal
@@ -18,15 +19,16 @@ import pytest
 from rich.console import Console
 
 from evaluation.experiments import live_systems
+from evaluation.experiments.launched_point import LaunchedTask
 from evaluation.experiments.live_systems import EngineProcess, LiveSystems
-from evaluation.experiments.runner import Point, by_session, run_experiment
+from evaluation.experiments.runner import Point, PointResult, by_session, run_experiment
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
-from tests.evaluation.papers_machines import live_point, simulated_profile
+from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
 from tests.reference.tiny_model import make_tiny_llama
 
 QUIET = Console(file=io.StringIO())
-WAIT_S = 60.0
+WAIT_S = 20.0
 
 
 def broken_point(session: str) -> Point:
@@ -147,8 +149,13 @@ def test_a_killed_harness_takes_its_engine_along():
         assert is_running(engine)
     finally:
         harness.kill()
-        harness.communicate()
-    assert wait_until_gone(engine)
+        harness.wait()
+        harness.stdout.close()
+    try:
+        assert wait_until_gone(engine)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
 
 
 def test_points_of_a_session_come_together_and_others_keep_their_order():
@@ -174,3 +181,56 @@ def test_profiles_are_measured_once_for_each_engine(tmp_path, monkeypatch):
         first = live.profile(small)
         assert live.profile(small) is first and live.profile(large)[1] == 3.0
     assert asked == [small, large]
+
+
+def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkeypatch):
+    """The card holds one system: what lives is stopped before another one starts."""
+    happened = []
+
+    @contextlib.contextmanager
+    def launched(command, log, ready_timeout_s):
+        happened.append(f"start {log.stem}")
+        yield log.stem
+        happened.append(f"stop {log.stem}")
+
+    class Engines:
+        def run_point(self, point, label, console):
+            happened.append(f"engine {point.key}")
+            return PointResult({}, [])
+
+        def profile(self, config):
+            happened.append("profile")
+            return None, 0.0
+
+        def stop(self):
+            happened.append("engines stopped")
+
+    def run_launched(point, running, label, console):
+        happened.append(f"{point.key} on {running}")
+        if point.key == "fails":
+            raise RuntimeError("no luck")
+        return PointResult({}, [])
+
+    monkeypatch.setattr("evaluation.replay.launch.launched_server", launched)
+    monkeypatch.setattr(live_systems, "run_launched_point", run_launched)
+    monkeypatch.setattr(live_systems, "server_command", lambda task: None)
+    config = EngineConfig("m")
+
+    def served(key: str, session: str) -> Point:
+        return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}), session=(session, "vllm"))
+
+    with LiveSystems(tmp_path, QUIET) as live:
+        live.engines = Engines()
+        for point in (served("1", "a"), served("2", "a"), served("3", "b")):
+            live.run_point(point, "", QUIET)
+        live.run_point(live_point("neo", config), "", QUIET)
+        with pytest.raises(RuntimeError):
+            live.run_point(served("fails", "b"), "", QUIET)
+        live.run_point(served("4", "b"), "", QUIET)
+        live.profile(config)
+    stopped = "engines stopped"
+    assert happened == [
+        stopped, "start a-vllm", "1 on a-vllm", stopped, "2 on a-vllm", stopped, "stop a-vllm", "start b-vllm",
+        "3 on b-vllm", "stop b-vllm", "engine neo", stopped, "start b-vllm", "fails on b-vllm", stopped, "stop b-vllm",
+        stopped, "start b-vllm", "4 on b-vllm", "stop b-vllm", "profile", stopped,
+    ]  # fmt: skip
