@@ -27,10 +27,12 @@ from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
+from evaluation.planning.prepare import measures_settings
 from evaluation.replay.launch import stop_on_sigterm
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR
+from swiftllm.machine import first_card
 
 FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)
 REHEARSED_REQUESTS = 32
@@ -77,6 +79,8 @@ class Rehearsal:
         self.num_begun = 0
 
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
+        if point.concurrent:  # on one core, simulations come here too
+            return self.run(point, label, console)
         self.num_begun += 1
         if self.num_begun == FAILS_AFTER + 1:
             raise RehearsedFailure("this point fails because this is a rehearsal")
@@ -91,7 +95,6 @@ def main(options: Options) -> int:
     results_dir = options.results_dir / "rehearsal" if options.rehearse else options.results_dir
     chosen = FigureOptions(
         setting=options.gpu and f"apex-{options.gpu}",
-        hours=options.hours,
         all_gpu_blocks=options.all_gpu_blocks,
         plan=options.plan,
         rehearse=options.rehearse,
@@ -99,6 +102,11 @@ def main(options: Options) -> int:
         jobs=options.jobs,
         results_dir=results_dir,
     )
+    if measures_settings(chosen, first_card()):
+        chosen = replace(chosen, hours=options.hours)
+    else:
+        text = "no GPU here: nothing is measured in a paper's setting, and --hours has no effect"
+        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
     with without_traceback(console), LiveSystems(results_dir / "logs", console) as live:
         try:
             jobs = make_jobs(chosen, console, live)

@@ -130,8 +130,9 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
-    wanted_cpu_blocks = TINY_CPU_BLOCKS if choices.tiny else int(paper["cpu_kv_gb"] * GB // fit.bytes_per_block)
-    cpu_blocks = min(wanted_cpu_blocks, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
+    wanted_cpu_blocks = _cpu_blocks(paper, choices, fit.bytes_per_block)
+    left_for_cpu = max(0, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
+    cpu_blocks = min(wanted_cpu_blocks, left_for_cpu)
     try:
         check_fit(fit, gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
@@ -178,6 +179,15 @@ def _title(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
         return f"CPU + {model}"
     short = card.name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
     return f"{short} + {model}"
+
+
+def _cpu_blocks(paper: PaperSetting, choices: Choices, bytes_per_block: int) -> int:
+    """Blocks of the CPU tier. Fewer layers keep the paper's number: its gigabytes would be most of a small machine."""
+    if choices.tiny:
+        return TINY_CPU_BLOCKS
+    if choices.num_layers is not None:
+        return paper.num_cpu_blocks
+    return int(paper["cpu_kv_gb"] * GB // bytes_per_block)
 
 
 def _dtype(paper: PaperSetting, card: Card | None, choices: Choices) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 FEWEST_REQUESTS = 16
 """Fewer requests than this say little about throughput."""
 PILOT_REQUESTS = (16, 64)
 """Requests of the largest panel in two pilot simulations, from which the time of more requests is extrapolated."""
-CORRECTIONS = 4
+CORRECTIONS = 10
+CLOSE = 0.05
+"""Numbers of requests that differ by this share or less are not told apart: each try is a simulation."""
+FARTHEST = 8
+"""Times as many requests as fit are tried at most: farther lines mislead where time grows faster than requests."""
 
 
 class TooLittleTime(ValueError):
@@ -30,26 +35,35 @@ def counts_within(
     Raises:
         TooLittleTime: the fewest requests take longer; the message names the hours that they need.
     """
-    low, high = (min(1.0, pilot / max(most)) for pilot in PILOT_REQUESTS)
-    low_s = seconds_of(counts_at(low, most))
+    largest = max(most)
+
+    def seconds_at(requests: int) -> float:
+        return seconds_of(counts_at(requests / largest, most))
+
+    low, guess = (min(largest, pilot) for pilot in PILOT_REQUESTS)  # numbers of requests of the largest panel
+    low_s = seconds_at(low)
     if low_s > limit_s:
         raise TooLittleTime(
-            f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take {low_s / 3600:.2f} "
-            "hours; give more --hours, or fewer --workloads or --systems"
+            f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take "
+            f"{math.ceil(low_s / 36) / 100:.2f} hours; give more --hours, or fewer --workloads or --systems"
         )
-    high_s = seconds_of(counts_at(high, most))
-    fraction = high
-    at_s = high_s
+    # ``low`` requests fit and ``high`` do not. The guess lies on the line through both, or while all that were tried
+    # fit, on the line through the last two.
+    high, high_s = largest + 1, math.inf  # all fit, as far as is known
     for _ in range(CORRECTIONS):
-        if at_s > low_s:
-            fraction = low + (fraction - low) * (limit_s - low_s) / (at_s - low_s)
-        elif at_s <= limit_s:
-            fraction = 1.0
-        fraction = min(1.0, max(low, fraction))
-        at_s = seconds_of(counts_at(fraction, most))
-        if at_s <= limit_s and (fraction == 1.0 or at_s > 0.9 * limit_s):
+        guess = min(high - 1, FARTHEST * low, guess)
+        if guess - low <= CLOSE * low:
             break
-    while at_s > limit_s and counts_at(fraction, most) != counts_at(low, most):
-        fraction = max(low, low + 0.95 * (fraction - low))
-        at_s = seconds_of(counts_at(fraction, most))
-    return counts_at(fraction, most)
+        guess_s = seconds_at(guess)
+        before, before_s = low, low_s
+        if guess_s > limit_s:
+            high, high_s = guess, guess_s
+        else:
+            low, low_s = guess, guess_s
+        if high <= largest:
+            guess = low + int((high - low) * (limit_s - low_s) / (high_s - low_s))
+        elif low_s > before_s:
+            guess = low + int((low - before) * (limit_s - low_s) / (low_s - before_s))
+        else:
+            guess = largest
+    return counts_at(low / largest, most)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from matplotlib import pyplot as plt
+from rich.console import Console
 
 from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import load_setting
@@ -18,6 +21,7 @@ from evaluation.figures.neo_paper import HOST_COLOURS, draw_panel, per_token_lat
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file
+from tests.evaluation.papers_machines import A10G, T4, NamedMachine, on_machine
 
 SETTINGS = experiment_settings("neo")
 
@@ -160,3 +164,81 @@ def test_misfitting_options_are_refused(tmp_path, capsys):
     assert "add it to --systems" in capsys.readouterr().out
     assert main(Options(from_folder=tmp_path)) == 2
     assert "no results in" in capsys.readouterr().out
+
+
+QUIET = Console(file=io.StringIO(), width=200)
+
+
+def jobs_on(monkeypatch, cache: Path, card, host_gib: float, machine, **options):
+    on_machine(monkeypatch, cache, card, host_gib)
+    return {job.name: job for job in neo_jobs(SETTINGS, Options(num_requests=20, jobs=1, **options), QUIET, machine)}
+
+
+def measured_panels_of(job) -> set[tuple[str, str]]:
+    panels = job.measured.planner.sweep.panels if job.measured else ()
+    return {(panel.panel, panel.setting.name) for panel in panels}
+
+
+@pytest.mark.parametrize(
+    ("card", "host_gib", "measured"),
+    [
+        (
+            A10G,
+            61.0,
+            {"neo-fig6": {("b", "neo-a10")}, "neo-fig7": {("a", "neo-a10")}, "neo-fig8": set(),
+             "neo-fig9": {("b", "neo-a10")}, "neo-fig10a": {("a", "neo-g5-4xlarge")}},
+        ),
+        (
+            T4,
+            61.0,
+            {"neo-fig6": {("c", "neo-t4")}, "neo-fig7": set(), "neo-fig8": set(), "neo-fig9": {("c", "neo-t4")},
+             "neo-fig10a": set()},
+        ),
+    ],
+    ids=["A10G", "T4"],
+)  # fmt: skip
+def test_a_card_measures_its_own_panels(monkeypatch, tmp_path, card, host_gib, measured):
+    machine = NamedMachine("apex-t4" if card is T4 else "apex-a10")
+    jobs = jobs_on(monkeypatch, tmp_path, card, host_gib, machine)
+    assert {name: measured_panels_of(job) for name, job in jobs.items()} == measured
+    alone = {job.name: job for job in neo_jobs(SETTINGS, Options(num_requests=20, backend="simulated"), QUIET, None)}
+    for name, job in jobs.items():
+        assert dict(job.configuration) == dict(alone[name].configuration), "the simulated half depends on the card"
+        assert len(job.points) == len(alone[name].points)
+    settings = {engine.model.rpartition("/")[2] for engine in machine.profiled}
+    assert settings == ({"llama-2-7b"} if card is T4 else {"llama-3.1-8b"})
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "host"),
+    [
+        (30.0, "g5-2xlarge"),
+        (61.0, "g5-4xlarge"),
+        (124.0, "g5-8xlarge"),
+        (249.0, "g5-16xlarge"),
+        (90.0, None),
+        (4.0, None),
+    ],
+)
+def test_the_host_with_this_machine_s_memory_is_measured(monkeypatch, tmp_path, host_gib, host):
+    if host is None:
+        options = {"backend": "torch", "setting": "neo-a10"}
+        with pytest.raises(ValueError, match="no panel"):
+            jobs_on(monkeypatch, tmp_path, A10G, host_gib, NamedMachine("neo-a10"), figure=("10a",), **options)
+        return
+    jobs = jobs_on(monkeypatch, tmp_path, A10G, host_gib, NamedMachine("neo-a10"), figure=("10a",))
+    planner = jobs["neo-fig10a"].measured.planner
+    assert set(planner.settings) == {f"neo-{host}"}
+    panel = replace(planner.sweep.panels[0], output_lens=(10,))
+    planner.sweep = replace(planner.sweep, panels=(panel,), systems=("swiftllm", "neo"), scale=0.1)
+    plan = planner.plan_with([16])
+    cores = {"g5-2xlarge": 15, "g5-4xlarge": 30, "g5-8xlarge": 60, "g5-16xlarge": 120}
+    for point in plan.points:
+        assert point.task.values["setting"] == f"neo-{host}" and "at_latency_s" in point.task.values
+        here_gb = point.task.engine.num_cpu_blocks * (2 << 20) / 1e9
+        assert here_gb == pytest.approx(min(cores[host], host_gib * 1.0737), rel=0.03)
+
+
+def test_neo_has_no_small_setting(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="NEO's figures are measured in its settings: give --setting"):
+        jobs_on(monkeypatch, tmp_path, None, 61.0, None, backend="torch")

@@ -31,7 +31,7 @@ class FakeOps(ReferenceOps):
             self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
             if len(rows):
-                attended = torch.empty(len(rows), *out.shape[1:])
+                attended = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype)
                 new = q[rows], k[rows], v[rows]
                 pacpu.paged_attention(*new, kv_layer, block_tables[rows], seq_lens[rows], attended, scale)
                 out[rows] = attended

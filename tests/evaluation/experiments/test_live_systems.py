@@ -1,0 +1,236 @@
+"""Engines in processes of their own: who shares one, what a death costs, and that none is left."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evaluation.experiments import live_systems
+from evaluation.experiments.launched_point import LaunchedTask
+from evaluation.experiments.live_systems import EngineProcess, LiveSystems
+from evaluation.experiments.runner import Point, PointResult, by_session, run_experiment
+from evaluation.results.paths import REPO_ROOT
+from swiftllm.config import EngineConfig
+from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
+from tests.reference.tiny_model import make_tiny_llama
+
+QUIET = Console(file=io.StringIO())
+WAIT_S = 20.0
+
+
+def broken_point(session: str) -> Point:
+    """Fails in its process before torch is loaded, and does not end the process."""
+    return Point("broken", "broken", "broken", "no task", session=session)
+
+
+def processes_of(engines: EngineProcess) -> list[int]:
+    return list(engines.pool._processes)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
+@pytest.fixture
+def engines() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.stop()
+
+
+def test_a_session_has_one_process_and_the_next_another(engines):
+    seen = []
+    for session in ("a", "a", "b"):
+        with pytest.raises(AttributeError):
+            engines.run_point(broken_point(session), "", QUIET)
+        seen += processes_of(engines)
+    assert len(seen) == 3 and seen[0] == seen[1] != seen[2]
+    assert not is_running(seen[0]), "two engines would share the card's memory"
+    engines.stop()
+    assert not is_running(seen[2])
+    engines.stop()  # without a process
+
+
+def test_an_error_in_a_point_ends_its_process(tmp_path):
+    with LiveSystems(tmp_path, QUIET) as live:
+        with pytest.raises(AttributeError):
+            live.run_point(broken_point("a"), "", QUIET)
+        assert live.engines.pool is None, "what is left of an engine may hold the card's memory"
+
+
+def test_a_killed_process_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp_path):
+    """Real engines of one session; the second point finds its process killed."""
+    config = EngineConfig(
+        str(make_tiny_llama(tmp_path / "model")),
+        "cpu",
+        "float32",
+        num_gpu_blocks=20,
+        num_cpu_blocks=20,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+    )
+    made = [live_point("swiftllm", config, key, ("s", "swiftllm")) for key in ("first", "second", "killed", "last")]
+    used: dict[str, int] = {}
+    console = Console(file=io.StringIO(), width=300)
+    with LiveSystems(tmp_path / "logs", console) as live:
+
+        def run(point, label, console):
+            if point.key == "killed":
+                os.kill(used["second"], signal.SIGKILL)
+            result = live.run_point(point, label, console)
+            (used[point.key],) = processes_of(live.engines)
+            return result
+
+        outcome = run_experiment("x", {}, made, run, tmp_path, console)
+    assert outcome.failed == ["killed"]
+    assert [(row["backend"], row["completed"], row["failed"]) for row in outcome.summary] == [("torch-cpu", 2, 0)] * 3
+    assert used["first"] == used["second"] != used["last"]
+    assert BrokenProcessPool.__name__ in (outcome.folder / "errors" / "killed.txt").read_text()
+    assert not any(map(is_running, used.values())), "a process outlived the run"
+    told = " ".join(console.file.getvalue().split())
+    assert "FAILED: the engine's process died" in told and "--jobs" not in told
+
+
+def test_an_interrupt_ends_the_process(tmp_path):
+    seen: list[int] = []
+
+    def interrupt(live: LiveSystems) -> None:
+        while live.engines.pool is None or not processes_of(live.engines):
+            time.sleep(0.01)
+        seen.extend(processes_of(live.engines))
+        _thread.interrupt_main()
+
+    config = EngineConfig(str(tmp_path / "a folder that the engine never gets to look for"))
+    with LiveSystems(tmp_path, QUIET) as live:
+        threading.Thread(target=interrupt, args=(live,), daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            live.run_point(live_point("swiftllm", config), "", QUIET)
+        assert live.engines.pool is None and not is_running(seen[0])
+
+
+def test_a_killed_harness_takes_its_engine_along():
+    code = (
+        "import io, os, time\n"
+        "from rich.console import Console\n"
+        "from evaluation.experiments.live_systems import EngineProcess\n"
+        "from evaluation.experiments.runner import Point\n"
+        "engines = EngineProcess()\n"
+        "try: engines.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"
+        "except AttributeError: print(*engines.pool._processes, flush=True)\n"
+        "time.sleep(600)"
+    )
+    harness = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        engine = int(harness.stdout.readline())
+        assert is_running(engine)
+    finally:
+        harness.kill()
+        harness.wait()
+        harness.stdout.close()
+    try:
+        assert wait_until_gone(engine)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
+
+
+def test_points_of_a_session_come_together_and_others_keep_their_order():
+    order = [("a1", "a"), ("b1", "b"), ("c", "c"), ("a2", "a"), ("b2", "b"), ("d", "d")]
+    points = [Point(key, key, key, None, session=session) for key, session in order]
+    assert [point.key for point in by_session(points)] == ["a1", "a2", "b1", "b2", "c", "d"]
+    alone = [Point(str(number), "", "", None) for number in range(5)]
+    assert by_session(alone) == alone
+
+
+def test_profiles_are_measured_once_for_each_engine(tmp_path, monkeypatch):
+    from apex.simulator.paper_settings import load_setting
+
+    asked = []
+
+    def profile_of(config):
+        asked.append(config)
+        return simulated_profile(load_setting("apex-t4"))(config), 3.0
+
+    monkeypatch.setattr(live_systems, "profile_of", profile_of)
+    small, large = (EngineConfig("m", num_gpu_blocks=blocks) for blocks in (54, 80))
+    with LiveSystems(tmp_path, QUIET, in_process=True) as live:
+        first = live.profile(small)
+        assert live.profile(small) is first and live.profile(large)[1] == 3.0
+    assert asked == [small, large]
+
+
+def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkeypatch):
+    """The card holds one system: what lives is stopped before another one starts."""
+    happened = []
+
+    @contextlib.contextmanager
+    def launched(command, log, ready_timeout_s):
+        happened.append(f"start {log.stem}")
+        yield log.stem
+        happened.append(f"stop {log.stem}")
+
+    class Engines:
+        def run_point(self, point, label, console):
+            happened.append(f"engine {point.key}")
+            return PointResult({}, [])
+
+        def profile(self, config):
+            happened.append("profile")
+            return None, 0.0
+
+        def stop(self):
+            happened.append("engines stopped")
+
+    def run_launched(point, running, label, console):
+        happened.append(f"{point.key} on {running}")
+        if point.key == "fails":
+            raise RuntimeError("no luck")
+        return PointResult({}, [])
+
+    monkeypatch.setattr("evaluation.replay.launch.launched_server", launched)
+    monkeypatch.setattr(live_systems, "run_launched_point", run_launched)
+    monkeypatch.setattr(live_systems, "server_command", lambda task: None)
+    config = EngineConfig("m")
+
+    def served(key: str, session: str) -> Point:
+        return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}), session=(session, "vllm"))
+
+    with LiveSystems(tmp_path, QUIET) as live:
+        live.engines = Engines()
+        for point in (served("1", "a"), served("2", "a"), served("3", "b")):
+            live.run_point(point, "", QUIET)
+        live.run_point(live_point("neo", config), "", QUIET)
+        with pytest.raises(RuntimeError):
+            live.run_point(served("fails", "b"), "", QUIET)
+        live.run_point(served("4", "b"), "", QUIET)
+        live.profile(config)
+    stopped = "engines stopped"
+    assert happened == [
+        stopped, "start a-vllm", "1 on a-vllm", stopped, "2 on a-vllm", stopped, "stop a-vllm", "start b-vllm",
+        "3 on b-vllm", "stop b-vllm", "engine neo", stopped, "start b-vllm", "fails on b-vllm", stopped, "stop b-vllm",
+        stopped, "start b-vllm", "4 on b-vllm", "stop b-vllm", "profile", stopped,
+    ]  # fmt: skip

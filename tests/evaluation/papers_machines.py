@@ -1,0 +1,87 @@
+"""Machines like those of the papers, without their GPUs: cards that are named only, and profiles of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.paper_settings import PaperSetting, load_setting
+from evaluation import artifact, reproduce_neo
+from evaluation.experiments import launched_point
+from evaluation.experiments.paper_settings import simulated_hardware
+from evaluation.experiments.profile_check import ProfiledMachine
+from evaluation.experiments.runner import Point
+from evaluation.experiments.torch_point import TorchTask
+from evaluation.figures import figure_jobs
+from evaluation.planning import local_setting, prepare
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, WorkloadSpec
+from swiftllm.config import EngineConfig
+from swiftllm.machine import GIB, Card
+from swiftllm.scheduling.scheduler import SchedulerLimits
+
+T4 = Card("Tesla T4", 15360 << 20, (7, 5))
+A10 = Card("NVIDIA A10", 23028 << 20, (8, 6))
+A10G = Card("NVIDIA A10G", 23028 << 20, (8, 6))
+L4 = Card("NVIDIA L4", 23034 << 20, (8, 9))
+RTX_3060 = Card("NVIDIA GeForce RTX 3060", 12288 << 20, (8, 6))
+START_S = 20.0
+FEW = Lengths(WorkloadSpec("few", 2), "Few", Origin("fitted", "for tests"), (TraceRow(5, 3, 0.0), TraceRow(4, 2, 0.0)))
+"""Two short requests."""
+
+
+def on_machine(patch: pytest.MonkeyPatch, cache: Path, card: Card | None, host_gib: float = 256.0) -> None:
+    """Make this machine one with this card and as much available host memory, an empty cache and no checkpoints."""
+    for module in (figure_jobs, prepare, artifact, reproduce_neo, launched_point):
+        patch.setattr(module, "first_card", lambda: card)
+    patch.setattr(prepare, "available_host_bytes", lambda: int(host_gib * GIB))
+    patch.setattr(reproduce_neo, "host_memory_bytes", lambda: int(host_gib * GIB))
+    patch.setattr(local_setting, "try_to_load_from_cache", lambda *_: None)
+    patch.setenv("APEX_CACHE_DIR", str(cache))
+
+
+def slower(table: ProfileTable, factor: float) -> ProfileTable:
+    """The table of a machine on which everything takes ``factor`` as long."""
+
+    def scaled(value: Curve | Surface | float) -> Curve | Surface | float:
+        if isinstance(value, Surface):
+            return Surface(value.firsts, tuple(map(scaled, value.curves)))
+        return Curve(value.sizes, tuple(factor * s for s in value.seconds)) if isinstance(value, Curve) else value
+
+    parts = {field.name: getattr(table, field.name) for field in fields(table)}
+    return ProfileTable(**{name: value if name == "identity" else scaled(value) for name, value in parts.items()})
+
+
+def simulated_profile(setting: PaperSetting, factor: float = 1.0) -> Callable[[EngineConfig], ProfiledMachine]:
+    """What profiling gives on the paper's machine, predicted; on one that is ``factor`` times slower."""
+    hardware = simulated_hardware(setting, "apex")
+
+    def profile(config: EngineConfig) -> ProfiledMachine:
+        limits = SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len)
+        table = slower(hardware.table, factor)
+        return ProfiledMachine(table, hardware.num_layers, limits, config.dtype, hardware.gpu)
+
+    return profile
+
+
+class NamedMachine:
+    """Has the profile of the machine of a paper's setting, and runs nothing. ``profiled`` are the engines asked for."""
+
+    def __init__(self, setting: str, factor: float = 1.0) -> None:
+        self.simulated = simulated_profile(load_setting(setting), factor)
+        self.profiled: list[EngineConfig] = []
+
+    def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
+        self.profiled.append(config)
+        return replace(self.simulated(config), dtype=config.dtype), START_S
+
+
+def live_point(system: str, engine: EngineConfig, key: str | None = None, session: Hashable = None) -> Point:
+    """A measured point of few requests. By default its session is its system."""
+    return Point(
+        key or system, key or system, key or system, TorchTask(system, engine, FEW, {}), session=session or system
+    )
