@@ -167,7 +167,7 @@ def test_a_rehearsal_has_every_field_of_a_measurement(on_fake_card, rehearsing):
     for row, measured in zip(run.rows, on_fake_card.rows, strict=True):
         assert set(row) == set(measured)
         assert (row["backend"], row["gpu"], row["weights"]) == ("torch-cpu", None, "dummy")
-        assert row["setting"] == "apex-t4" and row["setting_title"].startswith("rehearsal of T4 + Llama-2-7B")
+        assert row["setting"] == "apex-t4" and row["setting_title"].startswith("T4 rehearsal")
         assert row["predicted_output_tokens_per_s"] > 0 and row["failed"] == 0 and row["papers_model"] is False
         filled = {name for name, value in measured.items() if value is not None} - {"gpu"}
         assert {name for name in filled if row[name] is None} == set()

@@ -217,7 +217,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
     config = EngineConfig("m")
 
     def served(key: str, session: str) -> Point:
-        return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}), session=(session, "vllm"))
+        return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}, 9.0), session=(session, "vllm"))
 
     with LiveSystems(tmp_path, QUIET) as live:
         live.engines = Engines()
