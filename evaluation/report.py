@@ -35,7 +35,7 @@ from evaluation.figures.overview import LIMITS, overview
 from evaluation.figures.report_tables import Table, columns_of, make_table
 from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
-from evaluation.results.kinds import MEASURED, comparisons, kind_of, what_ran
+from evaluation.results.kinds import MEASURED, claimable, kind_of, what_ran
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
 
@@ -126,10 +126,8 @@ def figures_of(folder: Path) -> dict[str, str]:
 
 
 def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
-    """The claims about a figure, separately for the rows of each comparison."""
-    return [
-        claim_row(item, rows) for rows in comparisons(records) for item in compare_claims(load_claims(figure), rows)
-    ]
+    """The claims about a figure, separately for each comparison that concerns them."""
+    return [claim_row(item, rows) for rows in claimable(records) for item in compare_claims(load_claims(figure), rows)]
 
 
 def claim_row(comparison: Comparison, records: Sequence[FlatRecord]) -> ClaimRow:

@@ -215,9 +215,17 @@ def _model(paper: PaperSetting, choices: Choices) -> tuple[Path, Literal["checkp
             raise FileNotFoundError(f"no model in {folder}: give --model a Hugging Face folder or a hub name")
         return folder, "dummy" if dummy else "checkpoint", (f"the model {choices.model}",)
     cached = try_to_load_from_cache(paper.hub_name, "config.json")
-    if isinstance(cached, str) and choices.load_format != "dummy" and any(Path(cached).parent.glob("*.safetensors")):
+    if isinstance(cached, str) and choices.load_format != "dummy" and _is_complete(Path(cached).parent):
         return Path(cached).parent, "checkpoint", ()
     return MODELS_DIR / paper.model, "dummy", ("random weights",)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether all weights of a checkpoint are there. A download may have been interrupted."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return (folder / "model.safetensors").is_file()
+    return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def _shape_folder(model: str, name: str, changes: dict[str, Any]) -> Path:

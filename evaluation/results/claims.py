@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.results.folder import FlatRecord
-from evaluation.results.kinds import comparisons, is_simulated, label_of
+from evaluation.results.kinds import claimable, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, python_command
 
 # The system that replaces one that was not run: the other GPU-only baseline.
@@ -146,8 +146,11 @@ def ratios_by_point(
 
 
 def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
-    """Print claims, our ratios and the differences per comparison, then the assumptions behind simulated ratios."""
-    for records in comparisons(summary):
+    """Print claims, our ratios and the differences per comparison, then the assumptions behind simulated ratios.
+
+    Rehearsals and the like are left out, see :func:`claimable`.
+    """
+    for records in claimable(summary):
         simulated = is_simulated(records[0])
         kind = "our SIMULATED ratios" if simulated else f"ratios {label_of(records)}"
         for metric in dict.fromkeys(claim.metric for claim in claims):

@@ -48,6 +48,12 @@ def comparisons(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
     return list(groups.values())
 
 
+def claimable(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
+    """The comparisons that say something about the papers' claims: all but rehearsals, parts of models, and CPU runs
+    in a paper's setting."""
+    return [rows for rows in comparisons(records) if not in_papers_setting(rows[0]) or any(map(is_full_size, rows))]
+
+
 def label_of(records: Sequence[FlatRecord]) -> str:
     """Kind of the rows of one comparison, with the setting and the card, or "another model"."""
     first = records[0]

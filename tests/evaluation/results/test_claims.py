@@ -68,12 +68,28 @@ def test_claims_keep_to_their_machine_and_find_a_stand_in():
 
 def test_measured_and_simulated_are_never_mixed():
     rows = [record("neo", 100.0), record("apex", 120.0)]
-    rows += [record("neo", 100.0, backend="torch-cpu"), record("apex", 300.0, backend="torch-cpu")]
+    small = {"backend": "torch-cpu", "setting": None}
+    rows += [record("neo", 100.0, **small), record("apex", 300.0, **small)]
     out = io.StringIO()
     print_claims([claim()], rows, Console(file=out, width=120))
     simulated, measured = out.getvalue().split("MEASURED")
     assert "SIMULATED" in simulated and "1.20" in simulated and "-20%" in simulated
     assert "3.00" in measured and "+100%" in measured
+
+
+@pytest.mark.parametrize(
+    "differs", [{"gpu": None}, {"papers_model": False}, {"scale": 0.1}], ids=["on-a-cpu", "part-of-a-model", "scaled"]
+)
+def test_what_is_no_measurement_of_a_setting_is_not_compared_with_claims(differs):
+    here = {"backend": "torch-cuda", "gpu": "Tesla T4", "setting_title": "T4", "papers_model": True, "scale": 1}
+
+    def printed(**changes) -> str:
+        out = io.StringIO()
+        rows = [record(system, rate, **{**here, **changes}) for system, rate in (("neo", 100.0), ("apex", 171.0))]
+        print_claims([claim()], rows, Console(file=out, width=120))
+        return out.getvalue()
+
+    assert "1.71" in printed() and printed(**differs) == ""
 
 
 def test_a_server_started_here_is_compared_with_the_engines_measured_here():
