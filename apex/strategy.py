@@ -28,6 +28,8 @@ class StrategyConfig:
     """CPU requests per GPU request from which asynchronous overlap starts, unless forced (APEX section 4.2)."""
     max_cohorts: int = 2
     """Most cohorts under way at once in asynchronous overlap."""
+    disable_prompt_chunks: bool = False
+    """Fill the token budget with prompts, as the papers do, whatever the decodes need (adaptive)."""
     max_wait_iterations: int = 1000
     # Not in the papers: this protects against starvation. It serves one request at a time. Otherwise it would decide
     # nearly every iteration where the CPU needs longer than this to attend to its whole tier.
