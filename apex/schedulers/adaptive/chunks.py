@@ -101,7 +101,7 @@ def prompt_chunk(
     free_tokens = free_prompt_tokens(sizes, lane_decodes, riders)
     if need.grows:
         wanted = max(sizes.efficient - lane_decodes, HURRY * need.steady_tokens if is_settled else 0.0)
-        wanted = min(wanted, sizes.largest(gpu_attention_s))
+        wanted = min(wanted, max(sizes.largest(gpu_attention_s), need.steady_tokens))
     else:
         wanted = need.steady_tokens
     return min(sizes.budget, int(np.ceil(max(wanted, free_tokens))))

@@ -17,7 +17,7 @@ from apex.schedulers.base import CohortState, OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import IterationPlan, SteppingRule, StepResult, Strategy
+from swiftllm.core.plan import IterationPlan, SteppingRule, Strategy
 from swiftllm.core.request import FinishReason, Request, Tier
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.plan_draft import PlanDraft
@@ -25,6 +25,8 @@ from swiftllm.scheduling.scheduler import SchedulerLimits
 
 SAME = 0.05
 """A choice is kept until a size that it rests on has changed by more than this share."""
+ESTIMATE_KEPT = 8
+"""Iterations for which an estimate of output lengths is kept."""
 WAITING_LOOKED_AT = 32
 """Waiting requests whose tokens count as backlog."""
 GROWN = 1.2
@@ -63,6 +65,7 @@ class AdaptiveScheduler(OffloadScheduler):
     def _empty_queues(self) -> None:
         super()._empty_queues()
         self._choice: Choice | None = None
+        self._next_estimate, self._rho = 0, 0.0
 
     def _may_offload(self) -> bool:
         return self._may_lockstep or self._may_feed
@@ -83,10 +86,11 @@ class AdaptiveScheduler(OffloadScheduler):
         super().add_request(request)
         self.lengths.add_prompt(request.prompt_len)
 
-    def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
-        touched = super().apply_result(plan, result)
-        self.lengths.add_produced(len(touched))
-        return touched
+    def abort(self, request_id: str) -> Request | None:
+        request = super().abort(request_id)
+        if request is not None:
+            self.lengths.add_output(request.output_len, aborted=True)
+        return request
 
     def _retire(self, request: Request) -> None:
         super()._retire(request)
@@ -107,7 +111,7 @@ class AdaptiveScheduler(OffloadScheduler):
         on_gpu, on_cpu = draft.decodes, self.decoding[Tier.CPU]
         g, n = len(on_gpu), len(on_cpu)
         gpu_context, cpu_context = context_tokens(on_gpu), context_tokens(on_cpu)
-        load = self._steady_load(g, gpu_context / max(g, 1), cpu_context / n if n else self.lengths.prompts.mean)
+        load = self._steady_load(g, gpu_context / max(g, 1), cpu_context / n if n else self.lengths.mean_prompt)
         most = n + min(
             len(self.waiting) + len(self.prefilling),
             self.kv.num_free(Tier.CPU) * self.kv.block_size / max(load.cpu_context, 1.0),
@@ -131,14 +135,21 @@ class AdaptiveScheduler(OffloadScheduler):
     def _steady_load(self, gpu_decodes: int, gpu_context: float, cpu_context: float) -> SteadyLoad:
         backlog = sum([request.num_uncomputed for request in self.prefilling])
         backlog += sum([request.num_uncomputed for request in self.waiting[:WAITING_LOOKED_AT]])
-        num_decoding = sum(map(len, self.decoding.values()))
         return SteadyLoad(
             gpu_decodes,
             gpu_context,
             cpu_context,
-            self.lengths.prompt_per_output(num_decoding) if backlog else 0.0,
+            self._prompt_per_output() if backlog else 0.0,
             min(backlog, self.limits.max_num_batched_tokens),
         )
+
+    def _prompt_per_output(self) -> float:
+        """Prompt tokens per output token in the long run (rho)."""
+        if self._iteration >= self._next_estimate:
+            self._next_estimate = self._iteration + ESTIMATE_KEPT
+            outputs = [request.output_len for queue in self.decoding.values() for request in queue]
+            self._rho = self.lengths.mean_prompt / self.lengths.mean_output(outputs)
+        return self._rho
 
     def _new_choice(self, load: SteadyLoad, n: int, most: float, has_room: bool, sizes: tuple[float, ...]) -> Choice:
         larger = [n + share * (most - n) for share in (0.25, 0.5, 1.0)] + [2 * n]
