@@ -16,7 +16,7 @@ from apex.schedulers.adaptive.times import OperationTimes
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
-HURRY = 1.25
+GROWTH = 1.25
 """While the batch grows, a chunk is at least this multiple of the steady one."""
 AMORTISED = 10
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case."""
@@ -51,10 +51,14 @@ class ChunkSizes:
 
 @dataclass(frozen=True)
 class PromptNeed:
-    """What the choice of a mode says about prompts: whether to hurry, and the steady chunk in tokens."""
+    """What the choice of a mode says about prompts."""
 
-    grows: bool
     steady_tokens: float
+    """The steady chunk, in tokens."""
+    grows: bool
+    """Whether more requests should decode."""
+    hurries: bool
+    """Whether they should soon, since early prompts cost nothing."""
 
 
 def free_prompt_tokens(sizes: ChunkSizes, lane_decodes: int, riders: float) -> float:
@@ -99,9 +103,12 @@ def prompt_chunk(
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
     free_tokens = free_prompt_tokens(sizes, lane_decodes, riders)
-    if need.grows:
-        wanted = max(sizes.efficient - lane_decodes, HURRY * need.steady_tokens if is_settled else 0.0)
-        wanted = min(wanted, max(sizes.largest(gpu_attention_s), need.steady_tokens))
+    largest = max(sizes.largest(gpu_attention_s), need.steady_tokens)
+    if need.hurries:
+        wanted = largest
+    elif need.grows:
+        wanted = max(sizes.efficient - lane_decodes, GROWTH * need.steady_tokens if is_settled else 0.0)
+        wanted = min(wanted, largest)
     else:
         wanted = need.steady_tokens
-    return min(sizes.budget, int(np.ceil(max(wanted, free_tokens))))
+    return min(sizes.budget, max(1, int(np.ceil(max(wanted, free_tokens)))))  # no prompt waits for ever

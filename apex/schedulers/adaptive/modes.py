@@ -12,6 +12,10 @@ import numpy as np
 from apex.schedulers.adaptive.rates import SteadyLoad, feed_rate, lockstep_rate, only_rate
 from apex.schedulers.adaptive.times import OperationTimes
 
+SERVING_WORTH = 0.06
+"""Share of the throughput that may be lost so that no CPU decode is left out. Without it, they wait for minutes while
+prompts fill the GPU, although little is gained by that."""
+
 
 class Mode(enum.Enum):
     """How the CPU decodes go along."""
@@ -19,6 +23,11 @@ class Mode(enum.Enum):
     ONLY = "only"  # they don't: the lane alone
     LOCKSTEP = "lockstep"  # two batches, which the lane waits for
     FEED = "feed"  # free-running cohorts, which the lane does not wait for
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether CPU decodes get tokens too."""
+        return self is not Mode.ONLY
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,8 @@ class ModeRates:
     riders: float
     """CPU decodes beside the lane's own in a boundary of the lane."""
     num_cohorts: int
-    layer_s: float
-    """Seconds in which the lane goes from one layer to the next."""
+    steps_per_layer_s: float
+    """Seconds that the lane spends on steps of cohorts between two of its layers."""
     reachable_tokens_per_s: float
     """The best rate of any mode with any of the larger numbers of CPU decodes that were asked about."""
 
@@ -51,7 +60,7 @@ def best_mode(
     numbers = np.array([cpu_decodes, *larger], float)
     functions = {Mode.ONLY: only_rate, Mode.LOCKSTEP: lockstep_rate, Mode.FEED: partial(feed_rate, max_cohorts)}
     rates = {mode: functions[mode](times, load, numbers) for mode in modes}
-    mode = max(rates, key=lambda mode: rates[mode].tokens_per_s[0])
+    mode = max(rates, key=lambda mode: rates[mode].tokens_per_s[0] * (1 if mode.serves_all else 1 - SERVING_WORTH))
     best = rates[mode]
     return ModeRates(
         mode,
@@ -59,6 +68,6 @@ def best_mode(
         float(best.prompt_tokens[0]),
         float(best.riders[0]),
         int(best.num_cohorts[0]),
-        float(best.layer_s[0]),
+        float(best.steps_s[0]),
         max(float(rate.tokens_per_s.max()) for rate in rates.values()),
     )

@@ -55,8 +55,8 @@ class Rate:
     """CPU decodes that cross the lane's boundaries with it, in an iteration."""
     num_cohorts: Floats
     """Free-running cohorts; 0 in other modes."""
-    layer_s: Floats
-    """Seconds in which the lane goes from one layer to the next."""
+    steps_s: Floats
+    """Seconds of the lane for steps of free-running cohorts, between two of its layers."""
 
 
 def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -66,7 +66,7 @@ def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> R
     layer_s = times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context)
     total_s = times.num_layers * layer_s + times.ends_s(g)
     rate = g / total_s if total_s > 0 else 0.0
-    return Rate(none + rate, none + prompts, none, none, none + layer_s)
+    return Rate(none + rate, none + prompts, none, none, none)
 
 
 def lockstep_layer_s(
@@ -102,7 +102,8 @@ def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     def at_best(values: Floats) -> Floats:
         return values.reshape(len(cpu_decodes), -1)[np.arange(len(cpu_decodes)), best]
 
-    return Rate(*map(at_best, (rates, prompts, riding)), np.zeros_like(cpu_decodes), at_best(layer_s))
+    none = np.zeros_like(cpu_decodes)
+    return Rate(*map(at_best, (rates, prompts, riding)), none, none)
 
 
 def feed_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -113,7 +114,7 @@ def feed_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_dec
     def at_best(field: str) -> Floats:
         return np.choose(best, [getattr(rate, field) for rate in rates])
 
-    return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "riders", "num_cohorts", "layer_s")))
+    return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "riders", "num_cohorts", "steps_s")))
 
 
 def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: int) -> Rate:
@@ -147,4 +148,4 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
         prompts = np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
     rates = (use * cpu_decodes + lane_layers * g) / (layers * round_s)
     rates = np.where(cpu_decodes > 0, rates, 0.0)
-    return Rate(rates, prompts, np.zeros_like(size), np.full_like(size, number), round_s / lane_layers)
+    return Rate(rates, prompts, np.zeros_like(size), np.full_like(size, number), steps_s * use / lane_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
@@ -32,6 +33,9 @@ WAITING_LOOKED_AT = 32
 GROWN = 1.2
 """Room on the GPU is counted in requests of this multiple of the mean context."""
 
+HURRY_GAIN = 0.1
+"""Where prompts exceed the shadow of the weights, they hurry while more CPU decodes would raise the rate by so much."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -47,7 +51,13 @@ class Choice:
 
 
 class AdaptiveScheduler(OffloadScheduler):
-    """GPU-only, lockstep or free-running cohorts, whichever yields most tokens per second in the steady state."""
+    """GPU-only, lockstep or free-running cohorts, whichever yields most tokens per second in the steady state.
+
+    No CPU decode starves. One of n that may start its next token does so within ``max_wait_iterations`` + n + c
+    iterations, where c is what the cohorts under way need to end their tokens. The reason: whatever starts takes those
+    that have waited longest; and where nothing starts for ``max_wait_iterations``, one cohort of all of them does.
+    With free-running disabled it is one request instead, so there the bound is n times ``max_wait_iterations``.
+    """
 
     def __init__(
         self,
@@ -168,7 +178,8 @@ class AdaptiveScheduler(OffloadScheduler):
             or steady_tokens > free_tokens
             or not waiting_pays(self.chunk_sizes, layers, gain, free_tokens, steady_tokens, layer_s)
         )
-        return Choice(rates, PromptNeed(grows, steady_tokens), sizes)
+        hurries = steady_tokens > free_tokens and gain > HURRY_GAIN
+        return Choice(rates, PromptNeed(steady_tokens, grows, hurries), sizes)
 
     def _modes(self, cpu_decodes: int) -> list[Mode]:
         """The modes to choose from; a forced strategy leaves one, where there are CPU decodes."""
@@ -181,41 +192,37 @@ class AdaptiveScheduler(OffloadScheduler):
         under_way, load = self._under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
             return self.gpu_only_plan(draft, load)
-        if self._may_lockstep:
-            if not load.requests:
-                pipeline = Pipeline(self.model, load)
-                pipeline.add_under_way([request for cohort in under_way for request in cohort.members])
-                pipeline.split_evenly(ready)
-                return self.pipelined_plan(draft, pipeline, under_way)
-            must = ready.overdue is not None and not self._may_feed
-            if must or self._choice.rates.mode is Mode.LOCKSTEP:
-                pipeline = self._lockstep(load, ready, under_way)
-                if pipeline is not None:
-                    return self.pipelined_plan(draft, pipeline, under_way)
+        ready = _longest_waiting_first(ready)
+        pipeline = self._lockstep(load, ready, under_way) if self._may_lockstep else None
+        if pipeline is not None:
+            return self.pipelined_plan(draft, pipeline, under_way)
         return self._free_running_plan(draft, load, ready, under_way)
 
     def _lockstep(self, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[CohortState]) -> Pipeline | None:
-        """The batches of lockstep; None if cohorts under way should end first, or nobody should go along."""
+        """The batches of lockstep; None if it is not its turn, cohorts under way should end first, or it pays nobody."""
         partial = [request for cohort in under_way for request in cohort.members]
         pipeline = Pipeline(self.model, load)
         pipeline.add_under_way(partial)
-        if partial and not pipeline.hides_cpu():
+        if not load.requests:
+            pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
+            return pipeline
+        must = ready.overdue is not None and not self._may_feed
+        if not must and (self._choice.rates.mode is not Mode.LOCKSTEP or (partial and not pipeline.hides_cpu())):
             return None
-        requests, tokens = ready.requests, ready.tokens
+        forced = self.config.strategy == "asymmetric-pipelining"
         stepping, riding = best_split(
             self.times,
             self.model,
             load,
-            tokens,
+            ready.tokens,
             (len(partial), context_tokens(partial)),
             token_s=self.chunk_sizes.token_s,
+            least_members=1 if must or forced else 0,
         )
         first, second = pipeline.batches
-        second.add_requests(requests[:stepping], int(tokens[:stepping].sum()))
         last = stepping + riding
-        first.add_requests(requests[stepping:last], int(tokens[stepping:last].sum()))
-        if ready.overdue is not None:
-            pipeline.add_overdue(ready.overdue)
+        second.add_requests(ready.requests[:stepping], int(ready.tokens[:stepping].sum()))
+        first.add_requests(ready.requests[stepping:last], int(ready.tokens[stepping:last].sum()))
         return pipeline if first.size or second.size else None
 
     def _free_running_plan(
@@ -225,16 +232,22 @@ class AdaptiveScheduler(OffloadScheduler):
         rates = self._choice.rates
         feeds = rates.mode is Mode.FEED
         cohorts = [cohort.to_plan(self._rule(len(cohort.members), load, feeds)) for cohort in under_way]
-        num_cohorts = rates.num_cohorts if feeds else 1
-        num_cpu = len(ready) + sum(len(cohort.members) for cohort in under_way)
-        size = -(-num_cpu // num_cohorts)
-        may_start = self._may_feed and len(under_way) < num_cohorts and (feeds or ready.overdue is not None)
-        if may_start and (2 * len(ready) >= size or ready.overdue is not None):
+        most = rates.num_cohorts if feeds else 1
+        size = -(-(len(ready) + sum(len(cohort.members) for cohort in under_way)) // most)
+        starts = ready.overdue is not None or not load.requests or (feeds and 2 * len(ready) >= size)
+        if self._may_feed and ready and starts and len(under_way) < most:
             members = ready.requests[:size]
             cohorts.append(self._start_cohort(members, self._rule(len(members), load, feeds)))
+        elif ready.overdue is not None:
+            self._next_look = self._iteration + 1  # as soon as a cohort has ended
         if not cohorts:
             return self.gpu_only_plan(draft, load)
-        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._gpu_only_s(load), None)
+        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, rates, feeds), None)
+
+    def _overlap_s(self, load: LaneLoad, rates: ModeRates, feeds: bool) -> float:
+        """GPU-only time, and the steps of cohorts in the steady state."""
+        steps_s = self.model.num_layers * rates.steps_per_layer_s if feeds else 0.0
+        return self._gpu_only_s(load) + steps_s
 
     def _rule(self, members: int, load: LaneLoad, feeds: bool) -> SteppingRule:
         """Whether a cohort should step by itself: not if the lane yields more tokens in the time of its steps."""
@@ -244,3 +257,8 @@ class AdaptiveScheduler(OffloadScheduler):
         lane_s = model.linear_s(load.decodes) + model.gpu_attention_s(load.decodes, load.decode_context)
         pays = members * lane_s >= load.decodes * model.linear_s(members)
         return SteppingRule.FREE_RUNNING if pays else SteppingRule.RIDE_IF_READY
+
+
+def _longest_waiting_first(ready: CpuDecodes) -> CpuDecodes:
+    """In any order in which some come first for ever, the others would starve."""
+    return CpuDecodes(sorted(ready.requests, key=attrgetter("last_served")), ready.overdue)
