@@ -36,7 +36,10 @@ class RecordedBatch:
 
 @dataclass(eq=False)
 class RecordedTicket:
-    """A ticket that records waiting, and polls at the lane's layer that failed. Its spans are made at the end, when its times are final."""
+    """A ticket that records waiting, and failed polls at the lane's layer.
+
+    Its spans are made at the end, when its times are final.
+    """
 
     backend: RecordingBackend
     inner: Ticket

@@ -123,17 +123,18 @@ def with_ratios(published: Sequence[str]) -> Complete:
 def bound_tokens_per_s(task: SimulatedTask) -> float:
     """An upper bound of any schedule's output tokens per second, from the task's machine and lengths.
 
-    Each token crosses the linear layers at the cheapest rate of any batch. Each decode attends on the GPU or on the CPU,
-    and both read at their full rate. An iteration attends to at most the GPU pool on the GPU, and reads the weights
-    once. The split between GPU and CPU is the best one. Filling, draining and the attention of prompts cost nothing, and
-    the CPU tier holds everything; so no schedule reaches the bound.
+    Each token crosses the linear layers at the cheapest rate of any batch within the limits. Each decode attends on the
+    GPU or on the CPU, and both read at their full rate. An iteration attends to at most the GPU pool on the GPU, and
+    reads the weights once. The split between GPU and CPU is the best one. Filling, draining and the attention of
+    prompts cost nothing, and the CPU tier holds everything; so no schedule reaches the bound.
     """
     model = PerfModel(task.hardware.table, task.hardware.num_layers)
     rows = task.lengths.rows
     output_tokens = sum(row.output_tokens for row in rows)
     all_tokens = sum(row.input_tokens + row.output_tokens for row in rows)
     attended = sum(row.output_tokens * (row.input_tokens + row.output_tokens / 2) for row in rows)
-    sizes = range(1, MOST_TOKENS + 1)
+    limits = task.limits
+    sizes = range(1, min(MOST_TOKENS, limits.max_num_batched_tokens + limits.max_num_seqs) + 1)
     compute_s = all_tokens * model.num_layers * min(model.linear_s(size) / size for size in sizes)
     ends_s = output_tokens * min(model.ends_s(size) / size for size in sizes)
     context = 8192  # tokens of a request; rates are those of long contexts

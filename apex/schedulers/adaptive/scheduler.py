@@ -199,7 +199,7 @@ class AdaptiveScheduler(OffloadScheduler):
         return self._free_running_plan(draft, load, ready, under_way)
 
     def _lockstep(self, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[CohortState]) -> Pipeline | None:
-        """The batches of lockstep; None if it is not its turn, cohorts under way should end first, or it pays nobody."""
+        """The batches of lockstep; None if it is not its turn, or cohorts under way should end first."""
         partial = [request for cohort in under_way for request in cohort.members]
         pipeline = Pipeline(self.model, load)
         pipeline.add_under_way(partial)
