@@ -17,6 +17,7 @@ MEMORY = 512
 """Requests after which the older ones count half, so that a change of the workload is noticed."""
 EDGES = np.unique(np.concatenate(([0], np.round(1.2 ** np.arange(80))))).astype(float)
 """Output lengths between which requests are taken to end at a constant rate, in tokens."""
+WIDTHS = np.diff(EDGES)
 
 
 class LengthsSeen:
@@ -69,8 +70,9 @@ class LengthsSeen:
         self._tokens += counted - self._counted
         self._counted = counted
         tokens = np.maximum(self._tokens, self._ended)  # each that ended in an interval had a token there
-        reached = int(np.flatnonzero(tokens > 0)[-1]) + 1 if tokens.any() else 0
-        widths = np.diff(EDGES[: reached + 1])
+        seen = np.flatnonzero(tokens > WIDTHS / 2)  # beyond, there is less than half a request
+        reached = int(seen[-1]) + 1 if len(seen) else 0
+        widths = WIDTHS[:reached]
         exponents = self._ended[:reached] / np.maximum(tokens[:reached], 1e-9) * widths
         alive = np.exp(-np.concatenate(([0.0], np.cumsum(exponents))))
         shares = np.where(exponents > 1e-9, -np.expm1(-exponents) / np.maximum(exponents, 1e-9), 1.0)
