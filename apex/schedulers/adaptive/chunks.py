@@ -21,6 +21,11 @@ GROWTH = 1.25
 AMORTISED = 10
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case."""
 
+SHORT_QUEUE = 1 / 16
+SHORT_QUEUE_PASSES = 4
+"""A queue of at most this share of the decoding requests is short. It is computed in about so many iterations: then
+requests come one by one, and their time to the first token counts more than a place in the shadow."""
+
 
 class ChunkSizes:
     """The sizes of prompt chunks that a machine favours.
@@ -66,6 +71,11 @@ def free_prompt_tokens(sizes: ChunkSizes, lane_decodes: int, riders: float) -> f
     return max(0.0, sizes.knee - lane_decodes - riders)
 
 
+def is_short_queue(waiting: int, decoding: int) -> bool:
+    """Whether so few requests wait for their first token that they should be served at once."""
+    return waiting <= max(SHORT_QUEUE_PASSES, SHORT_QUEUE * decoding)
+
+
 def waiting_pays(
     sizes: ChunkSizes, num_layers: int, gain: float, free_tokens: float, steady_tokens: float, layer_s: float
 ) -> bool:
@@ -92,6 +102,7 @@ def prompt_chunk(
     cpu_decodes: int,
     gpu_attention_s: float,
     is_settled: bool,
+    short_queue_tokens: float = 0.0,
 ) -> int:
     """The most prompt tokens of the next iteration.
 
@@ -99,6 +110,7 @@ def prompt_chunk(
         lane_decodes, riders, cpu_decodes: decodes of the lane, CPU decodes beside them, all CPU decodes.
         gpu_attention_s: attention of the lane's decodes, in seconds of one layer.
         is_settled: whether the steady chunk rests on outputs seen.
+        short_queue_tokens: prompt tokens of all who wait, if they are few; they are served at once.
     """
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
@@ -111,4 +123,6 @@ def prompt_chunk(
         wanted = min(wanted, largest)
     else:
         wanted = need.steady_tokens
+    if short_queue_tokens:
+        wanted = max(wanted, sizes.efficient - lane_decodes, short_queue_tokens / SHORT_QUEUE_PASSES)
     return min(sizes.budget, max(1, int(np.ceil(max(wanted, free_tokens)))))  # no prompt waits for ever

@@ -8,7 +8,14 @@ from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
-from apex.schedulers.adaptive.chunks import ChunkSizes, PromptNeed, free_prompt_tokens, prompt_chunk, waiting_pays
+from apex.schedulers.adaptive.chunks import (
+    ChunkSizes,
+    PromptNeed,
+    free_prompt_tokens,
+    is_short_queue,
+    prompt_chunk,
+    waiting_pays,
+)
 from apex.schedulers.adaptive.lengths import LengthsSeen
 from apex.schedulers.adaptive.lockstep import best_split
 from apex.schedulers.adaptive.modes import Mode, ModeRates, best_mode
@@ -122,8 +129,9 @@ class AdaptiveScheduler(OffloadScheduler):
         g, n = len(on_gpu), len(on_cpu)
         gpu_context, cpu_context = context_tokens(on_gpu), context_tokens(on_cpu)
         load = self._steady_load(g, gpu_context / max(g, 1), cpu_context / n if n else self.lengths.mean_prompt)
+        queue = len(self.waiting) + len(self.prefilling)
         most = n + min(
-            len(self.waiting) + len(self.prefilling),
+            queue,
             self.kv.num_free(Tier.CPU) * self.kv.block_size / max(load.cpu_context, 1.0),
         )
         gpu_room = self.kv.num_free(Tier.GPU) * self.kv.block_size / (GROWN * max(load.cpu_context, 1.0))
@@ -139,6 +147,7 @@ class AdaptiveScheduler(OffloadScheduler):
             riders=choice.rates.riders,
             cpu_decodes=n,
             gpu_attention_s=self.model.gpu_attention_s(g, gpu_context),
+            short_queue_tokens=load.prompt_limit if is_short_queue(queue, g + n) else 0,
             is_settled=self.lengths.is_settled,
         )
 

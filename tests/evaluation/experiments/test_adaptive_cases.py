@@ -64,7 +64,7 @@ def test_the_best_split_of_the_attention() -> None:
                 for y in range(0, attended + 1, 5)
             ]
             assert least_makespan_s(lane, attended, cpu_s) == pytest.approx(min(tried), rel=2e-3)
-            assert least_makespan_s(lane, attended, cpu_s) <= min(tried) * (1 + 1e-12)
+            assert least_makespan_s(lane, attended, cpu_s) <= min(tried) * (1 + 1e-6)
 
 
 def test_a_faster_cpu_and_fewer_prompts_raise_the_bound() -> None:

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.chunks import ChunkSizes, PromptNeed, free_prompt_tokens, prompt_chunk, waiting_pays
+from apex.schedulers.adaptive.chunks import (
+    ChunkSizes,
+    PromptNeed,
+    free_prompt_tokens,
+    is_short_queue,
+    prompt_chunk,
+    waiting_pays,
+)
 from apex.schedulers.adaptive.times import OperationTimes
 from tests.reference.fake_engine import flat_table
 
@@ -54,6 +61,16 @@ def test_growth_is_a_quarter_more_and_efficient() -> None:
 
 def test_hurry() -> None:
     assert prompt_chunk(SIZES, replace(STEADY, hurries=True), **LOAD) == SIZES.largest(0.0)
+
+
+def test_a_short_queue_is_served_at_once() -> None:
+    """Efficiently, and in four passes; a chunk that is larger anyway stays."""
+    assert [is_short_queue(waiting, 160) for waiting in (4, 10, 11)] == [True, True, False]
+    assert is_short_queue(4, 0) and not is_short_queue(5, 0)
+    small = replace(STEADY, steady_tokens=5.0)
+    assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=40) == 96 - 20
+    assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=1000) == 250
+    assert prompt_chunk(SIZES, STEADY, **LOAD, short_queue_tokens=1000) == 300
 
 
 def test_without_decodes_nothing_limits_prompts_but_the_budget() -> None:
