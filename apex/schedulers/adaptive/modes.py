@@ -12,10 +12,6 @@ import numpy as np
 from apex.schedulers.adaptive.rates import SteadyLoad, feed_rate, lockstep_rate, only_rate
 from apex.schedulers.adaptive.times import OperationTimes
 
-SERVING_WORTH = 0.06
-"""Share of the throughput that may be lost so that no CPU decode is left out. Without it, they wait for minutes while
-prompts fill the GPU, although little is gained by that."""
-
 
 class Mode(enum.Enum):
     """How the CPU decodes go along."""
@@ -23,11 +19,6 @@ class Mode(enum.Enum):
     ONLY = "only"  # they don't: the lane alone
     LOCKSTEP = "lockstep"  # two batches, which the lane waits for
     FEED = "feed"  # free-running cohorts, which the lane does not wait for
-
-    @property
-    def serves_all(self) -> bool:
-        """Whether CPU decodes get tokens too."""
-        return self is not Mode.ONLY
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ def best_mode(
     numbers = np.array([cpu_decodes, *larger], float)
     functions = {Mode.ONLY: only_rate, Mode.LOCKSTEP: lockstep_rate, Mode.FEED: partial(feed_rate, max_cohorts)}
     rates = {mode: functions[mode](times, load, numbers) for mode in modes}
-    mode = max(rates, key=lambda mode: rates[mode].tokens_per_s[0] * (1 if mode.serves_all else 1 - SERVING_WORTH))
+    mode = max(rates, key=lambda mode: rates[mode].tokens_per_s[0])
     best = rates[mode]
     return ModeRates(
         mode,

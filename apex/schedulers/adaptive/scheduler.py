@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
-from apex.schedulers.adaptive.chunks import (
-    ChunkSizes,
-    PromptNeed,
-    free_prompt_tokens,
-    is_short_queue,
-    prompt_chunk,
-    waiting_pays,
-)
+from apex.schedulers.adaptive.choice import Choice, Load, choose
+from apex.schedulers.adaptive.chunks import ChunkSizes, is_short_queue, prompt_chunk
 from apex.schedulers.adaptive.lengths import LengthsSeen
 from apex.schedulers.adaptive.lockstep import best_split
-from apex.schedulers.adaptive.modes import Mode, ModeRates, best_mode
+from apex.schedulers.adaptive.modes import Mode
 from apex.schedulers.adaptive.rates import SteadyLoad
 from apex.schedulers.adaptive.times import OperationTimes
 from apex.schedulers.base import CohortState, OffloadScheduler
@@ -31,30 +24,15 @@ from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.plan_draft import PlanDraft
 from swiftllm.scheduling.scheduler import SchedulerLimits
 
-SAME = 0.05
-"""A choice is kept until a size that it rests on has changed by more than this share."""
 ESTIMATE_KEPT = 8
 """Iterations for which an estimate of output lengths is kept."""
 WAITING_LOOKED_AT = 32
 """Waiting requests whose tokens count as backlog."""
 GROWN = 1.2
 """Room on the GPU is counted in requests of this multiple of the mean context."""
-
-HURRY_GAIN = 0.1
-"""Where prompts exceed the shadow of the weights, they hurry while more CPU decodes would raise the rate by so much."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A mode, and what it says about prompts. ``sizes`` are those it rests on."""
-
-    rates: ModeRates
-    need: PromptNeed
-    sizes: tuple[float, ...]
-
-    def rests_on(self, sizes: Sequence[float]) -> bool:
-        """Whether these sizes are about those of the choice."""
-        return all(abs(new - old) <= SAME * old for new, old in zip(sizes, self.sizes, strict=True))
+LEFT_OUT_SHARE = 0.1
+"""Of the lane's time, the share spent on CPU decodes that the mode leaves out. Else they wait for minutes while prompts
+fill the GPU, for a few percent more throughput."""
 
 
 class AdaptiveScheduler(OffloadScheduler):
@@ -83,6 +61,7 @@ class AdaptiveScheduler(OffloadScheduler):
         super()._empty_queues()
         self._choice: Choice | None = None
         self._next_estimate, self._rho = 0, 0.0
+        self._left_out_s = 0.0  # of the lane, while CPU decodes were left out
 
     def _may_offload(self) -> bool:
         return self._may_lockstep or self._may_feed
@@ -126,41 +105,37 @@ class AdaptiveScheduler(OffloadScheduler):
     def _choose(self, draft: PlanDraft) -> int:
         """Choose the mode, unless the last choice still stands. Returns the most prompt tokens of this iteration."""
         on_gpu, on_cpu = draft.decodes, self.decoding[Tier.CPU]
-        g, n = len(on_gpu), len(on_cpu)
-        gpu_context, cpu_context = context_tokens(on_gpu), context_tokens(on_cpu)
-        load = self._steady_load(g, gpu_context / max(g, 1), cpu_context / n if n else self.lengths.mean_prompt)
-        queue = len(self.waiting) + len(self.prefilling)
-        most = n + min(
-            queue,
-            self.kv.num_free(Tier.CPU) * self.kv.block_size / max(load.cpu_context, 1.0),
-        )
-        gpu_room = self.kv.num_free(Tier.GPU) * self.kv.block_size / (GROWN * max(load.cpu_context, 1.0))
-        has_room = gpu_room > 1 + g / 8
-        sizes = (g, n, load.gpu_context, load.cpu_context, load.prompt_per_output, load.prompt_limit, most, has_room)
-        if self._choice is None or not self._choice.rests_on(sizes):
-            self._choice = self._new_choice(load, n, most, has_room, sizes)
-        choice = self._choice
+        gpu_context, queue = context_tokens(on_gpu), len(self.waiting) + len(self.prefilling)
+        load = self._load(len(on_gpu), gpu_context, len(on_cpu), context_tokens(on_cpu), queue)
+        if self._choice is None or not self._choice.rests_on(load.sizes()):
+            modes = self._modes(load.cpu_decodes)
+            self._choice = choose(self.times, self.chunk_sizes, load, modes, self.config.max_cohorts)
+        is_short = is_short_queue(queue, len(on_gpu) + len(on_cpu))
         return prompt_chunk(
             self.chunk_sizes,
-            choice.need,
-            lane_decodes=g,
-            riders=choice.rates.riders,
-            cpu_decodes=n,
-            gpu_attention_s=self.model.gpu_attention_s(g, gpu_context),
-            short_queue_tokens=load.prompt_limit if is_short_queue(queue, g + n) else 0,
+            self._choice.need,
+            lane_decodes=len(on_gpu),
+            riders=self._choice.rates.riders,
+            cpu_decodes=len(on_cpu),
+            gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             is_settled=self.lengths.is_settled,
+            short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
 
-    def _steady_load(self, gpu_decodes: int, gpu_context: float, cpu_context: float) -> SteadyLoad:
+    def _load(self, gpu_decodes: int, gpu_context: int, cpu_decodes: int, cpu_context: int, queue: int) -> Load:
+        """The load of this iteration; contexts are sums in tokens, ``queue`` counts requests without a token yet."""
         backlog = sum([request.num_uncomputed for request in self.prefilling])
         backlog += sum([request.num_uncomputed for request in self.waiting[:WAITING_LOOKED_AT]])
-        return SteadyLoad(
+        each = cpu_context / cpu_decodes if cpu_decodes else self.lengths.mean_prompt
+        steady = SteadyLoad(
             gpu_decodes,
-            gpu_context,
-            cpu_context,
+            gpu_context / max(gpu_decodes, 1),
+            each,
             self._prompt_per_output() if backlog else 0.0,
             min(backlog, self.limits.max_num_batched_tokens),
         )
+        room = {tier: self.kv.num_free(tier) * self.kv.block_size / max(each, 1.0) for tier in Tier}
+        return Load(steady, cpu_decodes, cpu_decodes + min(queue, room[Tier.CPU]), room[Tier.GPU] / GROWN)
 
     def _prompt_per_output(self) -> float:
         """Prompt tokens per output token in the long run (rho)."""
@@ -169,26 +144,6 @@ class AdaptiveScheduler(OffloadScheduler):
             outputs = [request.output_len for queue in self.decoding.values() for request in queue]
             self._rho = self.lengths.mean_prompt / self.lengths.mean_output(outputs)
         return self._rho
-
-    def _new_choice(self, load: SteadyLoad, n: int, most: float, has_room: bool, sizes: tuple[float, ...]) -> Choice:
-        larger = [n + share * (most - n) for share in (0.25, 0.5, 1.0)] + [2 * n]
-        larger = [number for number in larger if n < number <= most]
-        rates = best_mode(self.times, load, n, larger, self._modes(n), max_cohorts=self.config.max_cohorts)
-        free_tokens = free_prompt_tokens(self.chunk_sizes, load.gpu_decodes, rates.riders)
-        gain = rates.reachable_tokens_per_s / rates.tokens_per_s - 1 if rates.tokens_per_s else float("inf")
-        layers, rows = self.model.num_layers, load.gpu_decodes + free_tokens
-        layer_s = (
-            float(self.times.linear_s(rows) + self.times.gpu_attention_s(load.gpu_decodes, load.gpu_context))
-            + float(self.times.ends_s(load.gpu_decodes)) / layers
-        )
-        steady_tokens = rates.prompt_tokens
-        grows = (
-            has_room
-            or steady_tokens > free_tokens
-            or not waiting_pays(self.chunk_sizes, layers, gain, free_tokens, steady_tokens, layer_s)
-        )
-        hurries = steady_tokens > free_tokens and gain > HURRY_GAIN
-        return Choice(rates, PromptNeed(steady_tokens, grows, hurries), sizes)
 
     def _modes(self, cpu_decodes: int) -> list[Mode]:
         """The modes to choose from; a forced strategy leaves one, where there are CPU decodes."""
@@ -204,6 +159,7 @@ class AdaptiveScheduler(OffloadScheduler):
         ready = _longest_waiting_first(ready)
         pipeline = self._lockstep(load, ready, under_way) if self._may_lockstep else None
         if pipeline is not None:
+            self._left_out_s = 0.0
             return self.pipelined_plan(draft, pipeline, under_way)
         return self._free_running_plan(draft, load, ready, under_way)
 
@@ -216,7 +172,7 @@ class AdaptiveScheduler(OffloadScheduler):
             pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
             return pipeline
         must = ready.overdue is not None and not self._may_feed
-        if not must and (self._choice.rates.mode is not Mode.LOCKSTEP or (partial and not pipeline.hides_cpu())):
+        if not must and (self._choice.mode is not Mode.LOCKSTEP or (partial and not pipeline.hides_cpu())):
             return None
         forced = self.config.strategy == "asymmetric-pipelining"
         stepping, riding = best_split(
@@ -238,25 +194,27 @@ class AdaptiveScheduler(OffloadScheduler):
         self, draft: PlanDraft, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[CohortState]
     ) -> IterationPlan:
         """Cohorts under way go on, and one may start."""
-        rates = self._choice.rates
-        feeds = rates.mode is Mode.FEED
+        feeds = self._choice.mode is Mode.FEED
         cohorts = [cohort.to_plan(self._rule(len(cohort.members), load, feeds)) for cohort in under_way]
-        most = rates.num_cohorts if feeds else 1
+        most = self._choice.rates.num_cohorts if feeds else 1
         size = -(-(len(ready) + sum(len(cohort.members) for cohort in under_way)) // most)
-        starts = ready.overdue is not None or not load.requests or (feeds and 2 * len(ready) >= size)
+        if not under_way:
+            self._left_out_s += self._gpu_only_s(load)
+        its_turn = LEFT_OUT_SHARE * self._left_out_s >= self.model.num_layers * self.model.linear_s(len(ready))
+        starts = its_turn or ready.overdue is not None or not load.requests or (feeds and 2 * len(ready) >= size)
         if self._may_feed and ready and starts and len(under_way) < most:
+            self._left_out_s = 0.0
             members = ready.requests[:size]
             cohorts.append(self._start_cohort(members, self._rule(len(members), load, feeds)))
         elif ready.overdue is not None:
             self._next_look = self._iteration + 1  # as soon as a cohort has ended
         if not cohorts:
             return self.gpu_only_plan(draft, load)
-        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, rates, feeds), None)
+        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load), None)
 
-    def _overlap_s(self, load: LaneLoad, rates: ModeRates, feeds: bool) -> float:
-        """GPU-only time, and the steps of cohorts in the steady state."""
-        steps_s = self.model.num_layers * rates.steps_per_layer_s if feeds else 0.0
-        return self._gpu_only_s(load) + steps_s
+    def _overlap_s(self, load: LaneLoad) -> float:
+        """GPU-only time, and the steps that cohorts take in the steady state."""
+        return self._gpu_only_s(load) + self.model.num_layers * self._choice.rates.steps_per_layer_s
 
     def _rule(self, members: int, load: LaneLoad, feeds: bool) -> SteppingRule:
         """Whether a cohort should step by itself: not if the lane yields more tokens in the time of its steps."""
@@ -264,7 +222,8 @@ class AdaptiveScheduler(OffloadScheduler):
             return SteppingRule.FREE_RUNNING
         model = self.model
         lane_s = model.linear_s(load.decodes) + model.gpu_attention_s(load.decodes, load.decode_context)
-        pays = members * lane_s >= load.decodes * model.linear_s(members)
+        step_s = model.linear_s(members) + model.hand_over_s(members)
+        pays = members * lane_s >= load.decodes * step_s
         return SteppingRule.FREE_RUNNING if pays else SteppingRule.RIDE_IF_READY
 
 
