@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -57,11 +57,13 @@ class Options:
     systems: Names = None
     """Systems to compare, in this order; by default those of the experiment file."""
     quick: bool = False
-    """Fewer requests in every case: minutes instead of an hour, but mostly filling and draining."""
+    """Fewer requests in every case: a minute instead of some, but mostly filling and draining."""
     kernel: str | None = None
     """CPU attention kernel of every system: native, ispc or llamafile; by default the one of the system's paper."""
     hand_over_us: float = 0.0
     """What submitting a ticket to the CPU worker costs the lane, in microseconds."""
+    without: Literal["prompt-chunks", "free-running", "lockstep"] | None = None
+    """Switch off one of the ideas of adaptive, to see what it is worth."""
     seed: int = 0
     """Seed of the lengths."""
     jobs: int | None = None
@@ -86,6 +88,7 @@ def main(options: Options) -> int:
             quick=options.quick,
             kernel=options.kernel,
             hand_over_us=options.hand_over_us,
+            without=options.without,
             seed=options.seed,
             trace_dir=options.trace_dir,
         )

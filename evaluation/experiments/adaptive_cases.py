@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.perf.model import Curve, PerfModel
+from apex.strategy import StrategyConfig
 from evaluation.experiments.paper_settings import PaperSetting, load_setting
 from evaluation.experiments.runner import Complete, Point
 from evaluation.experiments.simulated_point import SimulatedTask
@@ -16,6 +17,12 @@ from evaluation.traces.catalogue import UniformTrace, load_trace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 from swiftllm.systems import find_system
 
+IDEAS = {
+    "prompt-chunks": StrategyConfig(disable_prompt_chunks=True),
+    "free-running": StrategyConfig(disable_asynchronous_overlap=True),
+    "lockstep": StrategyConfig(disable_asymmetric_pipelining=True),
+}
+"""The ideas of `adaptive`, each with the settings that switch it off."""
 MOST_TOKENS = 4096  # the largest batch in which the bound looks for the cheapest linear time of a token
 
 
@@ -51,6 +58,7 @@ def make_case_points(
     quick: bool = False,
     kernel: str | None = None,
     hand_over_us: float = 0.0,
+    without: str | None = None,
     seed: int = 0,
     trace_dir: Path | None = None,
 ) -> list[Point]:
@@ -61,6 +69,7 @@ def make_case_points(
         quick: at most ``quick_num_requests`` requests each.
         kernel: CPU attention kernel of every system; by default the one of its paper.
         hand_over_us: what submitting a ticket costs the lane, in microseconds.
+        without: one of ``IDEAS``, which `adaptive` does without.
 
     Raises:
         ValueError: a name is unknown, or ``hand_over_us`` is negative; the message says what is valid.
@@ -81,8 +90,13 @@ def make_case_points(
         reference = charge_hand_over(setting.make_task("adaptive", lengths), hand_over_us)
         bound = bound_tokens_per_s(reference)
         for system in systems:
-            values = {"case": case.case, "hand_over_us": hand_over_us, "bound_tokens_per_s": bound}
+            idea = without if system == "adaptive" else None
+            values = {
+                "case": case.case, "without": idea, "hand_over_us": hand_over_us, "bound_tokens_per_s": bound
+            }  # fmt: skip
             task = charge_hand_over(setting.make_task(system, lengths, values), hand_over_us)
+            if idea is not None:
+                task = replace(task, strategy=IDEAS[idea])
             key = f"{case.case}-{system}"
             points.append(Point(key, key, f"{case.case}, {system}", task, True, float(lengths.total_output_tokens)))
     return points

@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from apex.perf.model import PerfModel
+from apex.strategy import StrategyConfig
 from evaluation import reproduce_adaptive
 from evaluation.experiments.adaptive_cases import (
+    IDEAS,
     bound_tokens_per_s,
     least_makespan_s,
     make_case_points,
@@ -42,6 +44,15 @@ def test_a_hand_over_costs_the_lane_of_every_system() -> None:
         for point in make_case_points(SETTINGS, cases=["t4-osc-50"], quick=True, hand_over_us=microseconds):
             model = PerfModel(point.task.hardware.table, point.task.hardware.num_layers)
             assert model.hand_over_s(1) == model.hand_over_s(300) == pytest.approx(microseconds * 1e-6)
+
+
+@pytest.mark.parametrize("idea", IDEAS)
+def test_an_idea_is_switched_off_in_adaptive_alone(idea: str) -> None:
+    points = make_case_points(SETTINGS, cases=["t4-osc-50"], quick=True, without=idea)
+    changed = {
+        point.task.system: point.task.values["without"] for point in points if point.task.strategy != StrategyConfig()
+    }
+    assert changed == {"adaptive": idea}
 
 
 def test_unknown_names_are_refused() -> None:
