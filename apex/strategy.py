@@ -1,4 +1,4 @@
-"""Which of the papers' strategies a system may use for CPU requests; each can be forced or disabled."""
+"""Which strategies a system may use for CPU requests; each can be forced or disabled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StrategyConfig:
     disable_asymmetric_pipelining: bool = False
     """Never split the batch in two (NEO section 3.1)."""
     disable_asynchronous_overlap: bool = False
-    """Never let CPU requests ride the lane layer by layer (APEX section 3.3)."""
+    """Never let CPU requests cross the layers without being waited for: riding (APEX section 3.3) or free-running."""
     disable_partial_progress_priority: bool = False
     """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
     min_cpu_request_ratio: float = 8.0
