@@ -112,7 +112,7 @@ def feed_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_dec
     best = np.argmax([rate.tokens_per_s for rate in rates], axis=0)
 
     def at_best(field: str) -> Floats:
-        return np.choose(best, [getattr(rate, field) for rate in rates])
+        return np.array([getattr(rate, field) for rate in rates])[best, np.arange(len(best))]
 
     return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "riders", "num_cohorts", "steps_s")))
 

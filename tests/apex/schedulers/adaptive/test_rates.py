@@ -95,6 +95,7 @@ def test_two_cohorts_keep_the_cpu_busier_than_one() -> None:
         chosen = feed_rate(2, TIMES, load, numbers)
         assert first(chosen.tokens_per_s) == rates[best] and first(chosen.num_cohorts) == best
         assert first(feed_rate(1, TIMES, load, numbers).tokens_per_s) == rates[1]
+        assert first(feed_rate(40, TIMES, load, numbers).tokens_per_s) >= rates[best]
 
 
 def test_hand_overs_are_charged() -> None:
