@@ -1,4 +1,4 @@
-"""Which of the papers' strategies a system may use for CPU requests; each can be forced or disabled."""
+"""Which strategies a system may use for CPU requests; each can be forced or disabled."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class StrategyConfig:
     disable_asymmetric_pipelining: bool = False
     """Never split the batch in two (NEO section 3.1)."""
     disable_asynchronous_overlap: bool = False
-    """Never let CPU requests ride the lane layer by layer (APEX section 3.3)."""
+    """Never let CPU requests cross the layers without being waited for: riding (APEX section 3.3) or free-running."""
     disable_partial_progress_priority: bool = False
     """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
     min_cpu_request_ratio: float = 8.0
     """CPU requests per GPU request from which asynchronous overlap starts, unless forced (APEX section 4.2)."""
     max_cohorts: int = 2
     """Most cohorts under way at once in asynchronous overlap."""
+    disable_prompt_chunks: bool = False
+    """Fill the token budget with prompts, as the papers do, whatever the decodes need (adaptive)."""
     max_wait_iterations: int = 1000
     # Not in the papers: this protects against starvation. It serves one request at a time. Otherwise it would decide
     # nearly every iteration where the CPU needs longer than this to attend to its whole tier.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from apex.schedulers.adaptive import AdaptiveScheduler
 from apex.schedulers.apex import ApexScheduler
 from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.fastdecode import FastDecodeScheduler
@@ -33,3 +34,6 @@ def _build(system: System, config: EngineConfig) -> Engine:
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", NeoScheduler)
 register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecodeScheduler)
 register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", ApexScheduler)
+register_scheduler(
+    "adaptive", "this project's: prompts beside decodes, lockstep or free-running cohorts", AdaptiveScheduler
+)

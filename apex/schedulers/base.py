@@ -96,7 +96,7 @@ class OffloadScheduler(Scheduler, ABC):
         for item in plan.prefills:
             item.request.last_served = self._iteration
         for batch in plan.cohorts:
-            if batch.rule is not SteppingRule.RIDE_IF_READY:  # the iteration waited for it, so its token is done
+            if batch.rule.lane_waits:
                 for request in batch.requests:
                     request.last_served = self._iteration
         return super().apply_result(plan, result)

@@ -36,7 +36,10 @@ class RecordedBatch:
 
 @dataclass(eq=False)
 class RecordedTicket:
-    """A ticket that records failed polls and waiting. Its spans are made at the end, when its times are final."""
+    """A ticket that records waiting, and failed polls at the lane's layer.
+
+    Its spans are made at the end, when its times are final.
+    """
 
     backend: RecordingBackend
     inner: Ticket
@@ -49,7 +52,7 @@ class RecordedTicket:
 
     def ready(self) -> bool:
         is_ready = self.inner.ready()
-        if not is_ready:
+        if not is_ready and self.layer == self.backend.lane_layer:
             now_s, notes = self.backend.now(), self.backend.notes
             notes.polls.append(Poll(now_s, notes.iteration, self.layer, self.tag))
         return is_ready
@@ -94,6 +97,7 @@ class RecordingBackend:
         self.inner = inner
         self.notes = Notes(0)
         self.outstanding: dict[int, RecordedTicket] = {}
+        self.lane_layer = -1  # the boundary that the lane crosses next
         self.indexes = itertools.count()
         self._cohort_numbers = itertools.count()
         self._slots: WeakValueDictionary[int, RecordedBatch] = WeakValueDictionary()
@@ -158,6 +162,8 @@ class RecordingBackend:
         start_s = self.now()
         tokens = self.inner.boundary(layer, [batch.inner for batch in batches])
         cohorts = [batch for batch in batches if batch.tag is not None]
+        if len(cohorts) < len(batches):
+            self.lane_layer = layer + 1
         kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
         tickets = tuple(cohort.ticket for cohort in cohorts if cohort.ticket is not None)
         work = sum((batch.work for batch in batches), SpanWork())

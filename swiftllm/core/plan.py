@@ -26,6 +26,12 @@ class SteppingRule(enum.Enum):
     RIDE_AND_WAIT = "ride-and-wait"  # rides every boundary; the lane waits for its ticket (NEO's batch-0)
     STEP_AND_WAIT = "step-and-wait"  # crosses every boundary on its own; the lane waits for it (NEO's batch-1)
     RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration; the lane never waits (APEX)
+    FREE_RUNNING = "free-running"  # crosses as soon as its ticket is ready, riding where it can; the lane never waits
+
+    @property
+    def lane_waits(self) -> bool:
+        """Whether the lane waits for the cohort's tickets, so that its token is done when the iteration is."""
+        return self in (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
 
 
 class LaneItem(NamedTuple):

@@ -102,14 +102,16 @@ class OverlapExecutor:
             self._cross(layer, lane, riding, run)
             for cohort in riding:
                 self._submit_next(cohort)
-            riders = [(c, rule) for c, rule in riders if rule is SteppingRule.RIDE_AND_WAIT or c not in riding]
+            riders = [(c, rule) for c, rule in riders if rule is not SteppingRule.RIDE_IF_READY or c not in riding]
             if lane is not None and layer < last:
                 self._at_work = (True, ())
                 backend.gpu_attention(layer + 1, lane)
             for cohort in [c for c in steppers if c.layer <= last]:
-                self._wait(cohort, run)
-                self._cross(cohort.layer, None, [cohort], run)
-                self._submit_next(cohort)
+                self._step(cohort, run)
+            for cohort in [c for c, rule in riders if rule is SteppingRule.FREE_RUNNING and c.layer <= last]:
+                # At the lane's next layer it boards, since a rider costs less than a step.
+                if cohort.layer != layer + 1 and _is_ready(cohort):
+                    self._step(cohort, run)
         self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
         cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
@@ -149,11 +151,16 @@ class OverlapExecutor:
 
     def _admit(self, cohort: Cohort, rule: SteppingRule, run: _Run) -> bool:
         """Whether a cohort at the lane's layer rides this boundary."""
-        waits = rule is SteppingRule.RIDE_AND_WAIT
-        if not waits and cohort.ticket is not None and not cohort.ticket.ready():
+        if not rule.lane_waits and not _is_ready(cohort):
             return False
         self._wait(cohort, run)
         return True
+
+    def _step(self, cohort: Cohort, run: _Run) -> None:
+        """Let the cohort cross its boundary without the lane, once its ticket is ready."""
+        self._wait(cohort, run)
+        self._cross(cohort.layer, None, [cohort], run)
+        self._submit_next(cohort)
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
         """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""
@@ -193,3 +200,8 @@ class OverlapExecutor:
                 del self._cohorts[cohort_id]
             left |= leaving
         return frozenset(left)
+
+
+def _is_ready(cohort: Cohort) -> bool:
+    """Whether the attention that precedes the cohort's boundary is done; never blocks."""
+    return cohort.ticket is None or cohort.ticket.ready()

@@ -36,6 +36,10 @@ VARIANTS = {
     "apex-pipelining": ("apex", StrategyConfig(strategy="asymmetric-pipelining"), False),
     "apex-overlap": ("apex", OVERLAP, False),
     "apex-overlap-synchronous": ("apex", OVERLAP, True),
+    "adaptive": ("adaptive", StrategyConfig(), False),
+    "adaptive-lockstep": ("adaptive", StrategyConfig(strategy="asymmetric-pipelining"), False),
+    "adaptive-free-running": ("adaptive", OVERLAP, False),
+    "adaptive-free-running-synchronous": ("adaptive", OVERLAP, True),
 }
 
 
@@ -184,7 +188,7 @@ def test_vllm_preempts_by_recompute(tiny) -> None:
     assert stats.swapped_blocks == 0 and stats.preemptions > 0
 
 
-@pytest.mark.parametrize("variant", ["swiftllm", "neo", "apex", "apex-overlap"])
+@pytest.mark.parametrize("variant", ["swiftllm", "neo", "apex", "apex-overlap", "adaptive", "adaptive-free-running"])
 def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
     model_dir, prompts, expected = tiny
     outputs, stats = serve(model_dir, variant, prompts, 24, block_size=4, num_gpu_blocks=25, num_cpu_blocks=26)
@@ -194,7 +198,7 @@ def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
 
 def test_offline_api(tiny) -> None:
     model_dir, prompts, expected = tiny
-    for scheduler in ("vllm", "swiftllm", "apex"):
+    for scheduler in ("vllm", "swiftllm", "apex", "adaptive"):
         llm = swiftllm.LLM(
             model_dir, scheduler=scheduler, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
         )

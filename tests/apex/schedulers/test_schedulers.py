@@ -19,7 +19,7 @@ from swiftllm.systems import find_system, systems
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
-SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex")
+SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex", "adaptive")
 # How fast the CPU is against the lane decides which strategy the rules take: hopeless, comparable, ample.
 TABLES = {
     "slow-cpu": flat_table(cpu_token_s=1e-3),
@@ -34,6 +34,7 @@ STRATEGIES = {
     "no-pipelining": StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=0),
     "forced-pipelining": StrategyConfig(strategy="asymmetric-pipelining"),
     "forced-gpu-only": StrategyConfig(strategy="gpu-only"),
+    "no-prompt-chunks": StrategyConfig(disable_prompt_chunks=True),
     "impatient": StrategyConfig(max_wait_iterations=1, disable_partial_progress_priority=True),
 }
 
@@ -121,13 +122,14 @@ def test_random_load(system: str, table: str) -> None:
         drive(engine, rng, 25, abort_share=0.1 if seed % 2 else 0.0)
 
 
+@pytest.mark.parametrize("system", ["apex", "adaptive"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("table", TABLES)
-def test_apex_strategies(name: str, table: str) -> None:
+def test_strategies(name: str, table: str, system: str) -> None:
     for seed in range(8):
         rng = random.Random(seed)
         engine = fake_engine(
-            "apex",
+            system,
             num_gpu_blocks=rng.choice((0, 6, 12, 30)),
             num_cpu_blocks=rng.choice((20, 40, 80)),
             max_tokens=rng.choice((8, 64)),
@@ -187,7 +189,7 @@ def test_prompt_that_exactly_fills_a_pool(system: str, max_tokens: int) -> None:
     assert run(engine) == {"full": expected, "next": expected}
 
 
-@pytest.mark.parametrize("system", ["neo", "apex"])
+@pytest.mark.parametrize("system", ["neo", "apex", "adaptive"])
 def test_a_lone_request_outgrows_the_gpu(system: str) -> None:
     engine = fake_engine(system, num_gpu_blocks=3, num_cpu_blocks=20)
     request = engine.add_request("long", [2] * 5, SamplingParams(max_tokens=40, ignore_eos=True))

@@ -156,5 +156,33 @@ def test_asynchronous_overlap() -> None:
     assert rate == pytest.approx((lane + num_cpu / (machine.layers + 1)) / iteration_s, rel=0.05)
 
 
+@pytest.mark.parametrize("num_cpu", [16, 32, 64])
+def test_free_running(num_cpu: int) -> None:
+    """(u n_cpu + q n) / (L R): a cohort crosses a layer in R = T_c + t / 2 + T_l1, while the lane crosses q.
+
+    t is a layer of the lane, which is asked between two of them. A cohort that has its token waits for the next
+    iteration, half a pass on average: it is under way for the share u of the time.
+    """
+    machine, lane = SLOW_A10, SLOW_A10.gpu_requests
+    one_cohort = StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1)
+    rate, context = decode_only("adaptive", machine, lane, num_cpu, one_cohort, iterations=300)
+    lane_s = machine.linear_s(lane) + machine.gpu_s(context[Tier.GPU]) + ENDS_S / machine.layers
+    step_s = machine.linear_s(num_cpu)
+    round_s = machine.cpu_s(context[Tier.CPU]) + lane_s / 2 + step_s
+    pass_s = machine.layers * round_s * lane_s / (round_s - step_s)
+    use = machine.layers * round_s / (machine.layers * round_s + pass_s / 2)
+    lane_layers = (round_s - use * step_s) / lane_s
+    assert rate == pytest.approx((use * num_cpu + lane_layers * lane) / (machine.layers * round_s), rel=0.05)
+
+
+@pytest.mark.parametrize(("machine", "num_cpu"), [(T4, 18), (A10, 32), (SLOW_A10, 16), (SLOW_A10, 64)])
+def test_adaptive_keeps_up_with_either_paper(machine: ClosedFormMachine, num_cpu: int) -> None:
+    rates = {
+        system: decode_only(system, machine, machine.gpu_requests, num_cpu, iterations=150)[0]
+        for system in ("neo", "apex", "adaptive")
+    }
+    assert rates["adaptive"] > 0.98 * max(rates["neo"], rates["apex"])
+
+
 def test_every_system_is_here() -> None:
-    assert set(systems()) == {"vllm", "swiftllm", "fastdecode", "neo", "apex"}
+    assert set(systems()) == {"vllm", "swiftllm", "fastdecode", "neo", "apex", "adaptive"}

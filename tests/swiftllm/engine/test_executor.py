@@ -95,6 +95,51 @@ def test_overlap_rides_one_boundary_an_iteration(backend: FakeBackend) -> None:
     assert executor.is_idle
 
 
+class ReadyAfter(FakeTicket):
+    """Ready once it has been asked ``polls`` times."""
+
+    polls = 1
+
+    def __init__(self, *what: object) -> None:
+        super().__init__(*what)
+        self.polls_left = self.polls
+
+
+def shared_layers(backend: FakeBackend) -> list[int]:
+    """Layers of the boundaries that two batches crossed together."""
+    return [call[1] for call in backend.calls if call[0] == "boundary" and call[2] == 2]
+
+
+@pytest.mark.parametrize(("polls", "layer", "shared"), [(0, LAYERS, [-1, 0, 1, 2, 3]), (1, LAYERS, [-1]), (2, 1, [-1])])
+def test_free_running_crosses_many_layers_in_a_pass(
+    backend: FakeBackend, polls: int, layer: int, shared: list[int]
+) -> None:
+    """Ready at once, it rides every boundary. If it was asked once in vain, the lane goes first and it steps behind it.
+
+    Asked twice in vain, at boundary 0 and after the lane's layer 0, it steps after layer 1. Then it is asked after
+    layers 2 and 3, in vain.
+    """
+    kind = type("Delayed", (ReadyAfter,), {"polls": polls})
+    backend.submit_cpu_attention = lambda layer, batch: kind(backend, batch, layer)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.FREE_RUNNING)
+    executor = OverlapExecutor(backend)
+    result = executor.run(plan((place(backend, "g", Tier.GPU, 0),), [cohort]))
+    assert ("c" in result.tokens) == (layer == LAYERS)
+    assert result.cohort_layers.get(7, LAYERS) == layer
+    assert shared_layers(backend) == shared
+
+
+def test_free_running_never_waits(backend: FakeBackend) -> None:
+    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
+    lane = (place(backend, "g", Tier.GPU, 0),)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.FREE_RUNNING)
+    executor = OverlapExecutor(backend)
+    for _ in range(20):
+        result = executor.run(plan(lane, [cohort]))
+        assert result.cohort_layers == {7: 0}
+        assert result.lane_busy_s == result.duration_s
+
+
 def test_overlap_never_waits(backend: FakeBackend) -> None:
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
     lane = (place(backend, "g", Tier.GPU, 0),)
@@ -107,9 +152,10 @@ def test_overlap_never_waits(backend: FakeBackend) -> None:
         assert result.cpu_busy_s == 0
 
 
-def test_overlap_with_an_empty_lane_waits_instead_of_spinning(backend: FakeBackend) -> None:
+@pytest.mark.parametrize("rule", [SteppingRule.RIDE_IF_READY, SteppingRule.FREE_RUNNING])
+def test_overlap_with_an_empty_lane_waits_instead_of_spinning(backend: FakeBackend, rule: SteppingRule) -> None:
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
-    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), rule)
     result = OverlapExecutor(backend).run(plan((), [cohort]))
     assert set(result.tokens) == {"c"}
 

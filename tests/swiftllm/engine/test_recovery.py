@@ -21,12 +21,12 @@ from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import Outcome, check_empty, expected, make_requests, read_all, serve, with_service
 
 MADE_UP_PROFILE = flat_table(cpu_token_s=2e-6)  # decisions must not depend on how busy this machine is
-SYSTEMS = ("swiftllm", "vllm", "neo", "fastdecode", "apex", "apex-overlap")
-CPU_SYSTEMS = ("neo", "fastdecode", "apex", "apex-overlap")
+CPU_SYSTEMS = ("neo", "fastdecode", "apex", "apex-overlap", "adaptive", "adaptive-overlap")
+SYSTEMS = ("swiftllm", "vllm", *CPU_SYSTEMS)
 
 
 def make_engine(system: str, *, num_gpu_blocks: int = 16, num_cpu_blocks: int = 60, seed: int = 0) -> Engine:
-    strategy = StrategyConfig(strategy="asynchronous-overlap") if system == "apex-overlap" else None
+    strategy = StrategyConfig(strategy="asynchronous-overlap") if system.endswith("-overlap") else None
     return fake_engine(
         system.removesuffix("-overlap"),
         num_gpu_blocks=num_gpu_blocks,
@@ -222,7 +222,7 @@ def test_an_engine_that_always_fails_tells_everyone(error: BaseException) -> Non
 
 
 def model_engine(model_dir: Path, system: str, num_gpu_blocks: int = 20) -> Engine:
-    strategy = StrategyConfig(strategy="asynchronous-overlap") if system == "apex-overlap" else None
+    strategy = StrategyConfig(strategy="asynchronous-overlap") if system.endswith("-overlap") else None
     config = EngineConfig(
         str(model_dir), device="cpu", dtype="float32", block_size=4, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=400
     )
@@ -264,7 +264,7 @@ def same(outcome: Outcome, reference: Outcome) -> bool:
     return outcome.token_ids == reference.token_ids
 
 
-@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "apex-overlap"])
+@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "apex-overlap", "adaptive-overlap"])
 def test_a_model_goes_on_after_faults(tiny_model_dir, undisturbed, system: str) -> None:
     engine = model_engine(tiny_model_dir(), system)
     glitches = Glitches(seed=1)
@@ -274,7 +274,7 @@ def test_a_model_goes_on_after_faults(tiny_model_dir, undisturbed, system: str) 
     assert all(same(outcomes[new.request_id], undisturbed[new.request_id]) for new in MODEL_REQUESTS)
 
 
-@pytest.mark.parametrize("system", ["neo", "fastdecode", "apex-overlap"])
+@pytest.mark.parametrize("system", ["neo", "fastdecode", "apex-overlap", "adaptive-overlap"])
 def test_a_dead_cpu_worker_is_started_again(tiny_model_dir, undisturbed, system: str, monkeypatch) -> None:
     """It dies in the middle of its 5th task, and from outside once more."""
     engine = model_engine(tiny_model_dir(), system)

@@ -1,0 +1,69 @@
+"""Which CPU decodes go along in lockstep, and which of them step: the split with most tokens for the lane's time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.schedulers.adaptive.times import OperationTimes
+
+MEMBER_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.12, 0.06, 0.0)
+STEPPING_SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.25)
+LEAST_TIME_SHARE = 0.02
+"""Of an iteration at least this share is charged to its decodes, however much of it the prompts pay."""
+
+
+def best_split(
+    times: OperationTimes,
+    model: PerfModel,
+    load: LaneLoad,
+    ready_tokens: np.ndarray,
+    partial: tuple[int, int],
+    *,
+    token_s: float,
+    least_members: int = 0,
+) -> tuple[int, int]:
+    """How many of the first ready CPU decodes ride, and how many step.
+
+    The split maximises the decodes over the time that the prompts do not pay. Prompts pay for the linear work of their
+    tokens in a large batch, and for their attention.
+
+    Args:
+        ready_tokens: context of each ready CPU decode, in the order in which they are taken; int64 [number].
+        partial: requests under way, which step too, and the sum of their context in tokens.
+        token_s: linear time of a token in a large batch, in seconds of one layer (b).
+        least_members: take at least so many.
+
+    Returns:
+        The number that step, which come first, and the number that ride, which come after them.
+    """
+    num_partial, partial_context = partial
+    sums = np.concatenate(([0], np.cumsum(ready_tokens)))
+    members, stepping = candidate_splits(len(ready_tokens), least_members, model.linear_knee_tokens)
+    riding = members - stepping
+    steppers = stepping + num_partial
+    step_context = sums[stepping] + partial_context
+    ride_context = sums[members] - sums[stepping]
+    prefill_s = model.prefill_attention_s(load.chunks)
+    lane_attention_s = model.gpu_attention_s(load.decodes, load.decode_context) + prefill_s
+    ride_s = times.linear_s(load.tokens + riding) + times.hand_over_s(riding)
+    step_s = times.step_s(steppers) + lane_attention_s
+    cpu_0_s = times.cpu_attention_s(riding, ride_context / np.maximum(riding, 1))
+    cpu_1_s = times.cpu_attention_s(steppers, step_context / np.maximum(steppers, 1))
+    layer_s = np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s)
+    total_s = times.num_layers * layer_s + times.ends_s(load.requests + riding) + times.ends_s(steppers)
+    paid_s = times.num_layers * (token_s * (load.tokens - load.decodes) + prefill_s)
+    rates = (load.decodes + num_partial + members) / np.maximum(total_s - paid_s, LEAST_TIME_SHARE * total_s)
+    best = int(rates.argmax())
+    return int(stepping[best]), int(riding[best])
+
+
+def candidate_splits(num_ready: int, least_members: int, knee: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of members and, of these, of those that step, to be compared; int64 [candidates] each."""
+    members = np.ceil(num_ready * np.array(MEMBER_SHARES)).astype(int)
+    members = np.unique(np.maximum(members, min(least_members, num_ready)))
+    shares = np.round(members[:, None] * np.array(STEPPING_SHARES)).astype(int)
+    at_knee = np.minimum(members, knee)[:, None]
+    stepping = np.concatenate([shares, at_knee], axis=1)
+    return np.repeat(members, stepping.shape[1]), stepping.ravel()

@@ -1,0 +1,151 @@
+"""Output tokens per second of each mode if its load stayed as it is: one function per mode.
+
+Symbols, in the words of the papers: T_l, T_g and T_c are one layer's linear time, GPU attention and CPU attention. The
+lane has g decodes, n requests decode on the CPU. Prompts are charged at their steady share: each output token uses up
+``prompt_per_output`` prompt tokens, or there would soon be nothing left to decode. All functions take arrays of n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from apex.schedulers.adaptive.times import Floats, OperationTimes
+
+MEMBER_SHARES = np.array([1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.08])
+"""Shares of the CPU decodes that lockstep may take along."""
+STEPPING_SHARES = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+"""Shares of these that step; the others ride."""
+FEED_ROUNDS = 4
+"""Iterations of the fixed point of :func:`feed_rate`; its values change by less than 1% after them."""
+
+LEAST_S = 1e-9
+"""Nothing takes less, so that rates of an empty lane can be computed too."""
+
+
+@dataclass(frozen=True)
+class SteadyLoad:
+    """The sizes that decide a rate and change little from one iteration to the next."""
+
+    gpu_decodes: int
+    """g, requests that decode in the lane."""
+    gpu_context: float
+    """Their mean context, in tokens."""
+    cpu_context: float
+    """Mean context of the requests that decode on the CPU, in tokens."""
+    prompt_per_output: float
+    """Prompt tokens that are computed for each output token in the long run; 0 without a backlog of prompts."""
+    prompt_limit: float
+    """Prompt tokens that an iteration could compute at most: the backlog, or the budget."""
+
+    def prompt_tokens(self, decodes: Floats | float) -> Floats:
+        """Prompt tokens of an iteration that yields ``decodes`` tokens."""
+        return np.minimum(self.prompt_per_output * decodes, self.prompt_limit)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A mode's steady state, for each number of CPU decodes asked about."""
+
+    tokens_per_s: Floats
+    prompt_tokens: Floats
+    """Prompt tokens in an iteration."""
+    riders: Floats
+    """CPU decodes that cross the lane's boundaries with it, in an iteration."""
+    num_cohorts: Floats
+    """Free-running cohorts; 0 in other modes."""
+    steps_s: Floats
+    """Seconds of the lane for steps of free-running cohorts, between two of its layers."""
+
+
+def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+    """GPU-only: X = g / (L (T_l(g + P) + T_g) + ends(g)), whatever n is."""
+    g, none = load.gpu_decodes, np.zeros_like(cpu_decodes)
+    prompts = load.prompt_tokens(g)
+    layer_s = times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context)
+    total_s = times.num_layers * layer_s + times.ends_s(g)
+    rate = g / total_s if total_s > 0 else 0.0
+    return Rate(none + rate, none + prompts, none, none, none)
+
+
+def lockstep_layer_s(
+    times: OperationTimes, load: SteadyLoad, prompts: Floats, riding: Floats, stepping: Floats
+) -> Floats:
+    """One layer of lockstep, in seconds: max(T_l0, T_c1) + max(T_l1 + T_g, T_c0), with hand-overs.
+
+    The ``riding`` decodes share the lane's boundary (batch-0), the ``stepping`` ones have their own (batch-1). Either's
+    CPU attention runs beside the other's part of the layer; the lane waits where it takes longer.
+    """
+    ride_s = times.linear_s(load.gpu_decodes + prompts + riding) + times.hand_over_s(riding)
+    step_s = times.step_s(stepping) + times.gpu_attention_s(load.gpu_decodes, load.gpu_context)
+    cpu_0_s, cpu_1_s = (times.cpu_attention_s(batch, load.cpu_context) for batch in (riding, stepping))
+    return np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s)
+
+
+def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+    """Lockstep: X = (g + k) / (L t + ends(g + k0) + ends(k1)) with the best k <= n and k1 = k - k0.
+
+    t is :func:`lockstep_layer_s`. The CPU's time need not be hidden.
+    """
+    g = load.gpu_decodes
+    members = cpu_decodes[:, None, None] * MEMBER_SHARES[:, None]
+    stepping = members * STEPPING_SHARES
+    members = np.broadcast_to(members, stepping.shape)
+    riding = members - stepping
+    prompts = load.prompt_tokens(g + members)
+    layer_s = lockstep_layer_s(times, load, prompts, riding, stepping)
+    total_s = times.num_layers * layer_s + times.ends_s(g + riding) + times.ends_s(stepping)
+    rates = (g + members) / np.maximum(total_s, LEAST_S)
+    best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
+
+    def at_best(values: Floats) -> Floats:
+        return values.reshape(len(cpu_decodes), -1)[np.arange(len(cpu_decodes)), best]
+
+    none = np.zeros_like(cpu_decodes)
+    return Rate(*map(at_best, (rates, prompts, riding)), none, none)
+
+
+def feed_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+    """Free-running with the better number of cohorts, 1 to ``max_cohorts``; see :func:`cohorts_rate`."""
+    rates = [cohorts_rate(times, load, cpu_decodes, number) for number in range(1, max_cohorts + 1)]
+    best = np.argmax([rate.tokens_per_s for rate in rates], axis=0)
+
+    def at_best(field: str) -> Floats:
+        return np.array([getattr(rate, field) for rate in rates])[best, np.arange(len(best))]
+
+    return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "riders", "num_cohorts", "steps_s")))
+
+
+def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: int) -> Rate:
+    """Free-running in ``number`` cohorts of n / number requests: X = (use n + q g) / (L R).
+
+    In a round of R seconds each cohort crosses one layer and the lane crosses q layers. The round is as long as the
+    worker needs, or the lane with all steps, or a cohort alone: its attention, half a layer of the lane until it is
+    asked, its step. A cohort that ends its token rests for half a lane pass, so only a part ``use`` of them is under
+    way. A resting cohort's partner goes on faster, up to the pace of a cohort alone.
+    """
+    layers, g = times.num_layers, load.gpu_decodes
+    size = cpu_decodes / number
+    step_s = times.step_s(size)
+    steps_s, cpu_s = number * step_s, times.cpu_attention_s(size, load.cpu_context)
+    gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.ends_s(g) / layers
+    prompts = load.prompt_tokens(g + cpu_decodes)
+    for _ in range(FEED_ROUNDS):
+        lane_s = np.maximum(times.linear_s(g + prompts) + gpu_attention_s + ends_s, LEAST_S)
+        alone_s = cpu_s + lane_s / 2 + step_s
+        round_s = np.maximum(alone_s, steps_s + lane_s / 2)
+        if number > 1:
+            round_s = np.maximum(round_s, np.maximum(number * cpu_s, steps_s + lane_s))
+        lane_layers = (round_s - steps_s) / lane_s
+        rest_s = layers * round_s / (2 * lane_layers)
+        resting = rest_s / (layers * round_s + rest_s)
+        use = 1 - resting
+        if number > 1:
+            use = use**2 + 2 * resting * use * np.minimum(1.0, round_s / (2 * alone_s))
+        lane_layers = (round_s - steps_s * use) / lane_s
+        wanted = load.prompt_per_output * (g + cpu_decodes * use / lane_layers)
+        prompts = np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
+    rates = (use * cpu_decodes + lane_layers * g) / (layers * round_s)
+    rates = np.where(cpu_decodes > 0, rates, 0.0)
+    return Rate(rates, prompts, np.zeros_like(size), np.full_like(size, number), steps_s * use / lane_layers)

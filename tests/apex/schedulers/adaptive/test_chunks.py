@@ -1,0 +1,90 @@
+"""How many prompt tokens an iteration computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from apex.perf.model import Curve, PerfModel
+from apex.schedulers.adaptive.chunks import (
+    ChunkSizes,
+    PromptNeed,
+    free_prompt_tokens,
+    is_short_queue,
+    prompt_chunk,
+    waiting_pays,
+)
+from apex.schedulers.adaptive.times import OperationTimes
+from tests.reference.fake_engine import flat_table
+
+# T_l: 1 ms up to 100 tokens, then 10 us for each further one.
+TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
+MODEL = PerfModel(TABLE, num_layers=10)
+SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, knee=MODEL.linear_knee_tokens)
+STEADY = PromptNeed(steady_tokens=300.0, grows=False, hurries=False)
+LOAD = {"lane_decodes": 20, "riders": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
+
+
+def test_efficient_is_the_first_size_within_9_percent_of_the_cheapest_token() -> None:
+    """A token costs at least 10 us. 100 of them cost it exactly, 96 cost 10.4 us each, 64 cost 15.6."""
+    assert SIZES.knee == 100
+    assert SIZES.token_s == pytest.approx(1e-5)
+    assert SIZES.efficient == 96
+
+
+def test_a_budget_below_every_efficient_size_is_used_up() -> None:
+    assert ChunkSizes(OperationTimes(MODEL), budget=48, knee=100).efficient == 48
+
+
+def test_a_chunk_need_not_exceed_ten_times_the_fixed_cost() -> None:
+    """Weights and ends cost 1.001 ms a layer whatever the chunk: 10.01 ms are 1,001 tokens."""
+    assert SIZES.largest(0.0) == pytest.approx(1001, abs=2)
+    assert SIZES.largest(1e-3) == pytest.approx(2001, abs=2)
+
+
+def test_steady_chunk_and_shadow() -> None:
+    assert free_prompt_tokens(SIZES, 20, 10.0) == 70
+    assert prompt_chunk(SIZES, STEADY, **LOAD) == 300
+    assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=5.0), **LOAD) == 70  # they cost nothing
+
+
+def test_growth_is_a_quarter_more_and_efficient() -> None:
+    grows = replace(STEADY, grows=True)
+    assert prompt_chunk(SIZES, grows, **LOAD) == 375
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=10.0), **LOAD) == 96 - 20
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=900.0), **LOAD) == SIZES.largest(0.0)
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000  # never below the steady one
+    unsettled = prompt_chunk(SIZES, replace(grows, steady_tokens=400.0), **{**LOAD, "is_settled": False})
+    assert unsettled == 96 - 20  # a guess of the output length is no reason to hurry
+
+
+def test_hurry() -> None:
+    assert prompt_chunk(SIZES, replace(STEADY, hurries=True), **LOAD) == SIZES.largest(0.0)
+
+
+def test_a_short_queue_is_served_at_once() -> None:
+    """Efficiently, and in four passes; a chunk that is larger anyway stays."""
+    assert [is_short_queue(waiting, 160) for waiting in (4, 10, 11)] == [True, True, False]
+    assert is_short_queue(4, 0) and not is_short_queue(5, 0)
+    small = replace(STEADY, steady_tokens=5.0)
+    assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=40) == 96 - 20
+    assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=1000) == 250
+    assert prompt_chunk(SIZES, STEADY, **LOAD, short_queue_tokens=1000) == 300
+
+
+def test_without_decodes_nothing_limits_prompts_but_the_budget() -> None:
+    assert prompt_chunk(SIZES, STEADY, **{**LOAD, "lane_decodes": 0, "cpu_decodes": 0}) == 20_000
+    assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=1e9), **LOAD) == 20_000
+
+
+def test_a_full_lane_leaves_no_prompt_behind_for_ever() -> None:
+    assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=0.0), **{**LOAD, "lane_decodes": 500}) == 1
+
+
+def test_waiting_pays_while_the_shadow_takes_more_than_is_needed() -> None:
+    """70 free tokens a lane pass of 20 ms, 10 needed: 3,000/s for nothing. Each costs 0.1 ms otherwise: twice 30%."""
+    share = {"free_tokens": 70.0, "steady_tokens": 10.0, "layer_s": 2e-3}
+    assert waiting_pays(SIZES, 10, gain=0.59, **share)
+    assert not waiting_pays(SIZES, 10, gain=0.61, **share)
+    assert not waiting_pays(SIZES, 10, gain=0.0, **{**share, "steady_tokens": 80.0})

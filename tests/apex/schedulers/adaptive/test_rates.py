@@ -1,0 +1,130 @@
+"""Steady rates against closed forms in this file's own words, and against the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from apex.perf.model import Curve, PerfModel
+from apex.schedulers.adaptive.modes import Mode, best_mode
+from apex.schedulers.adaptive.rates import (
+    SteadyLoad,
+    cohorts_rate,
+    feed_rate,
+    lockstep_layer_s,
+    lockstep_rate,
+    only_rate,
+)
+from apex.schedulers.adaptive.times import OperationTimes
+from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
+
+GPU_TOKEN_S, CPU_TOKEN_S, GPU_START_S, CPU_START_S = 1e-7, 1e-6, 1e-5, 2e-5
+TABLE = flat_ends_table(GPU_TOKEN_S, CPU_TOKEN_S)
+TIMES = OperationTimes(PerfModel(TABLE, LAYERS))
+LOAD = SteadyLoad(
+    gpu_decodes=8, gpu_context=1000.0, cpu_context=500.0, prompt_per_output=0.0, prompt_limit=0.0
+)  # fmt: skip
+LANE_S = GPU_START_S + 8 * 1000 * GPU_TOKEN_S
+
+
+def cpu_s(requests: float) -> float:
+    return CPU_START_S + requests * 500 * CPU_TOKEN_S
+
+
+def first(values: np.ndarray) -> float:
+    return float(np.ravel(values)[0])
+
+
+def test_only() -> None:
+    rate = only_rate(TIMES, LOAD, np.array([0.0, 30.0]))
+    expected = 8 / (LAYERS * (linear_s(8) + LANE_S) + ENDS_S)
+    assert rate.tokens_per_s == pytest.approx([expected, expected])
+
+
+def test_prompts_are_charged_up_to_the_backlog() -> None:
+    """10 prompt tokens for each output token; but a backlog of 50 tokens is not 80."""
+    for backlog, prompts in ((1000, 80), (50, 50)):
+        rate = only_rate(TIMES, replace(LOAD, prompt_per_output=10.0, prompt_limit=backlog), np.zeros(1))
+        assert first(rate.prompt_tokens) == prompts
+        expected = 8 / (LAYERS * (linear_s(8 + prompts) + LANE_S) + ENDS_S)
+        assert first(rate.tokens_per_s) == pytest.approx(expected)
+
+
+def test_a_layer_of_lockstep() -> None:
+    """The stepping batch's attention hides behind the lane's linear time, or the lane waits for it."""
+    hidden = lockstep_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([1.0]))
+    assert first(hidden) == pytest.approx(linear_s(9) + linear_s(1) + LANE_S)
+    shown = lockstep_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([40.0]))
+    assert first(shown) == pytest.approx(cpu_s(40) + linear_s(40) + LANE_S)
+
+
+def test_lockstep_takes_the_best_share() -> None:
+    """With a fast CPU all go along. With a slow one fewer do, and the rate is no lower than that of any share."""
+    numbers = np.array([40.0])
+    fast = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-9), LAYERS))
+    rate = lockstep_rate(fast, LOAD, numbers)
+    layer_s = linear_s(8) + linear_s(40) + LANE_S  # all of them step: the two linear times overlap with nothing
+    assert first(rate.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + 2 * ENDS_S), rel=1e-3)
+    slow = lockstep_rate(TIMES, LOAD, numbers)
+    for share in (1.0, 0.5, 0.25):
+        k = 40 * share
+        layer_s = lockstep_layer_s(TIMES, LOAD, np.zeros(1), np.array([k / 2]), np.array([k / 2]))
+        assert first(slow.tokens_per_s) >= (8 + k) / (LAYERS * first(layer_s) + 2 * ENDS_S) * (1 - 1e-9)
+
+
+def test_one_cohort() -> None:
+    """A round is its attention, half a layer of the lane and its step; then it rests for half a lane pass."""
+    rate = cohorts_rate(TIMES, LOAD, np.array([20.0]), number=1)
+    step_s, lane_s = linear_s(20), linear_s(8) + LANE_S + ENDS_S / LAYERS
+    round_s = cpu_s(20) + lane_s / 2 + step_s
+    lane_layers = (round_s - step_s) / lane_s
+    rest_s = LAYERS * round_s / (2 * lane_layers)
+    use = 1 - rest_s / (LAYERS * round_s + rest_s)
+    lane_layers = (round_s - step_s * use) / lane_s
+    assert first(rate.tokens_per_s) == pytest.approx((use * 20 + lane_layers * 8) / (LAYERS * round_s))
+
+
+def test_two_cohorts_keep_the_cpu_busier_than_one() -> None:
+    """With few decodes in the lane the CPU is what counts. With many, a second step for each layer costs more."""
+    numbers = np.array([40.0])
+    for load, best in ((replace(LOAD, gpu_decodes=2), 2), (LOAD, 1)):
+        rates = {k: first(cohorts_rate(TIMES, load, numbers, k).tokens_per_s) for k in (1, 2)}
+        assert max(rates, key=rates.get) == best
+        chosen = feed_rate(2, TIMES, load, numbers)
+        assert first(chosen.tokens_per_s) == rates[best] and first(chosen.num_cohorts) == best
+        assert first(feed_rate(1, TIMES, load, numbers).tokens_per_s) == rates[1]
+        assert first(feed_rate(40, TIMES, load, numbers).tokens_per_s) >= rates[best]
+
+
+def test_hand_overs_are_charged() -> None:
+    dear = OperationTimes(PerfModel(replace(TABLE, hand_over=Curve((1, 2), (5e-4, 5e-4))), LAYERS))
+    numbers = np.array([30.0])
+    for rate in (lockstep_rate, lambda *what: feed_rate(2, *what)):
+        assert first(rate(dear, LOAD, numbers).tokens_per_s) < first(rate(TIMES, LOAD, numbers).tokens_per_s)
+    assert first(only_rate(dear, LOAD, numbers).tokens_per_s) == first(only_rate(TIMES, LOAD, numbers).tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("cpu_token_s", "number", "mode"),
+    [(1e-8, 40, Mode.LOCKSTEP), (1e-6, 40, Mode.FEED), (1e-6, 1, Mode.ONLY)],
+    ids=["fast", "slow", "not worth a step"],
+)
+def test_the_cpus_speed_and_load_decide(cpu_token_s: float, number: int, mode: Mode) -> None:
+    times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, cpu_token_s), LAYERS))
+    assert best_mode(times, LOAD, number, [], list(Mode), max_cohorts=2).mode is mode
+
+
+def test_more_requests_are_asked_about() -> None:
+    here = best_mode(TIMES, LOAD, 4, [40.0], list(Mode), max_cohorts=2)
+    there = best_mode(TIMES, LOAD, 40, [], list(Mode), max_cohorts=2)
+    assert here.reachable_tokens_per_s == pytest.approx(there.tokens_per_s)
+    assert here.tokens_per_s < here.reachable_tokens_per_s
+
+
+def test_nothing_to_do_has_a_rate_of_zero() -> None:
+    empty = replace(LOAD, gpu_decodes=0, gpu_context=0.0)
+    with np.errstate(all="raise"):
+        best = best_mode(TIMES, empty, 0, [10.0], list(Mode), max_cohorts=2)
+    assert best.tokens_per_s == 0 and best.reachable_tokens_per_s > 0

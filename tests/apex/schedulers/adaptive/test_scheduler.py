@@ -1,0 +1,199 @@
+"""The scheduler `adaptive` as a whole: nobody starves, no block is lost, and each idea can be switched off."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apex.perf.model import Curve
+from apex.schedulers.adaptive.choice import choose
+from apex.schedulers.adaptive.modes import Mode
+from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import SteppingRule, Strategy
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.engine.engine import Engine
+from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
+from tests.reference.fake_engine import fake_engine, flat_table
+from tests.reference.linear_profile import LAYERS, flat_ends_table
+
+NUM_LAYERS = 3  # of the fake engine
+MOST_POLLS = 21  # until a ticket of the fake backend is ready
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    gpu=st.sampled_from((0, 1, 4, 12, 30)),
+    cpu=st.sampled_from((1, 6, 20, 60)),
+    budget=st.sampled_from((4, 16, 64)),
+    cpu_token_s=st.sampled_from((1e-8, 1e-6, 1e-4, 1e-2)),
+    linear_token_s=st.sampled_from((0.0, 1e-5)),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+)
+def test_random_loads(
+    seed: int, gpu: int, cpu: int, budget: int, cpu_token_s: float, linear_token_s: float, strategy: str
+) -> None:
+    """Aborts, tiny pools, any machine: each token right, each block free at the end."""
+    engine = fake_engine(
+        "adaptive",
+        num_gpu_blocks=gpu,
+        num_cpu_blocks=cpu,
+        max_tokens=budget,
+        strategy=STRATEGIES[strategy],
+        table=flat_table(cpu_token_s=cpu_token_s, linear_token_s=linear_token_s),
+        seed=seed,
+    )
+    drive(engine, random.Random(seed), 15, abort_share=0.15)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "no-overlap", "no-pipelining"])
+@pytest.mark.parametrize("cpu_token_s", [1e-7, 1e-5, 1e-3], ids=["fast", "even", "hopeless"])
+def test_no_cpu_decode_starves(cpu_token_s: float, strategy: str) -> None:
+    """The bound of the scheduler's docstring, and the iterations that a token itself takes."""
+    patience, num_cpu = 20, 24
+    disabled = {"no-overlap": "disable_asynchronous_overlap", "no-pipelining": "disable_asymmetric_pipelining"}
+    flags = {disabled[strategy]: True} if strategy in disabled else {}
+    engine = fake_engine(
+        "adaptive",
+        num_gpu_blocks=111,
+        num_cpu_blocks=6000,
+        num_layers=NUM_LAYERS,
+        max_tokens=512,
+        table=flat_table(cpu_token_s=cpu_token_s, linear_token_s=1e-5),
+        strategy=StrategyConfig(max_wait_iterations=patience, **flags),
+    )
+    engine.add_request("gpu", [2] * 4, SamplingParams(max_tokens=430, ignore_eos=True))  # leaves no room for others
+    for i in range(num_cpu):
+        engine.add_request(f"cpu{i}", [2] * 440, SamplingParams(max_tokens=1000, ignore_eos=True))
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    token_of_a_cohort = MOST_POLLS * (NUM_LAYERS + 1)
+    bound = patience + num_cpu + 3 * token_of_a_cohort  # two cohorts under way, then its own
+    if strategy == "no-overlap":
+        bound = num_cpu * (patience + 1) + 1
+    on_cpu = list(engine.scheduler.running[Tier.CPU])
+    assert len(on_cpu) == num_cpu
+    outputs = {request: (request.output_len, 0) for request in on_cpu}
+    for iteration in range(1, 420 - engine.scheduler._iteration):
+        engine.step()
+        for request, (output_len, _) in outputs.items():
+            if request.output_len > output_len:
+                outputs[request] = request.output_len, iteration
+            assert iteration - outputs[request][1] <= bound, request.request_id
+    if strategy != "no-overlap":
+        assert all(output_len > 1 for output_len, _ in outputs.values())
+
+
+def simulated(strategy: StrategyConfig | None = None, cpu_token_s: float = 1e-6, **limits: int) -> Engine:
+    """Sixty requests of 300 tokens, of which the GPU holds about ten."""
+    options = {"max_num_batched_tokens": 2048, "num_gpu_blocks": 200, "num_cpu_blocks": 4000, **limits}
+    # Linear time is flat up to 100 tokens, and in proportion to them beyond.
+    table = replace(flat_ends_table(1e-7, cpu_token_s), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
+    engine = build_simulated("adaptive", table, LAYERS, strategy=strategy, **options)
+    for i in range(60):
+        engine.add_request(str(i), [1] * 300, SamplingParams(max_tokens=60))
+    return engine
+
+
+def plans(engine: Engine) -> list:
+    made = []
+    while engine.has_unfinished():
+        engine.step()
+        made.append(engine.last_iteration[0])
+    return made
+
+
+def rules(made: list) -> set[SteppingRule]:
+    return {cohort.rule for plan in made for cohort in plan.cohorts if plan.decodes}
+
+
+def test_a_slow_cpu_is_fed_and_a_fast_one_goes_in_lockstep() -> None:
+    assert SteppingRule.FREE_RUNNING in rules(plans(simulated(cpu_token_s=3e-6)))
+    made = plans(simulated(cpu_token_s=1e-8))
+    lockstep = sum(plan.strategy is Strategy.ASYMMETRIC_PIPELINING for plan in made)
+    assert lockstep > 0.8 * sum(bool(plan.cohorts) for plan in made) > 0
+
+
+def test_free_running_can_be_switched_off() -> None:
+    made = plans(simulated(StrategyConfig(disable_asynchronous_overlap=True), cpu_token_s=1e-7))
+    assert all(rule.lane_waits for rule in rules(made))
+    assert {plan.strategy for plan in made} == {Strategy.GPU_ONLY, Strategy.ASYMMETRIC_PIPELINING}
+
+
+def test_lockstep_can_be_switched_off() -> None:
+    made = plans(simulated(StrategyConfig(disable_asymmetric_pipelining=True), cpu_token_s=1e-8))
+    assert rules(made) and not any(rule.lane_waits for rule in rules(made))
+
+
+def test_prompt_chunks_can_be_switched_off() -> None:
+    """The first iteration has nothing but prompts, so it takes the budget either way."""
+    longest = {}
+    for disabled in (False, True):
+        made = plans(simulated(StrategyConfig(disable_prompt_chunks=disabled)))
+        longest[disabled] = max(sum(item.num_tokens for item in plan.prefills) for plan in made[1:])
+    assert longest[True] == 2048 - 6  # less the decodes of the prompts that the first iteration finished
+    assert longest[False] < 1024
+
+
+def test_a_forced_strategy_decides_whatever_the_model_predicts() -> None:
+    forced = {"asymmetric-pipelining": True, "asynchronous-overlap": False}
+    for strategy, lane_waits in forced.items():
+        made = plans(simulated(StrategyConfig(strategy=strategy), cpu_token_s=1e-6))
+        assert {rule.lane_waits for rule in rules(made)} == {lane_waits}
+    assert not rules(plans(simulated(StrategyConfig(strategy="gpu-only"))))
+
+
+def test_the_gpu_is_filled_first() -> None:
+    engine = simulated(num_gpu_blocks=4000)
+    while engine.has_unfinished():
+        engine.step()
+        assert not engine.scheduler.running[Tier.CPU]
+
+
+def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
+    """The rates of all modes are computed in a small part of the iterations."""
+    engine = simulated(cpu_token_s=3e-6)
+    made = []
+    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.choose", lambda *what: made.append(what) or choose(*what))
+    iterations = len(plans(engine))
+    assert 5 < len(made) < iterations / 3
+
+
+def only_mode(engine: Engine, monkeypatch) -> None:
+    """Past the prompts, with a scheduler that would leave CPU decodes out."""
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+    monkeypatch.setattr(engine.scheduler, "_modes", lambda cpu_decodes: [Mode.ONLY])
+    engine.scheduler._choice = None
+
+
+def sizes_of_started_cohorts(engine: Engine, iterations: int) -> list[int]:
+    started: dict[int, int] = {}
+    for _ in range(iterations):
+        engine.step()
+        started |= {cohort.cohort_id: len(cohort.requests) for cohort in engine.last_iteration[0].cohorts}
+    return list(started.values())
+
+
+def test_those_left_out_get_a_tenth_of_the_lane(monkeypatch) -> None:
+    """A token for all of them costs about as much linear time as one pass of the lane: one in ten passes."""
+    engine = simulated()
+    only_mode(engine, monkeypatch)
+    num_cpu = len(engine.scheduler.decoding[Tier.CPU])
+    started = sizes_of_started_cohorts(engine, 60)
+    assert 4 <= len(started) <= 7 and started[0] > 0.8 * num_cpu > 10
+
+
+def test_an_overdue_request_takes_all_with_it(monkeypatch) -> None:
+    """Whatever the shares of time, one cohort of everybody starts after ``max_wait_iterations``."""
+    patience = 10
+    engine = simulated(StrategyConfig(max_wait_iterations=patience))
+    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.LEFT_OUT_SHARE", 0.0)
+    only_mode(engine, monkeypatch)
+    started = sizes_of_started_cohorts(engine, 5 * patience)
+    assert 2 <= len(started) <= 5 and started[0] > 20
