@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
+from typing import Annotated, Literal
 
 import tyro
 from rich.table import Table

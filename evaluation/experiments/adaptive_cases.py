@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from apex.perf.model import Curve, PerfModel
+from apex.simulator.paper_settings import PaperSetting, load_setting
 from apex.strategy import StrategyConfig
-from evaluation.experiments.paper_settings import PaperSetting, load_setting
+from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.runner import Complete, Point
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.folder import FlatRecord
@@ -87,14 +88,14 @@ def make_case_points(
         if quick:
             case = replace(case, num_requests=min(case.num_requests, settings["quick_num_requests"]))
         lengths, setting = case.lengths(seed, trace_dir), case.paper_setting(kernel)
-        reference = charge_hand_over(setting.make_task("adaptive", lengths), hand_over_us)
+        reference = charge_hand_over(simulated_task(setting, "adaptive", lengths), hand_over_us)
         bound = bound_tokens_per_s(reference)
         for system in systems:
             idea = without if system == "adaptive" else None
             values = {
                 "case": case.case, "without": idea, "hand_over_us": hand_over_us, "bound_tokens_per_s": bound
             }  # fmt: skip
-            task = charge_hand_over(setting.make_task(system, lengths, values), hand_over_us)
+            task = charge_hand_over(simulated_task(setting, system, lengths, values), hand_over_us)
             if idea is not None:
                 task = replace(task, strategy=IDEAS[idea])
             key = f"{case.case}-{system}"
