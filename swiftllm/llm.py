@@ -22,7 +22,7 @@ class LLM:
 
     Args:
         model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
-        scheduler: "vllm" or "swiftllm" (GPU only), "neo", "fastdecode" or "apex".
+        scheduler: "vllm" or "swiftllm" (GPU only), "neo", "fastdecode", "apex" or "adaptive".
         options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``.
     """
 

@@ -65,7 +65,7 @@ def test_the_end_of_a_launched_server_is_an_error_with_its_log(tmp_path):
             run(running, tmp_path)
     text = str(error.value)
     assert text.startswith("vllm: it ended with status 3 while it was measured\n")
-    assert text.count("torch.OutOfMemoryError: no memory left") == 1  # printed long before the last lines
+    assert "torch.OutOfMemoryError: no memory left" in text  # printed long before the last lines
     assert text.endswith(f"the whole log is {log}") and len(text.splitlines()) < 25
 
 
