@@ -22,9 +22,9 @@ COLOURS = {
     "fastdecode": "#009A70",
     "neo": "#E69F00",
     "apex": "#0B5CAD",
-    "adaptive": "#D55E00",
+    "adaptive": "#7A0019",
 }
-OTHER_COLOURS = ("#56B4E9", "#C9B800", "#7A4FA3", "#A0522D")
+OTHER_COLOURS = ("#56B4E9", "#D55E00", "#C9B800", "#7A4FA3")
 """Colours of systems with other names, such as servers: each takes the next one when first drawn."""
 _others: dict[str, str] = {}
 INK = "#222222"
