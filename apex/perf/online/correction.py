@@ -10,24 +10,24 @@ from apex.perf.online.factor import RunningFactor, Span
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
 from swiftllm.core.plan import IterationPlan, StepResult
 
+OPERATIONS = ("lane", "cpu_attention")
+"""What is told apart. Schedulers weigh one against the other; the operations of the lane share a factor."""
+
 
 class OnlineCorrection:
-    """Compares every iteration with the profile table, and corrects the model that schedulers predict with.
-
-    Schedulers weigh the CPU against the lane, so these two are told apart. The operations of the lane share a factor.
-    """
+    """Compares every iteration with the profile table, and corrects the model that schedulers predict with."""
 
     def __init__(self, model: PerfModel) -> None:
         self.model = model
         """Predicts as the machine is now. It is replaced when a factor changes; without one it is the model given."""
         self._profiled = model
-        self._lane, self._cpu_attention = RunningFactor(), RunningFactor()
+        self._lane, self._cpu_attention = self._running = [RunningFactor() for _ in OPERATIONS]
         self._is_settled = False  # whether the last iteration left no work to the device
 
     @property
     def factors(self) -> Mapping[str, float]:
         """By operation: seconds measured lately over seconds in the profile table."""
-        return {"lane": self._lane.value, "cpu_attention": self._cpu_attention.value}
+        return {name: factor.value for name, factor in zip(OPERATIONS, self._running, strict=True)}
 
     def observe(self, plan: IterationPlan, result: StepResult, layers: Mapping[int, int]) -> bool:
         """Take in an iteration before its tokens are added to its requests. Returns whether :attr:`model` changed.
