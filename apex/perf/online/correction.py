@@ -36,15 +36,16 @@ class OnlineCorrection:
         """
         before, profiled = self.factors, self._profiled
         ways = crossings(plan, result, layers, profiled.num_layers)
-        if result.cpu_busy_s:
-            busy = Span(result.cpu_busy_s, result.cpu_busy_s)
-            self._cpu_attention.observe(busy, cpu_attention_span(profiled, ways))
         # Only sampling waits for the device. Without it an iteration ends early, and the next one late.
         was_settled, self._is_settled = self._is_settled, bool(result.tokens)
         if was_settled and self._is_settled:
             # A host that waits for a ticket is ahead of the device, so part of the wait may be work of the lane.
             busy = Span(result.lane_busy_s, result.duration_s)
             self._lane.observe(busy, lane_span(profiled, plan, ways))
+        if result.cpu_busy_s:
+            busy = Span(result.cpu_busy_s, result.cpu_busy_s)
+            # Where tickets are too small to tell, the balance of lane and CPU stays as it was profiled.
+            self._cpu_attention.observe(busy, cpu_attention_span(profiled, ways), expected=self._lane.value)
         if self.factors == before:
             return False
         self.model = self._corrected()

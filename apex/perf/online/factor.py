@@ -27,13 +27,13 @@ class Span(NamedTuple):
     most: float
 
 
-def certain_ratio(measured: Span, predicted: Span) -> float:
-    """Measured over predicted seconds, as far from 1 as the bounds prove; 1 where they overlap."""
-    if measured.least > predicted.most > 0.0:
-        return measured.least / predicted.most
-    if measured.most < predicted.least:
-        return measured.most / predicted.least
-    return 1.0
+def nearest_ratio(measured: Span, predicted: Span, expected: float = 1.0) -> float:
+    """Measured over predicted seconds: of the ratios that the bounds allow, the nearest to the one expected.
+
+    ``predicted.most`` must be positive.
+    """
+    ratio = max(expected, measured.least / predicted.most)
+    return min(ratio, measured.most / predicted.least) if predicted.least > 0.0 else ratio
 
 
 class RunningFactor:
@@ -47,11 +47,14 @@ class RunningFactor:
         self.value = 1.0
         self._ratios: deque[float] = deque(maxlen=WINDOW)
 
-    def observe(self, measured: Span, predicted: Span) -> None:
-        """Take in the seconds of one operation; predictions that are too short are ignored."""
+    def observe(self, measured: Span, predicted: Span, expected: float = 1.0) -> None:
+        """Take in the seconds of one operation; predictions that are too short are ignored.
+
+        ``expected`` is the ratio that is assumed as far as the bounds allow.
+        """
         if predicted.most < LEAST_S:
             return
-        self._ratios.append(min(max(certain_ratio(measured, predicted), 1.0 / MOST), MOST))
+        self._ratios.append(min(max(nearest_ratio(measured, predicted, expected), 1.0 / MOST), MOST))
         if len(self._ratios) < LEAST_OBSERVATIONS:
             return
         median = statistics.median(self._ratios)

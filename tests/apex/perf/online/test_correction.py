@@ -10,12 +10,13 @@ from apex.perf.model import PerfModel
 from apex.perf.online import OnlineCorrection
 from apex.perf.online.correction import scaled_table
 from apex.perf.online.factor import WINDOW
+from apex.perf.online.iteration_times import crossings, lane_span
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import IterationPlan, LaneItem, StepResult
+from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, StepResult
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
-from tests.reference.linear_profile import LAYERS
+from tests.reference.linear_profile import LAYERS, flat_ends_table
 
 OFF = StrategyConfig(disable_online_correction=True)
 WRONG = [(lane, cpu) for wrong in (0.5, 0.8, 1.25, 2.0) for lane, cpu in ((wrong, 1.0), (1.0, wrong))]
@@ -134,6 +135,25 @@ def test_iterations_that_leave_work_to_the_device_are_not_compared() -> None:
     for _ in range(WINDOW):
         correction.observe(plan, late, {})
     assert correction.factors["lane"] > 2
+
+
+@pytest.mark.parametrize(
+    ("lane_s", "cpu_s", "expected"), [(1.5, 0.6, 1.5), (1.5, 0.3, 1.0), (1.0, 0.6, 1.0), (1.0, 1.8, 1.8)]
+)
+def test_small_tickets_keep_the_balance_as_far_as_they_may(lane_s: float, cpu_s: float, expected: float) -> None:
+    """Tickets whose way takes 70% of their time: all that their own time proves is a range."""
+    table = flat_ends_table(gpu_token_s=1e-8, cpu_token_s=3e-6, cpu_start_s=7e-4)
+    correction = OnlineCorrection(model := PerfModel(table, LAYERS))
+    request = Request("a", (0,) * 100, SamplingParams(), frozenset(), 0.0, 0)
+    cohort = CohortPlan(0, (request,), SteppingRule.STEP_AND_WAIT)
+    plan, ticket_s = IterationPlan(cohorts=(cohort,)), model.cpu_attention_s(1, 100)
+    assert ticket_s == pytest.approx(1e-3)
+    nothing = StepResult({}, {}, frozenset(), 0.0, 0.0, 0.0)
+    busy_s = lane_s * lane_span(model, plan, crossings(plan, nothing, {}, LAYERS)).most
+    result = StepResult({"a": 1}, {}, frozenset(), busy_s, busy_s, cpu_s * LAYERS * ticket_s)
+    for _ in range(2 * WINDOW):
+        correction.observe(plan, result, {})
+    assert correction.factors == {"lane": pytest.approx(lane_s), "cpu_attention": pytest.approx(expected)}
 
 
 def test_a_scaled_table_predicts_multiples_of_everything() -> None:

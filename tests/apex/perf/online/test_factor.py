@@ -7,8 +7,16 @@ import random
 
 import pytest
 
-from apex.perf.online.factor import DEAD_BAND, LEAST_OBSERVATIONS, LEAST_S, MOST, WINDOW, RunningFactor, Span
-from apex.perf.online.factor import certain_ratio as ratio
+from apex.perf.online.factor import (
+    DEAD_BAND,
+    LEAST_OBSERVATIONS,
+    LEAST_S,
+    MOST,
+    WINDOW,
+    RunningFactor,
+    Span,
+    nearest_ratio,
+)
 
 
 def observe(factor: RunningFactor, seconds: float, times: int = 1) -> float:
@@ -18,19 +26,25 @@ def observe(factor: RunningFactor, seconds: float, times: int = 1) -> float:
 
 
 @pytest.mark.parametrize(
-    ("measured", "predicted", "expected"),
+    ("measured", "predicted", "ratio"),
     [
         (Span(2, 2), Span(1, 1), 2.0),
         (Span(2, 9), Span(1, 1.6), 1.25),  # at least 2 where at most 1.6 were predicted
         (Span(1, 2), Span(4, 9), 0.5),  # at most 2 where at least 4 were predicted
         (Span(1, 3), Span(2, 9), 1.0),  # the prediction may be right
         (Span(2, 9), Span(1, 2), 1.0),
-        (Span(1, 1), Span(0, 0), 1.0),
+        (Span(1, 1), Span(0, 4), 1.0),
+        (Span(1, 1), Span(0, 0.5), 2.0),
         (Span(0, 0), Span(1, 2), 0.0),
     ],
 )
-def test_a_ratio_is_what_the_bounds_prove(measured: Span, predicted: Span, expected: float) -> None:
-    assert ratio(measured, predicted) == expected
+def test_a_ratio_is_as_far_from_1_as_the_bounds_prove(measured: Span, predicted: Span, ratio: float) -> None:
+    assert nearest_ratio(measured, predicted) == ratio
+
+
+def test_within_the_bounds_a_ratio_is_the_one_expected() -> None:
+    measured, predicted = Span(3, 4), Span(2, 6)  # between 0.5 and 2
+    assert [nearest_ratio(measured, predicted, expected) for expected in (0.3, 0.5, 1.7, 5)] == [0.5, 0.5, 1.7, 2]
 
 
 def test_it_is_1_until_there_are_enough_observations_and_then_their_median() -> None:
