@@ -65,13 +65,13 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
     possible_s = 0.0
     for cohort, start, end in lane:
         rows = len(cohort.requests)
+        if load.tokens and end - start > 1 and cohort.rule is not SteppingRule.RIDE_AND_WAIT:
+            possible_s += (end - start) * model.linear_s(rows)  # more than one ride: some boundaries by itself
         if start < 0 and end == model.num_layers:
             base, sampled = base + rows, sampled + rows
             continue
         for layer in range(start, end):
             extra[layer] += rows
-        if load.tokens and end - start > 1:  # more than riding the lane once: some of them by itself
-            possible_s += (end - start) * model.linear_s(rows)
     seconds = _boundaries_s(model, base, sampled, -1, model.num_layers)
     for layer, rows in extra.items():
         seconds += _boundaries_s(model, base + rows, sampled + rows, layer, layer + 1)

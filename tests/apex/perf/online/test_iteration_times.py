@@ -80,10 +80,11 @@ def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_spa
         result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
         return lane_span(model, plan, crossings(plan, result, {7: start}, LAYERS))
 
-    once, often = span(3, 4), span(3, 8)
+    once, often, whole = span(3, 4), span(3, 8), span(-1, LAYERS)
     assert once.most == pytest.approx(once.least)
     assert often.most - often.least == pytest.approx(5 * model.linear_s(1))
-    assert often.least > once.least
+    assert whole.most - whole.least == pytest.approx((LAYERS + 1) * model.linear_s(1))
+    assert whole.least > often.least > once.least
 
 
 def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
