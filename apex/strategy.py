@@ -24,6 +24,8 @@ class StrategyConfig:
     """Never let CPU requests cross the layers without being waited for: riding (APEX section 3.3) or free-running."""
     disable_partial_progress_priority: bool = False
     """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
+    disable_online_correction: bool = False
+    """Predict from the profile as it was measured, however long iterations take now."""
     min_cpu_request_ratio: float = 8.0
     """CPU requests per GPU request from which asynchronous overlap starts, unless forced (APEX section 4.2)."""
     max_cohorts: int = 2

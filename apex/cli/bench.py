@@ -27,6 +27,7 @@ from apex.cli.flags import (
 )
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.validate import optional_module
+from apex.perf.online import OPERATIONS
 from apex.perf.progress import progress_bar
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import compute_metrics, predicted_over_actual
@@ -107,6 +108,9 @@ class Bench(ConfigFile):
                 runs.append(self._measure(engine))
         records = [run.figures for run in runs]
         stdout_console().print(figures_table(records))
+        for line in map(correction_line, records):
+            if line:
+                print(line)
         if self.output is not None:
             with input_errors():
                 self.output.write_text(json.dumps(records, indent=1) + "\n")
@@ -159,6 +163,7 @@ class Bench(ConfigFile):
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
             **figures(replay),
+            **{f"{name}_factor": engine.scheduler.prediction_factors.get(name) for name in OPERATIONS},
         }
         return BenchRun(values, replay.records, description)
 
@@ -209,6 +214,15 @@ def figures(replay: Replay) -> dict[str, Any]:
         "predicted_over_actual": predicted_over_actual(stats),
         "strategy_mix": strategy_mix(stats["strategy_iterations"]),
     }
+
+
+def correction_line(record: Mapping[str, Any]) -> str:
+    """What a system's predictions were multiplied by at the end of its run; empty where the profile held."""
+    factors = {name: record[f"{name}_factor"] for name in OPERATIONS}
+    if all(factor in (None, 1.0) for factor in factors.values()):
+        return ""
+    parts = [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in factors.items()]
+    return f"{record['system']}: times of the profile corrected, {', '.join(parts)}"
 
 
 def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:

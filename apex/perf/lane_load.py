@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apex.perf.model import PerfModel
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import IterationPlan, LaneItem
 from swiftllm.core.request import Request
 from swiftllm.scheduling.plan_draft import PlanDraft
 
@@ -29,7 +29,7 @@ class LaneLoad:
         return LaneLoad._from_parts(num_decodes, context + num_decodes, prefills)
 
     @staticmethod
-    def from_draft(draft: PlanDraft) -> LaneLoad:
+    def from_draft(draft: PlanDraft | IterationPlan) -> LaneLoad:
         return LaneLoad._from_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
 
     @staticmethod

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
+from apex.perf.online import OnlineCorrection
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
@@ -56,6 +57,8 @@ class OffloadScheduler(Scheduler, ABC):
         self._next_look = 0  # the iteration of the next search for a CPU request that was left out too long
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
+        is_corrected = self._may_offload() and not config.disable_online_correction
+        self._correction = OnlineCorrection(model) if is_corrected else None
 
     def _empty_queues(self) -> None:
         super()._empty_queues()
@@ -64,6 +67,21 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _may_offload(self) -> bool:
         return self.config.strategy != "gpu-only"
+
+    # -- predictions ------------------------------------------------------------------------------------------------
+
+    @property
+    def prediction_factors(self) -> Mapping[str, float]:
+        return self._correction.factors if self._correction else {}
+
+    def use_model(self, model: PerfModel) -> None:
+        """Predict with another model from now on. Who keeps predictions must renew them here."""
+        self.model = model
+
+    def _learn_times(self, plan: IterationPlan, result: StepResult) -> None:
+        layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
+        if self._correction.observe(plan, result, layers):
+            self.use_model(self._correction.model)
 
     # -- one iteration ----------------------------------------------------------------------------------------------
 
@@ -84,6 +102,8 @@ class OffloadScheduler(Scheduler, ABC):
         """Turn the draft and the CPU decodes that may start a token into a plan; it must serve ``ready.overdue``."""
 
     def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
+        if self._correction is not None:
+            self._learn_times(plan, result)
         for request_id in result.left:
             self._come_to_rest(self._leaving.pop(request_id))
         for cohort_id, cohort in list(self._cohorts.items()):

@@ -7,7 +7,7 @@ freed, and it is computed again later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swiftllm.core.plan import IterationPlan, StepResult
@@ -96,6 +96,11 @@ class Scheduler:
         request.finish(FinishReason.ABORT, self.now())
         self._retire(request)
         return request
+
+    @property
+    def prediction_factors(self) -> Mapping[str, float]:
+        """Measured over profiled time of each operation, by name; empty for schedulers that predict nothing."""
+        return {}
 
     @property
     def has_work(self) -> bool:

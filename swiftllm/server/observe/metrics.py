@@ -203,6 +203,8 @@ def gauges(now: Snapshot) -> list[Row]:
          ("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
         ("apex:kv_blocks", "KV blocks in total.",
          ("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
+        ("apex:prediction_factor", "Recent measured over profiled time of operations; it multiplies predictions.",
+         ("operation", now.prediction_factors)),
         ("apex:healthy", "1 while requests are accepted and served, else 0.", now.health.status == "ok"),
         ("apex:uptime_seconds", "Since the service was started.", now.uptime_s),
     ]  # fmt: skip

@@ -60,6 +60,8 @@ class Snapshot:
     """Time of all iterations together."""
     predicted_s: float = 0.0
     strategy_iterations: Mapping[str, int] = field(default_factory=dict)
+    prediction_factors: Mapping[str, float] = field(default_factory=dict)
+    """By operation, see :attr:`swiftllm.scheduling.scheduler.Scheduler.prediction_factors`."""
 
 
 def take_snapshot(engine: Engine, num_held: int, step_failures: int) -> Snapshot:
@@ -86,4 +88,5 @@ def take_snapshot(engine: Engine, num_held: int, step_failures: int) -> Snapshot
         duration_s=stats.duration_s,
         predicted_s=stats.predicted_s,
         strategy_iterations=dict(stats.strategy_iterations),
+        prediction_factors=scheduler.prediction_factors,
     )

@@ -15,7 +15,7 @@ from typing import get_args
 import pytest
 
 from apex.cli import COMMANDS, main
-from apex.cli.bench import figures_table
+from apex.cli.bench import correction_line, figures_table
 from apex.cli.flags import SystemName
 from apex.cli.profile import attention_rate, key_figures
 from apex.cli.validate import OPTIONAL_VERBS, OptionalVerb
@@ -242,6 +242,7 @@ def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
     assert [len(json.loads(line)["token_times_s"]) for line in lines] == [6] * 5 and str(folder.resolve()) in out
     records = json.loads(path.read_text())
     assert [record["system"] for record in records] == ["swiftllm", "apex"]
+    assert records[0]["lane_factor"] is None and 1 / 3 <= records[1]["lane_factor"] <= 3
     for record in records:
         assert record["completed"] == 5 and record["backend"] == "torch-cpu" and record["gpu"] is None
         assert record["output_tokens_per_s"] * record["makespan_s"] == pytest.approx(30)
@@ -260,6 +261,13 @@ def test_bench_takes_prompts_from_a_text(capsys, model, tmp_path):
     capsys.readouterr()
     path.write_text("ab")
     assert "2 tokens: too few for 3 prompts" in fails(capsys, "bench", model, "--prompt-file", str(path), *sizes)
+
+
+def test_bench_says_which_predictions_were_corrected():
+    held = {"system": "apex", "lane_factor": 1.0, "cpu_attention_factor": 1.0}
+    assert correction_line(held) == correction_line(dict.fromkeys(held)) == ""
+    line = correction_line(held | {"cpu_attention_factor": 1.257})
+    assert line == "apex: times of the profile corrected, lane x 1.00, cpu attention x 1.26"
 
 
 def test_bench_ratios_are_to_the_first_system():

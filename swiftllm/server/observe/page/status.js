@@ -16,6 +16,8 @@ const FINISHED = {
   engine_error: "failed", stalled: "stalled", shutdown: "ended by shutdown",
 };
 
+const OPERATIONS = { lane: "the lane", cpu_attention: "CPU attention" };
+
 const byId = (id) => document.getElementById(id);
 const rate = (name, scale = 1) => (a, b) => scale * (b[name] - a[name]) / (b.time_s - a.time_s);
 const perIteration = (name) => (a, b) => (b.iterations > a.iterations && b[name] > a[name] ? 1000 * (b[name] - a[name]) / (b.iterations - a.iterations) : null);
@@ -65,6 +67,12 @@ function showTier(tier, used, total) {
   byId(`${tier}-blocks`).textContent = total ? `${format(used)} of ${format(total)} blocks in use, ${size}` : "no blocks here";
 }
 
+// What predictions are multiplied by; nothing for a system that predicts nothing.
+function corrections(factors) {
+  const parts = Object.entries(factors).map(([operation, factor]) => `${format(factor)} for ${OPERATIONS[operation] || operation}`);
+  return parts.length ? ` Operations take as long as in the profile, times ${parts.join(" and ")}.` : "";
+}
+
 function showNow({ model, engine, now }) {
   document.title = `APEX: ${model}`;
   byId("model").textContent = model;
@@ -74,7 +82,8 @@ function showNow({ model, engine, now }) {
   pill.title = now.health.reason;
   byId("facts").textContent =
     `System ${engine.system}, ${engine.dtype}, lane on ${engine.device}, CPU attention with ${counted(engine.cpu_threads, "", "thread")} of kernel ` +
-    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". Without a GPU, the CPU's cores run the lane." : ".");
+    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". Without a GPU, the CPU's cores run the lane." : ".") +
+    corrections(now.prediction_factors);
   byId("cpu-note").textContent = engine.decodes_on_cpu
     ? "Their attention is computed by the CPU worker, while the lane continues."
     : "They wait here until GPU memory is free again: this system computes nothing on the CPU.";

@@ -67,6 +67,7 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
         output_tokens=12, preemptions=13, swapped_blocks=14, worker_restarts=15, step_failures=16, duration_s=1.5,
         predicted_s=1.25, lane_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
         strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
+        prediction_factors={"lane": 1.0, "cpu_attention": 1.75},
     )  # fmt: skip
     series = scrape(metrics)
     assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
@@ -84,6 +85,8 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     assert value(series, "apex:predicted_iteration_seconds_total") == 1.25
     assert value(series, "apex:lane_busy_seconds_total") == 0.75
     assert value(series, "apex:cpu_worker_busy_seconds_total") == 0.5
+    assert value(series, "apex:prediction_factor", operation="lane") == 1
+    assert value(series, "apex:prediction_factor", operation="cpu_attention") == 1.75
     assert value(series, "apex:healthy") == 1
     service.change(health=Health("stalled", "nothing moves"))
     assert value(scrape(metrics), "apex:healthy") == 0

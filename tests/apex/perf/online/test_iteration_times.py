@@ -1,0 +1,102 @@
+"""What an iteration should have taken, against the simulator, whose times are those of the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from apex.perf.model import Curve
+from apex.perf.online.factor import Span
+from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
+from apex.schedulers.base import OffloadScheduler
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, StepResult
+from swiftllm.core.request import Request, SamplingParams, Tier
+from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
+from tests.reference.linear_profile import LAYERS
+
+STRATEGIES = {
+    "auto": StrategyConfig(),
+    "forced-overlap": StrategyConfig(strategy="asynchronous-overlap"),
+    "forced-pipelining": StrategyConfig(strategy="asymmetric-pipelining"),
+}
+HOST_S = 3e-4
+WITH_HOST = replace(TABLE, iteration=Curve((1, 101), (HOST_S, 2 * HOST_S)), hand_over=Curve((1, 2), (1e-5, 1.1e-5)))
+
+
+def spans_of(engine) -> list[tuple[IterationPlan, StepResult, Span, Span]]:
+    """Every iteration of a run with its spans: the lane's and that of CPU attention."""
+    scheduler: OffloadScheduler = engine.scheduler
+    learn, seen = scheduler._learn_times, []
+
+    def note(plan: IterationPlan, result: StepResult) -> None:
+        layers = {cohort_id: cohort.layer for cohort_id, cohort in scheduler._cohorts.items()}
+        ways = crossings(plan, result, layers, LAYERS)
+        model = scheduler.model
+        seen.append((plan, result, lane_span(model, plan, ways), cpu_attention_span(model, ways)))
+        learn(plan, result)
+
+    scheduler._learn_times = note
+    run(engine)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("system", ["neo", "fastdecode", "apex"])
+@pytest.mark.parametrize("table", [TABLE, WITH_HOST], ids=["free host", "host"])
+def test_a_right_table_is_found_right_in_every_iteration(system: str, strategy: str, table) -> None:
+    if strategy == "forced-overlap" and system != "apex":
+        pytest.skip("no such strategy")
+    num_gpu = 0 if system == "fastdecode" else 150
+    engine = simulated_engine(system, table=table, strategy=STRATEGIES[strategy], num_gpu_blocks=num_gpu)
+    add_requests(engine, 40)
+    seen = spans_of(engine)
+    assert sum(result.cpu_busy_s for _, result, _, _ in seen) > 0.1
+    regular = [one for one in seen if not one[1].left]  # requests that leave a cohort are counted in it
+    assert len(regular) > 0.9 * len(seen)
+    for plan, result, lane, cpu in regular:
+        assert lane.least * 0.999999 <= result.lane_busy_s <= lane.most * 1.000001
+        assert cpu.least * 0.999999 <= result.cpu_busy_s <= cpu.most * 1.000001
+        if table is TABLE and not plan.swaps:
+            assert lane.least == pytest.approx(lane.most) == pytest.approx(result.lane_busy_s)
+        assert cpu.most == pytest.approx(result.cpu_busy_s)
+    assert engine.scheduler.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+
+
+def cpu_request(tokens: int) -> Request:
+    request = Request("cpu", (0,) * tokens, SamplingParams(), frozenset(), 0.0, 0)
+    request.tier, request.num_uncomputed = Tier.CPU, 1
+    return request
+
+
+def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_span() -> None:
+    model = simulated_engine("apex").scheduler.model
+    cohort = CohortPlan(7, (cpu_request(50),), SteppingRule.RIDE_IF_READY)
+    prefill = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True)
+    plan = IterationPlan(prefills=(prefill,), cohorts=(cohort,))
+
+    def span(start: int, end: int) -> Span:
+        result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
+        return lane_span(model, plan, crossings(plan, result, {7: start}, LAYERS))
+
+    once, often, whole = span(3, 4), span(3, 8), span(-1, LAYERS)
+    assert once.most == pytest.approx(once.least)
+    assert often.most - often.least == pytest.approx(5 * model.linear_s(1))
+    assert whole.most - whole.least == pytest.approx((LAYERS + 1) * model.linear_s(1))
+    assert whole.least > often.least > once.least
+
+
+def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
+    model = simulated_engine("apex").scheduler.model
+    cohort = CohortPlan(7, (cpu_request(50),), SteppingRule.RIDE_IF_READY)
+    plan = IterationPlan(cohorts=(cohort,))
+
+    def span(start: int, end: int) -> Span:
+        result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
+        return cpu_attention_span(model, crossings(plan, result, {7: start}, LAYERS))
+
+    ticket_s, way_s = model.cpu_attention_s(1, 50), model.cpu_attention_s(1, 0)
+    assert span(3, 5) == pytest.approx((2 * (ticket_s - way_s), 2 * ticket_s))
+    assert span(-1, 0) == (0.0, 0.0)  # a ticket is submitted there, and none collected
+    assert span(-1, 1) == span(0, 1) == pytest.approx((ticket_s - way_s, ticket_s))

@@ -1,0 +1,53 @@
+"""Simulated engines whose scheduler predicts from another table than the one that decides the times."""
+
+from __future__ import annotations
+
+import random
+
+from apex.perf.model import PerfModel, ProfileTable
+from apex.perf.online.correction import scaled_table
+from apex.simulator.backend import SimulatedBackend
+from apex.strategy import StrategyConfig
+from swiftllm.core.request import SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.systems import find_system
+from tests.reference.linear_profile import LAYERS, flat_ends_table
+
+TABLE = flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5)
+
+
+def simulated_engine(
+    system: str,
+    *,
+    lane: float = 1.0,
+    cpu_attention: float = 1.0,
+    table: ProfileTable = TABLE,
+    strategy: StrategyConfig | None = None,
+    num_gpu_blocks: int = 400,
+    num_cpu_blocks: int = 4000,
+) -> Engine:
+    """The machine takes ``lane`` and ``cpu_attention`` times as long as in ``table``, from which is predicted."""
+    backend = SimulatedBackend(PerfModel(scaled_table(table, lane, cpu_attention), LAYERS))
+    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, 16)
+    limits = SchedulerLimits(max_num_batched_tokens=1024, max_num_seqs=256, max_model_len=2048)
+    model = PerfModel(table, LAYERS)
+    scheduler = find_system(system).scheduler(limits, kv, backend.now, model, strategy or StrategyConfig())
+    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=100)
+
+
+def add_requests(engine: Engine, count: int, prompt: int = 300, output: int = 120, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    for i in range(count):
+        tokens = rng.randint(prompt // 2, prompt * 3 // 2)
+        sampling = SamplingParams(max_tokens=rng.randint(output // 2, output * 3 // 2), ignore_eos=True)
+        engine.add_request(f"{seed}-{i}", (0,) * tokens, sampling)
+
+
+def run(engine: Engine) -> float:
+    """Run to the end; returns output tokens per second of virtual time."""
+    while engine.has_unfinished():
+        engine.step()
+    return engine.stats().output_tokens / engine.now()
