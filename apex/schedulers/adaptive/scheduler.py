@@ -53,9 +53,14 @@ class AdaptiveScheduler(OffloadScheduler):
         config: StrategyConfig,
     ) -> None:
         super().__init__(limits, kv, now, model, config)
-        self.times = OperationTimes(model)
-        self.chunk_sizes = ChunkSizes(self.times, limits.max_num_batched_tokens, model.linear_knee_tokens)
+        self.use_model(model)
         self.lengths = LengthsSeen()
+
+    def use_model(self, model: PerfModel) -> None:
+        super().use_model(model)
+        self.times = OperationTimes(model)
+        self.chunk_sizes = ChunkSizes(self.times, self.limits.max_num_batched_tokens, model.linear_knee_tokens)
+        self._choice = None
 
     def _empty_queues(self) -> None:
         super()._empty_queues()
