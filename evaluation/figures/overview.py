@@ -17,7 +17,7 @@ LIMITS = (
     f"Agrees: our ratio is within {AGREES:.0%} of the paper's. Larger, smaller: the effect differs by more than that. "
     f"Opposite direction: the other system is ahead, by more than {NO_DIRECTION:.0%}. Claims in words are not judged."
 )
-POOLS = {"papers": "paper's KV pools", "card": "all KV blocks it holds"}
+POOLS = {"papers": "paper's KV pools", "card": "all KV blocks it holds", "chosen": "a chosen KV pool"}
 
 
 def verdict(claimed: float | None, ours: float | None) -> str:

@@ -39,7 +39,11 @@ OVERLOAD = (
 
 PREDICTION = "SIMULATED from this machine's profile"
 """Legend entry of predictions that are drawn beside measurements."""
-POOLS = {"papers": "measured with the KV pools of the paper", "card": "measured with all KV blocks that the card holds"}
+POOLS = {
+    "papers": "measured with the KV pools of the paper",
+    "card": "measured with all KV blocks that the card holds",
+    "chosen": "measured with a chosen number of KV blocks",
+}
 WEIGHTS = {"checkpoint": "weights of a checkpoint", "dummy": "dummy weights"}
 
 

@@ -21,7 +21,8 @@ from swiftllm.model.hub import model_folder
 GB = 1e9
 USABLE_SHARE = 0.97
 """Of a card's memory as nvidia-smi reports it: the driver keeps the rest."""
-Pools = Literal["papers", "card"]
+Pools = Literal["papers", "card", "chosen"]
+"""Where the number of GPU blocks comes from: the paper, all that the card holds, or the command line."""
 TINY_SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -128,11 +129,15 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         on_host=card is None,
     )
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
-    pools: Pools = choices.pools if is_own_card else "card"
+    pools: Pools = "chosen" if choices.num_gpu_blocks else choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
     wanted_cpu_blocks = _cpu_blocks(paper, choices, fit.bytes_per_block)
     left_for_cpu = max(0, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
-    cpu_blocks = min(wanted_cpu_blocks, left_for_cpu)
+    if wanted_cpu_blocks <= left_for_cpu:
+        cpu_blocks = wanted_cpu_blocks
+    else:
+        longest = -(-engine.max_model_len // BLOCK_SIZE)
+        cpu_blocks = max(_steady_blocks(left_for_cpu), min(longest, left_for_cpu))
     try:
         check_fit(fit, gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
@@ -188,6 +193,16 @@ def _cpu_blocks(paper: PaperSetting, choices: Choices, bytes_per_block: int) -> 
     if choices.num_layers is not None:
         return paper.num_cpu_blocks
     return int(paper["cpu_kv_gb"] * GB // bytes_per_block)
+
+
+def _steady_blocks(most: int) -> int:
+    """A number of blocks below ``most`` that seldom changes while free memory varies by a percent or two.
+
+    An interrupted run with other pools would not be found again: they are part of its identity.
+    """
+    steady = int(0.95 * most)
+    step = 1 << max(0, steady.bit_length() - 4)
+    return steady // step * step
 
 
 def _dtype(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
