@@ -28,6 +28,7 @@ from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import EngineFactory, TorchTask, build_engine, measure, warm_up_engine
 from swiftllm.config import EngineConfig
+from swiftllm.files import write_atomically
 
 if TYPE_CHECKING:
     from evaluation.replay.launch import LaunchedServer
@@ -203,8 +204,12 @@ def _profile_here(config: EngineConfig) -> tuple[ProfiledMachine, float]:
 
 
 def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
-    """The cached profile of this machine, else measured now, and the seconds that the backend took to start."""
-    from apex.perf.profile_cache import load_or_measure  # loads torch
+    """The cached profile of this machine, else measured now, and the seconds that the backend took to start.
+
+    These seconds are those of the first start with this profile. A plan rests on them, and so does the identity of the
+    run that it describes.
+    """
+    from apex.perf.profile_cache import load_or_measure, profile_identity, profile_path  # loads torch
     from apex.systems import closed_on_failure, open_backend
     from swiftllm.runtime.build import scheduler_limits
 
@@ -214,5 +219,10 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
         start_s = time.monotonic() - start
         table, limits = load_or_measure(config, backend), scheduler_limits(config, backend)
         machine = ProfiledMachine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
+        profile = profile_path(profile_identity(config, backend))
     backend.close()
-    return machine, start_s
+    first_start = profile.with_name(f"{profile.stem}-{config.load_format}.start")
+    if first_start.is_file():
+        return machine, float(first_start.read_text())
+    write_atomically(first_start, f"{start_s:.1f}\n")
+    return machine, round(start_s, 1)

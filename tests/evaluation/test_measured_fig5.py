@@ -152,7 +152,7 @@ def test_the_measured_path_runs_to_its_figure_on_a_fake_card(on_fake_card):
     for row in run.rows:
         assert set(row) >= OF_A_SETTING
         assert (row["backend"], row["gpu"], row["setting"]) == ("torch-cuda", "Tesla T4", "apex-t4")
-        assert (row["setting_title"], row["setting_origin"], row["server"]) == ("T4 + Llama-2-7B", "papers", None)
+        assert (row["setting_title"], row["setting_origin"], row["server"]) == ("T4 + Llama-2-7B", "chosen", None)
         assert (row["weights"], row["papers_model"], row["num_gpu_blocks"]) == ("checkpoint", False, 8)
         assert row["completed"] == 4 and row["failed"] == 0 and row["output_tokens_per_s"] > 0
         assert row["predicted_output_tokens_per_s"] > 0 and row["predicted_wall_s"] > 0

@@ -234,3 +234,17 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
         "3 on b-vllm", "stop b-vllm", "engine neo", stopped, "start b-vllm", "fails on b-vllm", stopped, "stop b-vllm",
         stopped, "start b-vllm", "4 on b-vllm", "stop b-vllm", "profile", stopped,
     ]  # fmt: skip
+
+
+def test_a_plan_rests_on_the_first_start_of_an_engine(tmp_path, monkeypatch):
+    """Starts take another time whenever they are measured, and then an interrupted run would not be found again."""
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    config = EngineConfig(
+        str(make_tiny_llama(tmp_path / "tiny")), "cpu", "float32", num_gpu_blocks=16, num_cpu_blocks=64,
+        max_num_batched_tokens=32, max_model_len=64, lane_threads=1, cpu_threads=1,
+    )  # fmt: skip
+    (machine, start_s), (again, same_s) = live_systems.profile_of(config), live_systems.profile_of(config)
+    assert machine.table == again.table and start_s == same_s > 0.0
+    (stored,) = (tmp_path / "cache" / "profiles").glob("*.start")
+    stored.write_text("7.5\n")
+    assert live_systems.profile_of(config)[1] == 7.5
