@@ -224,5 +224,5 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
     first_start = profile.with_name(f"{profile.stem}-{config.load_format}.start")
     if first_start.is_file():
         return machine, float(first_start.read_text())
-    write_atomically(first_start, f"{start_s:.1f}\n")
-    return machine, round(start_s, 1)
+    write_atomically(first_start, f"{start_s:.3f}\n")
+    return machine, round(start_s, 3)
