@@ -23,10 +23,10 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
+from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.prepare import measures_settings
 from evaluation.replay.launch import stop_on_sigterm
 from evaluation.report import Options as ReportOptions

@@ -24,7 +24,6 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.neo_points import make_neo_points, neo_sweep, with_latencies, with_rates_at_latency
 from evaluation.experiments.options import (
     FigureOptions,
@@ -41,6 +40,7 @@ from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback
 from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, show
+from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable, hosts_here
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
 from evaluation.results.paths import RESULTS_DIR

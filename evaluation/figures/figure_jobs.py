@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import (
     FigureOptions,
@@ -30,6 +29,7 @@ from evaluation.experiments.simulated_sweeps import (
     make_sweep,
 )
 from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, Run, read_run, show
+from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare

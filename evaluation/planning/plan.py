@@ -12,6 +12,7 @@ from rich.table import Table
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import Sweep
+from evaluation.live.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.planning.predictions import Prediction, predict
 from evaluation.planning.request_counts import counts_within
@@ -88,7 +89,7 @@ def plan_within(planners: Sequence[Planner], limit_s: float) -> list[Plan]:
 
 
 def is_server(point: Point) -> bool:
-    return hasattr(point.task, "program")
+    return isinstance(point.task, LaunchedTask)
 
 
 def with_prediction(point: Point, prediction: Prediction) -> Point:

@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.options import FigureOptions
 from evaluation.experiments.runner import Point
-from evaluation.experiments.setting_points import (
+from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
+from evaluation.live.live_systems import LiveSystems
+from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
+from evaluation.planning.panels import panels_for_rehearsal, panels_here
+from evaluation.planning.plan import Plan, Planner, ProfiledSetting
+from evaluation.planning.setting_points import (
     VLLM,
     Measuring,
     describe_setting_points,
     setting_point_maker,
 )
-from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
-from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
-from evaluation.planning.panels import panels_for_rehearsal, panels_here
-from evaluation.planning.plan import Plan, Planner, ProfiledSetting
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
 
 REHEARSAL_SCALE = 0.1

@@ -11,12 +11,12 @@ import pytest
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation import artifact, reproduce_neo
-from evaluation.experiments import launched_point
 from evaluation.experiments.paper_settings import simulated_hardware
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.figures import figure_jobs
+from evaluation.live import launched_point
 from evaluation.planning import local_setting, prepare
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec

@@ -14,10 +14,10 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation import artifact, reproduce_fig5, reproduce_neo
 from evaluation.artifact import Options, Rehearsal, RehearsedFailure, main, make_jobs
-from evaluation.experiments.live_systems import LiveSystems
 from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point
 from evaluation.figures import figure_jobs
+from evaluation.live.live_systems import LiveSystems
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, RTX_3060, T4, NamedMachine, on_machine, simulated_profile
 

@@ -22,10 +22,10 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
-from evaluation.experiments.live_systems import EngineHolder, LiveSystems
 from evaluation.experiments.options import FigureOptions
 from evaluation.experiments.torch_point import build_engine
 from evaluation.figures import figure_jobs
+from evaluation.live.live_systems import EngineHolder, LiveSystems
 from evaluation.replay.launch import session_stats
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig

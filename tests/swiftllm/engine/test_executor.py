@@ -129,21 +129,11 @@ def test_free_running_crosses_many_layers_in_a_pass(
     assert shared_layers(backend) == shared
 
 
-def test_free_running_never_waits(backend: FakeBackend) -> None:
+@pytest.mark.parametrize("rule", [SteppingRule.RIDE_IF_READY, SteppingRule.FREE_RUNNING])
+def test_overlap_never_waits(backend: FakeBackend, rule: SteppingRule) -> None:
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
     lane = (place(backend, "g", Tier.GPU, 0),)
-    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.FREE_RUNNING)
-    executor = OverlapExecutor(backend)
-    for _ in range(20):
-        result = executor.run(plan(lane, [cohort]))
-        assert result.cohort_layers == {7: 0}
-        assert result.lane_busy_s == result.duration_s
-
-
-def test_overlap_never_waits(backend: FakeBackend) -> None:
-    backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
-    lane = (place(backend, "g", Tier.GPU, 0),)
-    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.RIDE_IF_READY)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), rule)
     executor = OverlapExecutor(backend)
     for _ in range(20):
         result = executor.run(plan(lane, [cohort]))

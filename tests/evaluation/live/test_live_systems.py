@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments import live_systems
-from evaluation.experiments.launched_point import LaunchedTask
-from evaluation.experiments.live_systems import EngineProcess, LiveSystems
 from evaluation.experiments.runner import Point, PointResult, by_session, run_experiment
+from evaluation.live import live_systems
+from evaluation.live.launched_point import LaunchedTask
+from evaluation.live.live_systems import EngineProcess, LiveSystems
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
 from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
@@ -136,7 +136,7 @@ def test_a_killed_harness_takes_its_engine_along():
     code = (
         "import io, os, time\n"
         "from rich.console import Console\n"
-        "from evaluation.experiments.live_systems import EngineProcess\n"
+        "from evaluation.live.live_systems import EngineProcess\n"
         "from evaluation.experiments.runner import Point\n"
         "engines = EngineProcess()\n"
         "try: engines.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"

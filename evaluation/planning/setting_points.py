@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.experiments.launched_point import LaunchedTask
 from evaluation.experiments.paper_settings import clip_lengths
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import MakePoint, Panel, Sweep, point_names
 from evaluation.experiments.torch_point import TorchTask
+from evaluation.live.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.results.provenance import cpu_kernels, model_identity
 from evaluation.traces.workloads import Lengths

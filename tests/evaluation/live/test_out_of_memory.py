@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from evaluation.experiments.live_systems import EngineHolder, LiveSystems
-from evaluation.experiments.out_of_memory import advice, explained
 from evaluation.experiments.runner import run_experiment
+from evaluation.live.live_systems import EngineHolder, LiveSystems
+from evaluation.live.out_of_memory import advice, explained
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory
 from tests.apex.replay.fake_engine import FakeEngine

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from evaluation.experiments.launched_point import LaunchedTask, run_launched_point, server_command
-from evaluation.experiments.out_of_memory import explained
 from evaluation.experiments.points import run_point
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import EngineFactory, TorchTask, build_engine, measure, warm_up_engine
+from evaluation.live.launched_point import LaunchedTask, run_launched_point, server_command
+from evaluation.live.out_of_memory import explained
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 
