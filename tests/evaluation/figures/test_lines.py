@@ -106,6 +106,12 @@ def test_a_figure_says_what_computed_what_is_missing_and_what_fitted_means():
     assert "fitted: drawn from a record's quantiles" in words
 
 
+def test_a_figure_says_which_system_its_paper_does_not_have():
+    rows = [row("swiftllm"), row("apex")]
+    said = "adaptive is this project's own scheduler; the paper does not have it."
+    assert said in words_of(draw_fig5([*rows, row("adaptive")], {})) and said not in words_of(draw_fig5(rows, {}))
+
+
 def test_only_a_panel_among_others_has_a_letter():
     def titles(*panels: str) -> list[str]:
         figure = draw_fig5([row("swiftllm", panel) for panel in panels], {})
