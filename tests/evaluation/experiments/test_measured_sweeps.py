@@ -63,9 +63,7 @@ def test_default_plan_covers_the_figure(model):
     plan = make_measured_plan("fig5", FigureOptions(model=model))
     made = make_measured_points(plan)
     assert {(p.task.system, p.task.lengths.spec.name) for p in made} == {
-        (system, name)
-        for system in DEFAULT_SYSTEMS
-        for name in ("osc", "azure-conv", "livebench", "dolphin-r1")
+        (system, name) for system in DEFAULT_SYSTEMS for name in ("osc", "azure-conv", "livebench", "dolphin-r1")
     }
     assert [p.task.system for p in made[:8]] == [*DEFAULT_SYSTEMS] * 2  # systems interleave
     assert len({p.key for p in made}) == len(made) and not any(p.concurrent for p in made)
@@ -101,7 +99,8 @@ def test_run_end_to_end_and_resume(model, tmp_path, fake_systems, capsys):
     assert by_system["apex"]["trace_origin"] in ("measured", "fitted") and by_system["apex"]["gpu"] is None
     assert by_system["apex"]["backend"] == "torch-cpu"
     assert by_system["apex"]["model"] == "Tiny-Llama" and by_system["apex"]["prompts"] == "random token ids"
-    assert [r["output_len"] for r in summary if r["workload"] == "osc" and r["system"] == "neo"] == pytest.approx([0.96, 1.92, 3.84])
+    lengths = [r["output_len"] for r in summary if r["workload"] == "osc" and r["system"] == "neo"]
+    assert lengths == pytest.approx([0.96, 1.92, 3.84])
     assert (folder / "figure.png").stat().st_size > 20_000
     assert (folder / "figure.pdf").read_bytes().startswith(b"%PDF")
     assert len(list((folder / "records").iterdir())) == len(summary)
