@@ -26,6 +26,9 @@ ROW_HEIGHT = 0.76
 LABEL_POINTS = 7.0
 LEAST_WAIT_POINTS = 2.0
 POINTS_PER_CHARACTER = 0.62 * LABEL_POINTS
+LEGEND_POINTS = 8.0
+LETTER_EMS, LEGEND_ENTRY_EMS = 0.56, 4.0
+"""Widths in font sizes: of a letter of the legend, and of an entry's symbol with the space around it."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,9 @@ def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
     if timeline.polls:
         handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="cohort not ready: lane goes on"))
     where = {"loc": "lower left", "bbox_to_anchor": (0.004, 0.34 / height), "ncols": len(handles)}
-    figure.legend(handles=handles, **where, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.6)
+    ems = sum(LETTER_EMS * len(handle.get_label()) + LEGEND_ENTRY_EMS for handle in handles)
+    size = min(LEGEND_POINTS, 72 * WIDTH_INCHES / ems)  # several cohorts need more room than one
+    figure.legend(handles=handles, **where, frameon=False, fontsize=size, handlelength=1.4, columnspacing=1.6)
 
 
 def crossings_text(timeline: Timeline, slot: int) -> str:

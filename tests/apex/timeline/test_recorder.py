@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from apex.cli import main
 from apex.simulator.build import build_simulated
@@ -388,8 +390,17 @@ def test_the_picture_tells_riding_from_stepping(free_running: Timeline, overlap:
     start_s, end_s = zoom_window(free_running)
     shown = [span for span in free_running.spans if span.cohorts and start_s <= span.start_s < end_s]
     assert {Kind.LINEAR, Kind.STEP} <= {span.kind for span in shown}, "one of the two is not enlarged"
+    assert legend_inches(figure) < figure.get_size_inches()[0]
+    cohorts = [tuple(replace(tag, slot=span.index % 3) for tag in span.cohorts) for span in free_running.spans]
+    spans = tuple(replace(span, cohorts=tags) for span, tags in zip(free_running.spans, cohorts, strict=True))
+    crowded = draw_timeline(replace(free_running, spans=spans))
+    assert legend_inches(crowded) < crowded.get_size_inches()[0] and len(crowded.legends[0].get_texts()) >= 5
     other = draw_timeline(overlap)
     assert "free" not in " ".join(text.get_text() for text in (*other.texts, *other.legends[0].get_texts()))
+
+
+def legend_inches(figure: Figure) -> float:
+    return figure.legends[0].get_window_extent(FigureCanvasAgg(figure).get_renderer()).width / figure.dpi
 
 
 def test_the_enlarged_part_lies_in_one_iteration_and_has_a_crossing(overlap: Timeline) -> None:
