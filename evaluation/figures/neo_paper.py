@@ -126,13 +126,19 @@ def throughput_panel(records: Records) -> LinePanel:
 
 
 def by_host_panels(records: Records) -> list[LinePanel]:
-    """A panel for each system but the baseline, with a line per host; ratios are to the baseline on the same host."""
+    """A panel for each system but the baseline, with a line per host; ratios are to the baseline on the same host.
+
+    All have the same y axis.
+    """
     baseline = records[0]["baseline"]
-    return [
+    panels = [
         by_host_panel([record for record in records if record["system"] in (baseline, system)], system)
         for system in unique_values(records, "system")
         if system != baseline
     ]
+    y_from = min(panel.y_from for panel in panels)
+    y_to = max(ratio for panel in panels for line in panel.series for _, ratio in line.points)
+    return [replace(panel, y_from=y_from, y_to=y_to) for panel in panels]
 
 
 def by_host_panel(records: Records, system: str) -> LinePanel:

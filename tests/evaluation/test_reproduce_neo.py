@@ -97,6 +97,7 @@ def test_each_host_is_held_against_the_baseline_on_it(results):
     rows = rows_of(results, "neo-fig10a")
     panel, own = draw_panels(rows, results)
     assert "neo by host" in panel.title and "adaptive by host" in own.title
+    assert (panel.y_from, panel.y_to) == (own.y_from, own.y_to)
     assert [line.label for line in panel.series] == ["swiftllm", "g5.4xlarge", "g5.16xlarge"]
     assert [line.colour for line in panel.series[1:]] == list(HOST_COLOURS[:2])
     big = {
