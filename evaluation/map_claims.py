@@ -41,9 +41,9 @@ class Options:
     """Where in the plane of CPU bandwidth and GPU blocks the papers' claims would hold, SIMULATED (predicted times, no
     GPU needed). The full map takes some 15 minutes on two cores.
 
-    The plane and the panels come from configs/experiments/claims-map.yaml, the claims from configs/claims.yaml. Results,
-    figure, table and provenance go to results/claims-map/<run>/. Running the same command again continues an interrupted
-    run.
+    The plane and the panels come from configs/experiments/claims-map.yaml, the claims from configs/claims.yaml.
+    Results, figure, table and provenance go to results/claims-map/<run>/. Running the same command again continues an
+    interrupted run.
     """
 
     settings: Names = None
