@@ -19,7 +19,9 @@ from evaluation.results.claims import Claim, where_of
 COLUMNS = 4
 CELL_WIDTH, CELL_HEIGHT = 0.42, 0.29
 """Inches."""
-LEFT_SPACE, RIGHT_SPACE, TITLE_SPACE, AXIS_SPACE, BAR_SPACE = 0.95, 0.15, 0.5, 0.5, 0.62
+LEFT_SPACE, RIGHT_SPACE, TITLE_SPACE, AXIS_SPACE, BAR_SPACE = 0.95, 0.2, 0.55, 0.42, 0.62
+TITLE_WIDTH = 2.6
+"""Inches that the titles of a panel take at most."""
 STAR = "\u2605"
 COLOURS = plt.get_cmap("PuOr_r")
 SHADES = Normalize(-1.0, 1.0)
@@ -37,7 +39,7 @@ def draw_map(items: Sequence[MappedClaim], text: FigureText) -> plt.Figure:
         raise ValueError("nothing to draw: no point of a mapped claim is finished")
     columns = min(COLUMNS, len(items))
     rows = -(-len(items) // columns)
-    across = max(len(speeds_of(item)) for item in items) * CELL_WIDTH
+    across = max(TITLE_WIDTH, *(len(speeds_of(item)) * CELL_WIDTH for item in items))
     up = max(len(pools_of(item)) for item in items) * CELL_HEIGHT
     width = max(columns * (LEFT_SPACE + across + RIGHT_SPACE), 9.0)
     height = words_inches(text, width) + BAR_SPACE + rows * (TITLE_SPACE + up + AXIS_SPACE)
@@ -89,9 +91,9 @@ def draw_plane(ax: Axes, item: MappedClaim) -> None:
     ax.tick_params(length=0, labelsize=7, colors=FAINT)
     ax.spines[:].set_visible(False)
     ax.set_xlabel("CPU attention (GB/s)", fontsize=7, color=FAINT, labelpad=2)
-    ax.set_ylabel("KV blocks on the GPU", fontsize=7, color=FAINT, labelpad=2)
+    ax.set_ylabel("GPU blocks", fontsize=7, color=FAINT, labelpad=2)
     first, second = panel_titles(item.claim)
-    ax.set_title(f"{second}", loc="left", fontsize=7.5, color=FAINT, pad=4)
+    ax.set_title(second, loc="left", fontsize=7.5, color=FAINT, pad=4)
     ax.annotate(
         first, (0, 1), (0, 15), xycoords="axes fraction", textcoords="offset points", fontsize=9, fontweight="bold"
     )
@@ -120,5 +122,5 @@ def draw_bar(ax: Axes) -> None:
     bar.outline.set_visible(False)
     ax.tick_params(length=2, labelsize=7, colors=FAINT)
     ax.set_xlabel("our ratio over the claimed one (darkest: half and less, twice and more)", fontsize=7.5, color=FAINT)
-    words = f"framed: within {AGREES:.0%} of the claim        {STAR}: the machine that our figures assume"
-    ax.annotate(words, (1.06, 0.5), xycoords="axes fraction", va="center", fontsize=8.5)
+    words = f"framed: within {AGREES:.0%} of the claim\n{STAR}: the machine that our figures assume"
+    ax.annotate(words, (1.06, 0.5), xycoords="axes fraction", va="center", fontsize=8.5, linespacing=1.5)
