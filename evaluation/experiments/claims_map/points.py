@@ -52,14 +52,15 @@ def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]
     """The machines of a setting's plane, pools and speeds ascending.
 
     Args:
-        speeds: of CPU attention, in GB/s; the setting's own is added.
+        speeds: of CPU attention, in GB/s. The setting's own is added, and replaces those within a tenth of it.
         pools: times the setting's own. The own and the largest of the card are added. Those that hold less than the
             longest request, or that the card does not hold, are left out.
     """
     own = Machine.of(setting)
     blocks = {own.gpu_blocks, setting.max_gpu_blocks, *(round(times * own.gpu_blocks) for times in pools)}
     fitting = sorted(number for number in blocks if setting.min_gpu_blocks <= number <= setting.max_gpu_blocks)
-    return [Machine(speed, number) for number in fitting for speed in sorted({*map(float, speeds), own.cpu_gb_s})]
+    others = {float(speed) for speed in speeds if abs(speed / own.cpu_gb_s - 1) > 0.1}
+    return [Machine(speed, number) for number in fitting for speed in sorted({own.cpu_gb_s, *others})]
 
 
 def mappable(claim: Claim) -> bool:

@@ -16,7 +16,7 @@ SETTINGS = {"cpu_attention_gb_s": [25], "gpu_pools": [1, 2], "panels": [{"figure
 
 def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
     setting = load_setting("apex-a10")  # 1,650 blocks of at most 3,785; the longest request needs 1,280
-    machines = plane(setting, [25, 250], [0.5, 0.8, 2, 3])
+    machines = plane(setting, [25, 180, 250], [0.5, 0.8, 2, 3])
     assert sorted({machine.gpu_blocks for machine in machines}) == [1320, 1650, 3300, 3785]
     assert [machine.cpu_gb_s for machine in machines[:3]] == [25.0, setting.cpu_attention_gb_s("neo"), 250.0]
     assert Machine.of(setting) in machines and len(machines) == 4 * 3
