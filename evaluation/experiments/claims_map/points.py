@@ -83,25 +83,20 @@ def make_map_points(
         settings: the experiment file.
         claims: those of all figures; they name the systems of a panel.
         names: settings to map; by default all of the experiment file.
-        quick: the small plane, with few requests.
+        quick: ``quick_num_requests`` of every panel.
 
     Raises:
         ValueError: a setting has no panel; the message lists those that have.
     """
-    if quick:
-        settings = {**settings, **settings["quick"]}
-    panels = [panel for raw in settings["panels"] for panel in _panels(raw)]
+    panels = [panel for raw in settings["panels"] for panel in _panels(raw, quick)]
     known = list(dict.fromkeys(panel.setting.name for panel in panels))
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"no panel in setting {', '.join(unknown)}; there are {', '.join(known)}")
-    most = settings.get("num_requests")
     points = []
     for panel in panels:
         systems = _systems(panel, claims)
         if not systems or panel.setting.name not in (names or known):
             continue
-        if most is not None:
-            panel = replace(panel, num_requests=min(panel.num_requests, most))
         sweep = Sweep(systems, systems[-1], (panel,), seed, trace_dir=trace_dir)
         own = Machine.of(panel.setting)
         for machine in plane(panel.setting, settings["cpu_attention_gb_s"], settings["gpu_pools"]):
@@ -110,9 +105,11 @@ def make_map_points(
     return points
 
 
-def _panels(raw: Mapping[str, Any]) -> list[Panel]:
+def _panels(raw: Mapping[str, Any], quick: bool) -> list[Panel]:
     """A panel of the experiment file, once for each of its hosts; its letter is the name of its figure."""
-    named = {**{key: value for key, value in raw.items() if key != "figure"}, "panel": raw["figure"]}
+    shared = {key: value for key, value in raw.items() if key not in ("figure", "quick_num_requests")}
+    number = raw["quick_num_requests"] if quick else raw["num_requests"]
+    named = {**shared, "panel": raw["figure"], "num_requests": number}
     return list(neo_sweep({"panels": [named], "systems": [REFERENCE], "baseline": REFERENCE}).panels)
 
 

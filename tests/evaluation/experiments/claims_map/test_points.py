@@ -61,12 +61,13 @@ def test_the_own_machine_gives_the_points_of_the_figure() -> None:
 
 def test_every_mappable_claim_has_points() -> None:
     claims = load_claims()
-    values = [point.task.values for point in make_map_points(experiment_settings("claims-map"), claims, quick=True)]
-    have = {(value["figure"], value["setting"]) for value in values}
+    points = make_map_points(experiment_settings("claims-map"), claims, quick=True)
+    have = {(point.task.values["figure"], point.task.values["setting"]) for point in points}
+    assert max(point.task.lengths.spec.num_requests for point in points) == 300
     assert {(claim.figure, claim.setting) for claim in claims if mappable(claim)} == have
 
 
 def test_settings_are_chosen_by_name() -> None:
-    assert make_map_points(SETTINGS, load_claims(), names=["apex-t4"], quick=False)
+    assert make_map_points(SETTINGS, load_claims(), names=["apex-t4"])
     with pytest.raises(ValueError, match="no panel in setting apex-a100; there are apex-t4"):
         make_map_points(SETTINGS, load_claims(), names=["apex-a100"])
