@@ -39,7 +39,7 @@ NAME = "claims-map"
 @dataclass(frozen=True)
 class Options:
     """Where in the plane of CPU bandwidth and GPU blocks the papers' claims would hold, SIMULATED (predicted times, no
-    GPU needed). The map takes a quarter of an hour or more on two cores.
+    GPU needed). The map takes long and shows the time left.
 
     The plane and the panels come from configs/experiments/claims-map.yaml, the claims from configs/claims.yaml.
     Results, figure, table and provenance go to results/claims-map/<run>/. Running the same command again continues an
@@ -49,7 +49,7 @@ class Options:
     settings: Names = None
     """Settings of configs/experiments/papers.yaml to map, such as apex-t4; by default all of the experiment file."""
     quick: bool = False
-    """Few requests: a third of the time or less, but some ratios then differ much from those of the figures."""
+    """Fewer requests, so less time; some ratios then differ much from those of the figures."""
     seed: int = 0
     """Seed of the lengths."""
     jobs: int | None = None
