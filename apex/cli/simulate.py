@@ -52,6 +52,10 @@ class Simulate(ConfigFile):
     """What joins several GPUs: a name (pcie-4, nvlink-4) or a .yaml file."""
     host: str = "dual-xeon-6342"
     """Host: a name or a .yaml file."""
+    cpu_hosts: int = 1
+    """Equal hosts that compute CPU attention: the GPUs' own, whose memory is used first, and others over a network."""
+    network_gbps: float = 100.0
+    """Gigabits per second between the GPUs' host and the others, in each direction."""
     model: str = "llama-3.1-8b"
     """Model: a name in configs/models, a Hugging Face folder, or a name on its hub; only config.json is read."""
     dtype: Dtype = "float16"
@@ -71,7 +75,7 @@ class Simulate(ConfigFile):
     num_gpu_blocks: int | None = None
     """KV blocks of the GPU tier; by default what 90% of the GPUs' memory leaves beside the weights."""
     num_cpu_blocks: int | None = None
-    """KV blocks of the CPU tier; by default half of the host's memory."""
+    """KV blocks of the CPU tier; by default half of the hosts' memory."""
     block_size: int = 16
     """Tokens per KV-cache block, in both tiers."""
     max_num_batched_tokens: int = 2048
@@ -97,6 +101,8 @@ class Simulate(ConfigFile):
                 self.dtype,
                 tensor_parallel=self.tensor_parallel,
                 link_name=self.link,
+                cpu_hosts=self.cpu_hosts,
+                network_gbps=self.network_gbps,
                 cpu_kernel=self.cpu_kernel,
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
@@ -154,6 +160,7 @@ class Simulate(ConfigFile):
             max_num_seqs=self.max_num_seqs,
             max_model_len=machine.model.max_position_embeddings,
             strategy=strategy,
+            remote_hosts=machine.remote_hosts,
         )
 
     def _requests(self) -> list[ReplayRequest]:
@@ -178,6 +185,7 @@ class Simulate(ConfigFile):
             "gpu": machine.gpu.name,
             "tensor_parallel": machine.tensor_parallel,
             "host": machine.host.name,
+            "cpu_hosts": machine.cpu_hosts,
             "model": machine.model_name,
             "dtype": machine.dtype,
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",

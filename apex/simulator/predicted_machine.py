@@ -10,6 +10,7 @@ from typing import Any
 
 from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
+from apex.simulator.cpu_hosts import BITS, RemoteHosts, remote_hosts
 from apex.simulator.hardware import (
     MODELS_DIR,
     Gpu,
@@ -40,6 +41,12 @@ class PredictedMachine:
     dtype: str
     table: ProfileTable
     tensor_parallel: int = 1
+    remote_hosts: RemoteHosts | None = None
+
+    @property
+    def cpu_hosts(self) -> int:
+        """Hosts that compute CPU attention, the GPUs' own among them."""
+        return 1 + (self.remote_hosts.count if self.remote_hosts else 0)
 
     @property
     def description(self) -> str:
@@ -47,7 +54,13 @@ class PredictedMachine:
         gpus = self.gpu.name
         if self.tensor_parallel > 1:
             gpus = f"{self.tensor_parallel}x {gpus} over {self.table.identity['link']}"
-        return f"{self.model_name} ({self.dtype}) on {gpus} and {self.host.name}, CPU attention at {gb_s} GB/s"
+        hosts = self.host.name
+        if self.remote_hosts is not None:
+            hosts = f"{self.cpu_hosts} hosts of {hosts}"
+            gb_s += f" GB/s on each over {self.remote_hosts.bytes_per_s * BITS / 1e9:g} Gb/s"
+        else:
+            gb_s += " GB/s"
+        return f"{self.model_name} ({self.dtype}) on {gpus} and {hosts}, CPU attention at {gb_s}"
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
@@ -60,7 +73,7 @@ class PredictedMachine:
         weight_bytes = self.model.num_parameters * itemsize
         gpus_gb = self.gpu["memory_gb"] * self.tensor_parallel
         gpu_bytes = gpus_gb * 1e9 * GPU_MEMORY_SHARE - weight_bytes
-        host_bytes = self.host["memory_gb"] * 1e9
+        host_bytes = self.host["memory_gb"] * 1e9 * self.cpu_hosts
         if gpu_bytes < block_bytes:
             raise ValueError(
                 f"{self.model_name} takes {weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
@@ -84,6 +97,8 @@ def predict_machine(
     *,
     tensor_parallel: int = 1,
     link_name: str | None = None,
+    cpu_hosts: int = 1,
+    network_gbps: float = 100.0,
     **options: Any,
 ) -> PredictedMachine:
     """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
@@ -100,7 +115,8 @@ def predict_machine(
         raise ValueError(f"--tensor-parallel {tensor_parallel} needs --link, which joins the GPUs: {', '.join(links)}")
     link = None if link_name is None else _find("link", link_name, load_link, links)
     table = hardware_profile(gpu, host, model, dtype=dtype, tensor_parallel=tensor_parallel, link=link, **options)
-    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel)
+    remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
+    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
