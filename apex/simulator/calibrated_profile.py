@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from math import hypot
 
 from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import Gpu, Host, LayerShape, Link, MeasuredLayer
 from swiftllm.model.config import ModelConfig
 
+BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
@@ -268,6 +270,26 @@ def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
 
 def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
     return latency_s + num_bytes / (gb_s * 1e9)
+
+
+def remote_hosts(
+    host: Host, model_config: ModelConfig, dtype: str, cpu_hosts: int, network_gbps: float
+) -> RemoteHosts | None:
+    """The hosts beside the GPUs' own, of ``cpu_hosts`` in all; None if there is no other.
+
+    Raises:
+        ValueError: there is no host at all, or the network has no bandwidth.
+    """
+    if cpu_hosts < 1:
+        raise ValueError(f"cpu_hosts={cpu_hosts} must be at least 1: the GPUs' own host is one of them")
+    if network_gbps <= 0.0:
+        raise ValueError(f"network_gbps={network_gbps:g} must be above 0")
+    if cpu_hosts == 1:
+        return None
+    bytes_per_row = crossing_bytes_per_row(LayerShape.from_config(model_config), ITEMSIZES[dtype])
+    return RemoteHosts(
+        cpu_hosts - 1, network_gbps * 1e9 / BITS_PER_BYTE, host["network_latency_us"] * 1e-6, bytes_per_row
+    )
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -11,13 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from apex.perf.model import PerfModel, ProfileTable
-from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row
-from apex.simulator.hardware import Host, LayerShape
 from swiftllm.core.request import Tier
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.model.config import ModelConfig
-
-BITS = 8
 
 
 @dataclass(frozen=True)
@@ -35,24 +30,6 @@ class RemoteHosts:
     def __post_init__(self) -> None:
         if self.count < 1 or self.bytes_per_s <= 0.0 or self.latency_s < 0.0:
             raise ValueError(f"remote hosts need a count, a bandwidth above 0 and a latency, got {self}")
-
-
-def remote_hosts(
-    host: Host, model_config: ModelConfig, dtype: str, cpu_hosts: int, network_gbps: float
-) -> RemoteHosts | None:
-    """The hosts beside the GPUs' own, of ``cpu_hosts`` in all; None if there is no other.
-
-    Raises:
-        ValueError: there is no host at all, or the network has no bandwidth.
-    """
-    if cpu_hosts < 1:
-        raise ValueError(f"cpu_hosts={cpu_hosts} must be at least 1: the GPUs' own host is one of them")
-    if network_gbps <= 0.0:
-        raise ValueError(f"network_gbps={network_gbps:g} must be above 0")
-    if cpu_hosts == 1:
-        return None
-    bytes_per_row = crossing_bytes_per_row(LayerShape.from_config(model_config), ITEMSIZES[dtype])
-    return RemoteHosts(cpu_hosts - 1, network_gbps * 1e9 / BITS, host["network_latency_us"] * 1e-6, bytes_per_row)
 
 
 def host_shares(used_blocks: int, local_blocks: int, remote_count: int) -> tuple[float, float]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
-from apex.simulator.cpu_hosts import BITS, RemoteHosts, remote_hosts
+from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, remote_hosts
+from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import (
     MODELS_DIR,
     Gpu,
@@ -57,7 +57,7 @@ class PredictedMachine:
         hosts = self.host.name
         if self.remote_hosts is not None:
             hosts = f"{self.cpu_hosts} hosts of {hosts}"
-            gb_s += f" GB/s on each over {self.remote_hosts.bytes_per_s * BITS / 1e9:g} Gb/s"
+            gb_s += f" GB/s on each over {self.remote_hosts.bytes_per_s * BITS_PER_BYTE / 1e9:g} Gb/s"
         else:
             gb_s += " GB/s"
         return f"{self.model_name} ({self.dtype}) on {gpus} and {hosts}, CPU attention at {gb_s}"

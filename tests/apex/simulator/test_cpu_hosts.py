@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.calibrated_profile import hardware_profile
-from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel, host_shares, network_s, remote_hosts
+from apex.simulator.calibrated_profile import hardware_profile, remote_hosts
+from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel, host_shares, network_s
 from apex.simulator.hardware import load_gpu, load_host, load_model_config
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
