@@ -19,7 +19,10 @@ EFFICIENT = 1.09
 GROWTH = 1.25
 """While the batch grows, a chunk is at least this multiple of the steady one."""
 AMORTISED = 10
-"""A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case."""
+"""A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
+
+Where an output token uses up more prompt tokens than that, the multiple is their number: there are few decodes to wait.
+"""
 
 SHORT_QUEUE = 1 / 16
 SHORT_QUEUE_PASSES = 4
@@ -46,11 +49,13 @@ class ChunkSizes:
         efficient = (s for s in SIZES if s <= budget and per_token_s[s - 1] <= EFFICIENT * self.token_s)
         self.efficient = next(efficient, min(budget, SIZES[-1]))
 
-    def largest(self, gpu_attention_s: float) -> int:
+    def largest(self, gpu_attention_s: float, prompt_per_output: float) -> int:
         """Tokens of the largest chunk worth while beside a lane with this attention of a layer, in seconds."""
         times = self._times
         fixed_s = self._linear_s[0] + gpu_attention_s + float(times.ends_s(1)) / times.num_layers
-        amortised = int(self._linear_s.searchsorted(AMORTISED * fixed_s)) + 1
+        amortised = (
+            int(self._linear_s.searchsorted(min(max(AMORTISED, prompt_per_output), 4 * AMORTISED) * fixed_s)) + 1
+        )
         return max(self.efficient, amortised)
 
 
@@ -60,6 +65,8 @@ class PromptNeed:
 
     steady_tokens: float
     """The steady chunk, in tokens."""
+    prompt_per_output: float
+    """Prompt tokens that an output token uses up in the long run."""
     grows: bool
     """Whether more requests should decode."""
     hurries: bool
@@ -115,7 +122,7 @@ def prompt_chunk(
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
     free_tokens = free_prompt_tokens(sizes, lane_decodes, riders)
-    largest = max(sizes.largest(gpu_attention_s), need.steady_tokens)
+    largest = max(sizes.largest(gpu_attention_s, need.prompt_per_output), need.steady_tokens)
     if need.hurries:
         wanted = largest
     elif need.grows:
