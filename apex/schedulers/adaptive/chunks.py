@@ -18,10 +18,11 @@ EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
 GROWTH = 1.25
 """While the batch grows, a chunk is at least this multiple of the steady one."""
-AMORTISED = 10
+AMORTISED, MOST_AMORTISED = 10, 40
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
 
-Where an output token uses up more prompt tokens than that, the multiple is their number: there are few decodes to wait.
+The multiple is the number of prompt tokens to an output token, between these bounds. The more prompt tokens, the fewer
+decodes wait for a large chunk.
 """
 
 SHORT_QUEUE = 1 / 16
@@ -53,10 +54,8 @@ class ChunkSizes:
         """Tokens of the largest chunk worth while beside a lane with this attention of a layer, in seconds."""
         times = self._times
         fixed_s = self._linear_s[0] + gpu_attention_s + float(times.ends_s(1)) / times.num_layers
-        amortised = (
-            int(self._linear_s.searchsorted(min(max(AMORTISED, prompt_per_output), 4 * AMORTISED) * fixed_s)) + 1
-        )
-        return max(self.efficient, amortised)
+        multiple = min(max(AMORTISED, prompt_per_output), MOST_AMORTISED)
+        return max(self.efficient, int(self._linear_s.searchsorted(multiple * fixed_s)) + 1)
 
 
 @dataclass(frozen=True)
