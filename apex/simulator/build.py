@@ -30,17 +30,20 @@ def build_simulated(
     vocab_size: int = 32_000,
     launch_s: float = 0.0,
     interconnect: Interconnect | None = None,
+    believed: ProfileTable | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
     Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
-    requests that end by ``max_tokens``. Scheduler and backend predict from the same table.
+    requests that end by ``max_tokens``. Scheduler and backend predict from the same table,
+    unless ``believed`` is given.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
         num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
+        believed: the table from which the scheduler predicts in place of ``table``, to see what a wrong one costs.
 
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
@@ -53,7 +56,7 @@ def build_simulated(
     backend = SimulatedBackend(PerfModel(table, num_layers), launch_s=launch_s, interconnect=interconnect)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
-    prediction = (PerfModel(table, num_layers), strategy) if found.offloads else ()
+    prediction = (PerfModel(believed or table, num_layers), strategy) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     description = {
         "system": system,

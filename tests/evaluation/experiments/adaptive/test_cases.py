@@ -10,20 +10,15 @@ import yaml
 from apex.perf.model import PerfModel
 from apex.strategy import StrategyConfig
 from evaluation import reproduce_adaptive
-from evaluation.experiments.adaptive_cases import (
-    IDEAS,
-    bound_tokens_per_s,
-    least_makespan_s,
-    make_case_points,
-    with_ratios,
-)
+from evaluation.experiments.adaptive.cases import IDEAS, Selection, make_case_points
+from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.results.paths import EXPERIMENTS_DIR
 
 SETTINGS = yaml.safe_load((EXPERIMENTS_DIR / "adaptive.yaml").read_text())
 
 
 def test_every_case_has_a_point_for_each_system() -> None:
-    points = make_case_points(SETTINGS, quick=True)
+    points = make_case_points(SETTINGS, Selection(quick=True))
     assert len(points) == len({point.key for point in points}) == 25 * 4
     assert max(point.task.lengths.spec.num_requests for point in points) == SETTINGS["quick_num_requests"]
     assert {point.task.system for point in points} == set(SETTINGS["systems"])
@@ -31,7 +26,7 @@ def test_every_case_has_a_point_for_each_system() -> None:
 
 def test_kernels_are_those_of_the_papers_unless_one_is_given() -> None:
     def kernels(**options: object) -> dict[str, str]:
-        points = make_case_points(SETTINGS, cases=["t4-osc-50"], quick=True, **options)
+        points = make_case_points(SETTINGS, Selection(cases=["t4-osc-50"], quick=True, **options))
         return {point.task.system: point.task.hardware.table.identity["cpu_kernel"] for point in points}
 
     assert kernels() == {"swiftllm": "native", "neo": "ispc", "apex": "llamafile", "adaptive": "llamafile"}
@@ -41,14 +36,14 @@ def test_kernels_are_those_of_the_papers_unless_one_is_given() -> None:
 
 def test_a_hand_over_costs_the_lane_of_every_system() -> None:
     for microseconds in (0.0, 50.0):
-        for point in make_case_points(SETTINGS, cases=["t4-osc-50"], quick=True, hand_over_us=microseconds):
+        for point in make_case_points(SETTINGS, Selection(cases=["t4-osc-50"], quick=True, hand_over_us=microseconds)):
             model = PerfModel(point.task.hardware.table, point.task.hardware.num_layers)
             assert model.hand_over_s(1) == model.hand_over_s(300) == pytest.approx(microseconds * 1e-6)
 
 
 @pytest.mark.parametrize("idea", IDEAS)
 def test_an_idea_is_switched_off_in_adaptive_alone(idea: str) -> None:
-    points = make_case_points(SETTINGS, cases=["t4-osc-50"], quick=True, without=idea)
+    points = make_case_points(SETTINGS, Selection(cases=["t4-osc-50"], quick=True, without=idea))
     changed = {
         point.task.system: point.task.values["without"] for point in points if point.task.strategy != StrategyConfig()
     }
@@ -62,29 +57,7 @@ def test_unknown_names_are_refused() -> None:
         ({"hand_over_us": -1.0}, "must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_case_points(SETTINGS, **options)
-
-
-def test_the_best_split_of_the_attention() -> None:
-    """Of all splits, tried one by one, none is better."""
-    for lane in ([(10.0, 1e-3), (0.0, 5e-3)], [(10.0, 1e-3)], [(1e6, 1e-3), (0.0, 5e-3)], [(0.0, 1e-9)]):
-        for cpu_s in (1e-4, 1e-2, 10.0):
-            attended = 10_000
-            tried = [
-                max((attended - y) * cpu_s, *(fixed_s + token_s * y for fixed_s, token_s in lane))
-                for y in range(0, attended + 1, 5)
-            ]
-            assert least_makespan_s(lane, attended, cpu_s) == pytest.approx(min(tried), rel=2e-3)
-            assert least_makespan_s(lane, attended, cpu_s) <= min(tried) * (1 + 1e-6)
-
-
-def test_a_faster_cpu_and_fewer_prompts_raise_the_bound() -> None:
-    names = ("a10-20gbps-u1000-500", "a10-35gbps-u1000-500", "a10-60gbps-u1000-500", "a10-u1000-500")
-    bounds = [
-        bound_tokens_per_s(make_case_points(SETTINGS, cases=[name], systems=["adaptive"], quick=True)[0].task)
-        for name in names
-    ]
-    assert bounds == sorted(bounds) and bounds[-1] > 2 * bounds[0]
+            make_case_points(SETTINGS, Selection(**options))
 
 
 def test_ratios_are_to_the_best_published_system_of_the_case() -> None:
