@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from evaluation.experiments.adaptive.cases import (
     shortened,
 )
 from evaluation.experiments.runner import Point
+from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 
 PLACE = ("kernel", "host_read_gb_s", "output_len")
@@ -37,24 +39,30 @@ def make_map_points(settings: Mapping[str, Any], selection: Selection) -> list[P
     if selection.cases:
         raise ValueError("the map has cells in place of cases: leave out --cases")
     grid = settings["map"]
-    cells = [cell_of(grid, output_len) for output_len in grid["num_requests"]]
-    cells = [shortened(cell, settings) for cell in cells] if selection.quick else cells
     systems = chosen_systems(settings, selection)
+    gpu_only = [system for system in systems if not find_system(system).offloads]
+    hybrid = [system for system in systems if system not in gpu_only]
+    rows = [row_of(grid, output_len) for output_len in grid["num_requests"]]
+    rows = [shortened(row, settings) for row in rows] if selection.quick else rows
+    lengths = {row.case: row.lengths(seed_of(grid, selection)) for row in rows}
     points = []
-    for cell in cells:
-        for system in systems:
-            if not find_system(system).offloads:
-                points.append(cell_point(grid, selection, cell, system))
+    for row in rows:
+        values = {"kernel": None, "host_read_gb_s": None, "bound_tokens_per_s": None}
+        setting = row.paper_setting(None)
+        for system in gpu_only:
+            points.append(
+                case_point((row.case,), case_task(row, setting, system, lengths[row.case], selection, values))
+            )
     for kernel in (selection.kernel,) if selection.kernel else grid["kernels"]:
-        for cell in cells:
+        for row in rows:
+            setting = row.paper_setting(None if kernel == OWN_KERNELS else kernel)
             for read_gb_s in grid["host_read_gb_s"]:
-                for system in systems:
-                    if find_system(system).offloads:
-                        points.append(cell_point(grid, selection, cell, system, kernel, read_gb_s))
+                points += cell_points(row, setting, hybrid, lengths[row.case], selection, kernel, read_gb_s)
     return points
 
 
-def cell_of(grid: Mapping[str, Any], output_len: int) -> Case:
+def row_of(grid: Mapping[str, Any], output_len: int) -> Case:
+    """A row of the map: the cells of an output length, as a case whose CPU is open."""
     return Case(
         case=f"out{output_len}",
         setting=grid["setting"],
@@ -64,25 +72,24 @@ def cell_of(grid: Mapping[str, Any], output_len: int) -> Case:
     )
 
 
-def cell_point(
-    grid: Mapping[str, Any],
+def cell_points(
+    row: Case,
+    setting: PaperSetting,
+    systems: Sequence[str],
+    lengths: Lengths,
     selection: Selection,
-    cell: Case,
-    system: str,
-    kernel: str | None = None,
-    read_gb_s: float | None = None,
-) -> Point:
-    """A system in a cell; without ``kernel`` and ``read_gb_s``, a GPU-only system, which depends on neither."""
-    setting = cell.paper_setting(None if kernel == OWN_KERNELS else kernel)
-    lengths = cell.lengths(seed_of(grid, selection))
-    values: dict[str, Any] = {"kernel": kernel, "host_read_gb_s": read_gb_s, "bound_tokens_per_s": None}
-    names = [cell.case]
-    if read_gb_s is not None:
-        machine = with_host_memory(setting, SUBJECT, read_gb_s)
-        values["bound_tokens_per_s"] = bound_tokens_per_s(case_task(cell, machine, SUBJECT, lengths, selection))
-        setting = with_host_memory(setting, system, read_gb_s)
-        names = [kernel, f"{read_gb_s:g}gbps", cell.case]
-    return case_point(names, case_task(cell, setting, system, lengths, selection, values))
+    kernel: str,
+    read_gb_s: float,
+) -> list[Point]:
+    """The systems in a cell of a row. ``setting`` has the kernels, which the cell's rows call ``kernel``."""
+
+    def task(system: str, **values: Any) -> SimulatedTask:
+        named = {"kernel": kernel, "host_read_gb_s": read_gb_s, **values}
+        return case_task(row, with_host_memory(setting, system, read_gb_s), system, lengths, selection, named)
+
+    bound = bound_tokens_per_s(task(SUBJECT))
+    names = (kernel, f"{read_gb_s:g}gbps", row.case)
+    return [case_point(names, task(system, bound_tokens_per_s=bound)) for system in systems]
 
 
 def with_host_memory(setting: PaperSetting, system: str, read_gb_s: float) -> PaperSetting:

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from evaluation.experiments.adaptive.cases import OWN_KERNELS
 from evaluation.figures.adaptive.tables import subject_rows
 from evaluation.figures.style import FAINT, INK, FigureText, figure_style, panel_title, set_words, words_inches
+from evaluation.figures.words import span_text
 from evaluation.results.folder import FlatRecord
 
 Records = Sequence[FlatRecord]
@@ -108,13 +109,13 @@ def draw_scale(figure: plt.Figure, last: Axes, norm: LogNorm, height: float) -> 
 def map_text(summary: Records, rows: Records) -> FigureText:
     first = rows[0]
     published = " and ".join(dict.fromkeys(row["system"] for row in summary if row["system"] != first["system"]))
-    counts = [row["num_requests"] for row in rows]
+    counts = span_text(sorted(set(row["num_requests"] for row in rows)))
     return FigureText(
         f"{first['system']} over the best of {published.replace(' and ', ', ')} \u2014 SIMULATED",
         "Output tokens/s, all requests at once; above 1 (blue) "
         f"{first['system']} is faster, below 1 (red, bold) another system is\n"
-        f"{first['setting_title']} in {first['host']}; prompts of about {first['input_len']:.0f} tokens",
-        f"Predicted times, nothing measured. {min(counts)} to {max(counts)} requests a cell, lengths uniform within "
+        f"{first['setting_title']} in {first['host']}; prompts of about {round(first['input_len'], -1):.0f} tokens",
+        f"Predicted times, nothing measured. {counts} requests a cell, lengths uniform within "
         f"10% of the mean, seed {first['seed']}. {first['num_gpu_blocks']} GPU blocks of 16 tokens, "
         f"{first['cpu_kv_gb']:g} GB of host memory for KV cache.\n"
         "Own kernels: neo computes CPU attention with ISPC, apex and adaptive with llamafile. A kernel reaches less "

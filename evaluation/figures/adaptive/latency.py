@@ -9,6 +9,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from evaluation.experiments.adaptive.cases import SUBJECT
+from evaluation.experiments.adaptive.latency import RATIOS
 from evaluation.figures.style import (
     FAINT,
     FigureText,
@@ -19,11 +21,14 @@ from evaluation.figures.style import (
     tidy_axes,
     words_inches,
 )
+from evaluation.figures.words import span_text
 from evaluation.results.folder import FlatRecord
 
 Records = Sequence[FlatRecord]
 
 METRICS = (("per_token_latency_s_mean", "mean latency per token (s)"), ("ttft_s_p99", "p99 time to first token (s)"))
+LEAST_DECADES = 1.0
+"""A vertical axis spans at least this, so that small differences look small."""
 CASES_IN_A_ROW = 2
 WIDTH, AXES_HEIGHT = 11.5, 1.35
 LEFT, RIGHT, BETWEEN, BELOW, ABOVE = 0.55, 0.15, 0.6, 0.5, 0.45
@@ -65,6 +70,7 @@ def draw_latency(summary: Records) -> plt.Figure:
             for place, (metric, words) in enumerate(METRICS):
                 ax = next(panels)
                 draw_lines(ax, here, systems, metric)
+                ax.set_xlabel("load", fontsize=8, color=FAINT, labelpad=1)
                 ax.set_title(words, loc="left", fontsize=8, color=FAINT, pad=3)
                 if place == 0:
                     title = {"fontsize": 9.5, "fontweight": "bold", "xytext": (0, 16), "textcoords": "offset points"}
@@ -75,10 +81,23 @@ def draw_latency(summary: Records) -> plt.Figure:
 
 
 def draw_lines(ax: Axes, rows: Records, systems: Sequence[str], metric: str) -> None:
-    for system in systems:
-        points = sorted((row["load"], row[metric]) for row in rows if row["system"] == system and row[metric])
-        if points:
-            ax.plot(*zip(*points, strict=True), color=system_colour(system), marker="o", markersize=3.5, linewidth=1.6)
+    """A line for each system, those drawn first wider; points of `adaptive` are marked with their ratios."""
+    over = f"{RATIOS[metric]}_{rows[0]['loaded_as']}"
+    for place, system in enumerate(systems):
+        here = sorted((row for row in rows if row["system"] == system and row[metric]), key=lambda row: row["load"])
+        wider = len(systems) - 1 - place
+        loads, values = [row["load"] for row in here], [row[metric] for row in here]
+        style = {"marker": "o", "markersize": 3.5 + 1.5 * wider, "linewidth": 1.5 + 1.3 * wider}
+        ax.plot(loads, values, color=system_colour(system), **style)
+        for row in here if system == SUBJECT else ():
+            if row[over]:
+                place_below = {"xytext": (0, -11), "textcoords": "offset points", "ha": "center"}
+                text = f"{row[over]:.2f}\u00d7"
+                ax.annotate(text, (row["load"], row[metric]), fontsize=7, color=system_colour(system), **place_below)
+    values = [row[metric] for row in rows if row[metric]]
+    low, high = math.log10(min(values)), math.log10(max(values))
+    pad = max(0.0, LEAST_DECADES - (high - low)) / 2
+    ax.set_ylim(10 ** (low - pad - 0.25), 10 ** (high + pad + 0.1))
     loads = sorted({row["load"] for row in rows})
     ax.set_xticks(loads, [f"{load:.0%}" for load in loads])
     ax.set_xlim(loads[0] - 0.05, loads[-1] + 0.05)
@@ -91,12 +110,13 @@ def draw_lines(ax: Axes, rows: Records, systems: Sequence[str], metric: str) -> 
 
 def latency_text(summary: Records) -> FigureText:
     first = summary[0]
-    counts = [row["num_requests"] for row in summary]
+    counts = span_text(sorted(set(row["num_requests"] for row in summary)))
     return FigureText(
         "Latency under load \u2014 SIMULATED",
         f"Poisson arrivals; a load of 100% is what {first['loaded_as']} serves when all requests are there at once. "
-        "Lower is better; vertical axes are logarithmic",
-        f"Predicted times, nothing measured. {min(counts)} to {max(counts)} requests a point, seed {first['seed']}. "
+        "Lower is better; vertical axes are logarithmic\n"
+        f"Points of {SUBJECT} are marked with their ratio to {first['loaded_as']}",
+        f"Predicted times, nothing measured. {counts} requests a point, seed {first['seed']}. "
         "Latency per token: a request's time from arrival to its last token, over its output tokens. "
         "At 100% queues grow until the last request has come.",
     )

@@ -1,20 +1,15 @@
-"""The cases of `adaptive`: their points, the bound, the ratios; and the script on two of them."""
+"""The cases of `adaptive`: their points, kernels, names."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import yaml
 
 from apex.perf.model import PerfModel
 from apex.strategy import StrategyConfig
-from evaluation import reproduce_adaptive
-from evaluation.experiments.adaptive.cases import IDEAS, Selection, make_case_points
-from evaluation.experiments.adaptive.ratios import with_ratios
-from evaluation.results.paths import EXPERIMENTS_DIR
+from evaluation.experiments.adaptive.cases import IDEAS, Case, Selection, make_case_points
+from evaluation.experiments.options import experiment_settings
 
-SETTINGS = yaml.safe_load((EXPERIMENTS_DIR / "adaptive.yaml").read_text())
+SETTINGS = experiment_settings("adaptive")
 
 
 def test_every_case_has_a_point_for_each_system() -> None:
@@ -60,33 +55,9 @@ def test_unknown_names_are_refused() -> None:
             make_case_points(SETTINGS, Selection(**options))
 
 
-def test_ratios_are_to_the_best_published_system_of_the_case() -> None:
-    rates = {("a", "neo"): 100.0, ("a", "apex"): 80.0, ("a", "adaptive"): 120.0, ("b", "adaptive"): 50.0}
-    rows = [
-        {"case": case, "system": system, "output_tokens_per_s": rate, "bound_tokens_per_s": 200.0}
-        for (case, system), rate in rates.items()
-    ]
-    completed = with_ratios(["neo", "apex"])(rows)
-    assert [row["ratio_to_best_published"] for row in completed] == [1.0, 0.8, 1.2, None]
-    assert [row["fraction_of_bound"] for row in completed] == [0.5, 0.4, 0.6, 0.25]
-
-
-def test_the_script_writes_a_row_for_each_case_and_system(tmp_path, capsys) -> None:
-    settings = {**SETTINGS, "quick_num_requests": 40, "systems": ["swiftllm", "adaptive"]}
-    config = tmp_path / "adaptive.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    cases = ("a10-20gbps-u1000-100", "t4-osc-50")
-    options = reproduce_adaptive.Options(cases=cases, quick=True, jobs=1, config=config, results_dir=tmp_path)
-    assert reproduce_adaptive.main(options) == 0
-    assert "SIMULATED" in capsys.readouterr().out
-    (summary,) = (tmp_path / "adaptive").glob("[0-9a-f]*/summary.json")
-    rows = json.loads(summary.read_text())
-    assert [(row["case"], row["system"]) for row in rows] == [(c, s) for c in cases for s in settings["systems"]]
-    for row in rows:
-        assert row["backend"] == "simulated" and row["failed"] == 0 and 0 < row["fraction_of_bound"] < 1
-        assert row["ratio_to_best_published"] >= 1.0
-
-
-def test_an_unknown_case_ends_with_the_names_there_are(tmp_path, capsys) -> None:
-    assert reproduce_adaptive.main(reproduce_adaptive.Options(cases=("nothing",), results_dir=tmp_path)) == 2
-    assert "no case nothing" in capsys.readouterr().out
+def test_a_case_is_named_by_its_machine_and_workload() -> None:
+    titles = {raw["case"]: (case := Case(**raw)).title(case.trace()) for raw in SETTINGS["cases"]}
+    assert len(set(titles.values())) == 25
+    assert titles["a10-35gbps-u1000-100"] == "A10, CPU 35 GB/s: 1000 in, 100 out"
+    assert titles["neo-t4-osc-50"] == "T4 (g4dn.4xlarge): OSC, 50 out"
+    assert titles["2xh100-azure-code"] == "2x H100: Azure code"
