@@ -18,7 +18,9 @@ from evaluation.results.folder import FlatRecord
 
 Records = Sequence[FlatRecord]
 
-COLOURS = "RdBu"
+COLOURS = plt.get_cmap("RdBu")
+DARK = 0.55
+"""Lightness of a cell below which its number is white."""
 LEAST_SPAN = 1.1
 """The colours span at least the ratios from 1/LEAST_SPAN to LEAST_SPAN."""
 WIDTH, CELL_HEIGHT = 11.5, 0.36
@@ -82,7 +84,8 @@ def draw_cells(
         for x, value in enumerate(line):
             if math.isnan(value):
                 continue
-            dark = abs(math.log(value)) > 0.62 * math.log(norm.vmax)
+            red, green, blue, _ = COLOURS(norm(value))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < DARK
             weight = "bold" if round(value, 2) < 1 else "normal"
             place = {"ha": "center", "va": "center", "fontsize": 9}
             ax.text(x + 0.5, y + 0.5, f"{value:.2f}", color="white" if dark else INK, fontweight=weight, **place)

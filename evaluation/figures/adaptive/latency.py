@@ -81,8 +81,9 @@ def draw_latency(summary: Records) -> plt.Figure:
 
 
 def draw_lines(ax: Axes, rows: Records, systems: Sequence[str], metric: str) -> None:
-    """A line for each system, those drawn first wider; points of `adaptive` are marked with their ratios."""
+    """A line for each system, those drawn first wider; at the bottom the ratios of `adaptive`."""
     over = f"{RATIOS[metric]}_{rows[0]['loaded_as']}"
+    mark = {"fontsize": 7.5, "color": system_colour(SUBJECT), "ha": "center"}
     for place, system in enumerate(systems):
         here = sorted((row for row in rows if row["system"] == system and row[metric]), key=lambda row: row["load"])
         wider = len(systems) - 1 - place
@@ -91,13 +92,11 @@ def draw_lines(ax: Axes, rows: Records, systems: Sequence[str], metric: str) -> 
         ax.plot(loads, values, color=system_colour(system), **style)
         for row in here if system == SUBJECT else ():
             if row[over]:
-                place_below = {"xytext": (0, -11), "textcoords": "offset points", "ha": "center"}
-                text = f"{row[over]:.2f}\u00d7"
-                ax.annotate(text, (row["load"], row[metric]), fontsize=7, color=system_colour(system), **place_below)
+                ax.text(row["load"], 0.03, f"{row[over]:.2f}\u00d7", transform=ax.get_xaxis_transform(), **mark)
     values = [row[metric] for row in rows if row[metric]]
     low, high = math.log10(min(values)), math.log10(max(values))
     pad = max(0.0, LEAST_DECADES - (high - low)) / 2
-    ax.set_ylim(10 ** (low - pad - 0.25), 10 ** (high + pad + 0.1))
+    ax.set_ylim(10 ** (low - pad - 0.3), 10 ** (high + pad + 0.1))
     loads = sorted({row["load"] for row in rows})
     ax.set_xticks(loads, [f"{load:.0%}" for load in loads])
     ax.set_xlim(loads[0] - 0.05, loads[-1] + 0.05)
@@ -115,8 +114,7 @@ def latency_text(summary: Records) -> FigureText:
         "Latency under load \u2014 SIMULATED",
         f"Poisson arrivals; a load of 100% is what {first['loaded_as']} serves when all requests are there at once. "
         "Lower is better; vertical axes are logarithmic\n"
-        f"Points of {SUBJECT} are marked with their ratio to {first['loaded_as']}",
+        f"Numbers at the bottom of a panel: the latency of {SUBJECT} over that of {first['loaded_as']}",
         f"Predicted times, nothing measured. {counts} requests a point, seed {first['seed']}. "
-        "Latency per token: a request's time from arrival to its last token, over its output tokens. "
-        "At 100% queues grow until the last request has come.",
+        "Latency per token: a request's time from arrival to its last token, over its output tokens.",
     )
