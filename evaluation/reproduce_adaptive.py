@@ -86,7 +86,7 @@ class Options:
 
     part: PartName = "cases"
     """cases: throughput of 25 cases (two minutes on two cores).
-    map: throughput over CPU bandwidth and output length (half an hour on two cores).
+    map: throughput over CPU bandwidth and output length (15 minutes on two cores).
     latency: latency of some cases under load, beside neo and apex.
     wrong-tables: throughput of the cases where the profile table is wrong about CPU attention."""
     cases: Names = None
