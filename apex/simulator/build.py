@@ -32,11 +32,13 @@ def build_simulated(
     launch_s: float = 0.0,
     interconnect: Interconnect | None = None,
     remote_hosts: RemoteHosts | None = None,
+    believed: ProfileTable | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
     Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
-    requests that end by ``max_tokens``. Scheduler and backend predict from the same table.
+    requests that end by ``max_tokens``. Scheduler and backend predict from the same table,
+    unless ``believed`` is given.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
@@ -44,6 +46,7 @@ def build_simulated(
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
+        believed: the table from which the scheduler predicts in place of ``table``, to see what a wrong one costs.
 
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
@@ -54,15 +57,15 @@ def build_simulated(
     strategy = strategy or StrategyConfig()
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
 
-    def model() -> PerfModel:
+    def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""
         if remote_hosts is None:
-            return PerfModel(table, num_layers)
-        return SeveralHostsModel(table, num_layers, remote_hosts, kv)
+            return PerfModel(times, num_layers)
+        return SeveralHostsModel(times, num_layers, remote_hosts, kv)
 
-    backend = SimulatedBackend(model(), launch_s=launch_s, interconnect=interconnect)
+    backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
-    prediction = (model(), strategy) if found.offloads else ()
+    prediction = (model(believed or table), strategy) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     description = {
         "system": system,

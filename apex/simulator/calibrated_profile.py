@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import hypot
 
 from apex.perf.model import Curve, ProfileTable, Surface
@@ -258,6 +259,13 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
 def host_read_gb_s(host: Host) -> float:
     """Read bandwidth of the host's cores: their share of the channels' peak, times the streaming fraction."""
     return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
+
+
+def with_read_gb_s(host: Host, gb_s: float) -> Host:
+    """The host with other memory, from which its cores read ``gb_s``."""
+    peak = host.figures["peak_bandwidth_gb_s"]
+    other = replace(peak, value=peak.value * gb_s / host_read_gb_s(host), status="assumed", origin="varied")
+    return replace(host, figures={**host.figures, "peak_bandwidth_gb_s": other})
 
 
 # -- transfers --------------------------------------------------------------------------------------------------------

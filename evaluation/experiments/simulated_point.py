@@ -60,6 +60,8 @@ class SimulatedTask:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
     stall_timeout_s: float = STALL_TIMEOUT_S
+    believed: ProfileTable | None = None
+    """From which the scheduler predicts, where that is not the hardware's table."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -79,6 +81,7 @@ def build_engine(task: SimulatedTask) -> Engine:
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
+        believed=task.believed,
     )
 
 

@@ -218,6 +218,7 @@ def _described(point: Point, task: SimulatedTask) -> dict[str, Any]:
         "system": task.system,
         "setting": task.values.get("setting"),
         "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},
+        "believed": fingerprint(asdict(task.believed)) if task.believed else None,
         "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
         "limits": asdict(task.limits),
         "strategy": asdict(task.strategy),

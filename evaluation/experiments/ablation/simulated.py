@@ -13,7 +13,7 @@ from apex.replay.metrics import predicted_over_actual
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import chosen_rows
-from evaluation.experiments.adaptive_cases import bound_tokens_per_s
+from evaluation.experiments.adaptive.bound import bound_tokens_per_s
 from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, PointResult
