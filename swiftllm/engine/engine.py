@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, RequestRefused
+from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass
 from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.engine.backend import Backend
 from swiftllm.engine.executor import Executor
@@ -32,6 +32,7 @@ class EngineStats:
 
     iterations: int = 0
     output_tokens: int = 0
+    best_effort_output_tokens: int = 0
     prefill_tokens: int = 0
     duration_s: float = 0.0
     lane_busy_s: float = 0.0
@@ -78,6 +79,7 @@ class Engine:
         self._stats = EngineStats()
         self._arrivals = itertools.count()
         self._num_empty_plans = 0
+        self.has_best_effort = False  # whether there has been a best-effort request
         self._ended: list[RequestOutput] = []  # outputs of aborted requests, for the next step to return
         self._running_plan: IterationPlan | None = None
         self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step; None if it had no work
@@ -92,13 +94,14 @@ class Engine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_s: float | None = None,
+        service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
     ) -> Request:
         """Check and queue a request. ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
+        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s, service_class)
         self.queue_request(request)
         return request
 
@@ -108,6 +111,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_s: float | None = None,
+        service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
     ) -> Request:
         """A checked request for :meth:`queue_request`. Reads only what never changes, so any thread may call this.
 
@@ -128,7 +132,15 @@ class Engine:
                 message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
                 raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s
-        request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            self._eos_token_ids,
+            arrival_s,
+            next(self._arrivals),
+            service_class=service_class,
+        )
         self.scheduler.check_request(request)
         return request
 
@@ -139,6 +151,7 @@ class Engine:
             RequestRefused: its id is in use.
         """
         self.scheduler.add_request(request)
+        self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its state. The next step returns its output so far. False: no such request."""
@@ -179,6 +192,9 @@ class Engine:
                 request.logprobs.append(logprob)
         touched = self.scheduler.apply_result(plan, result)
         self._stats.record_iteration(plan, result)
+        if self.has_best_effort:
+            of_class = [request for request in touched if request.service_class is ServiceClass.BEST_EFFORT]
+            self._stats.best_effort_output_tokens += len(of_class)
         self.last_iteration = (plan, result)
         return touched
 
