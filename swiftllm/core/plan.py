@@ -91,6 +91,9 @@ class IterationPlan:
     ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are the
     ids of requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
     ``predicted`` holds the predictions behind the plan, in seconds, for logs and figures.
+
+    An iteration without a lane lasts until all its cohorts have their tokens, since waiting delays nothing. With a
+    ``time_limit_s`` it ends after so many seconds, and cohorts stay where they are: a request may arrive meanwhile.
     """
 
     strategy: Strategy = Strategy.GPU_ONLY
@@ -100,6 +103,7 @@ class IterationPlan:
     swaps: tuple[Swap, ...] = ()
     leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
+    time_limit_s: float | None = None
 
     @cached_property
     def lane(self) -> tuple[LaneItem, ...]:

@@ -97,6 +97,9 @@ class OverlapExecutor:
             if tokens is not None:
                 run.tokens.update(tokens)
                 layers = range(0)
+        elif lane is None and plan.time_limit_s is not None:
+            self._advance(steppers + [cohort for cohort, _ in riders], start_s + plan.time_limit_s, run)
+            layers = range(0)
         for layer in layers:
             riding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
             self._cross(layer, lane, riding, run)
@@ -161,6 +164,19 @@ class OverlapExecutor:
         self._wait(cohort, run)
         self._cross(cohort.layer, None, [cohort], run)
         self._submit_next(cohort)
+
+    def _advance(self, cohorts: Sequence[Cohort], end_s: float, run: _Run) -> None:
+        """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
+
+        It ends late by one ticket at most. Each ticket is waited for in its turn, so that no cohort stays behind.
+        """
+        queue = list(cohorts)
+        while queue and self.backend.now() < end_s:
+            cohort = next(filter(_is_ready, queue), queue[0])
+            queue.remove(cohort)
+            self._step(cohort, run)
+            if cohort.layer < self.backend.num_layers:
+                queue.append(cohort)
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
         """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""

@@ -1,0 +1,7 @@
+"""OmniServe: latency-sensitive requests within their targets, best-effort requests with what is left."""
+
+from apex.schedulers.omniserve.llumnix import LlumnixScheduler
+from apex.schedulers.omniserve.sarathi import SarathiScheduler
+from apex.schedulers.omniserve.scheduler import OmniServeScheduler
+
+__all__ = ["LlumnixScheduler", "OmniServeScheduler", "SarathiScheduler"]
