@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import RequestOutput, SamplingParams
+from swiftllm.core.request import RequestOutput, SamplingParams, ServiceClass
 from swiftllm.model.hub import model_folder
 from swiftllm.systems import build_engine
 
@@ -36,12 +36,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        service_class: ServiceClass | str | Sequence[ServiceClass | str] = ServiceClass.LATENCY_SENSITIVE,
     ) -> list[RequestOutput]:
         """Complete the prompts (texts, or lists of token ids) and return their outputs in the same order.
 
+        ``service_class`` is "latency-sensitive" or "best-effort": for all prompts, or a list with one for each.
+
         Raises:
             RequestRefused: one of the prompts can never be served; then none of them has been started.
-            ValueError: the numbers of prompts and sampling parameters differ, or a text comes without a tokenizer.
+            ValueError: there are more or fewer sampling parameters or classes than prompts, a class is unknown, or a
+                text comes without a tokenizer.
         """
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
             prompts = [prompts]
@@ -49,11 +53,17 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling parameters")
+        if isinstance(service_class, (str, ServiceClass)):
+            service_class = [service_class] * len(prompts)
+        if len(service_class) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(service_class)} service classes")
+        classes = [ServiceClass(name) for name in service_class]
         final: dict[str, RequestOutput | None] = {}
         try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
+            for prompt, params, of_class in zip(prompts, sampling_params, classes, strict=True):
                 token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
-                request = self.engine.add_request(f"generate-{next(self._ids)}", token_ids, params)
+                request_id = f"generate-{next(self._ids)}"
+                request = self.engine.add_request(request_id, token_ids, params, service_class=of_class)
                 final[request.request_id] = None
             while None in final.values():
                 final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})

@@ -15,7 +15,7 @@ from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult, Strategy
-from swiftllm.core.request import FinishReason, Request, Tier
+from swiftllm.core.request import FinishReason, Request, ServiceClass, Tier
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.plan_draft import PlanDraft
 from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -89,13 +89,15 @@ class OffloadScheduler(Scheduler, ABC):
         if not self._may_offload():
             return super().schedule()
         self._iteration += 1
-        draft = PlanDraft(self.limits.max_num_batched_tokens)
-        self._schedule_gpu_decodes(draft)
-        self._swap_in(draft)
-        ready = self._ready_cpu_decodes(draft)
-        self._schedule_running_prefills(draft)
-        self._admit(draft)
-        return self.decide(draft, ready)
+        draft = self._new_draft()
+        ready: list[Request] = []
+        for service_class in ServiceClass:
+            self._schedule_gpu_decodes(draft, service_class)
+            self._swap_in(draft, service_class)
+            ready += self._ready_cpu_decodes(draft, service_class)
+            self._schedule_running_prefills(draft, service_class)
+            self._admit(draft, service_class)
+        return self.decide(draft, CpuDecodes(ready, self._overdue(ready)))
 
     @abstractmethod
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
@@ -135,42 +137,29 @@ class OffloadScheduler(Scheduler, ABC):
 
     # -- CPU decodes ------------------------------------------------------------------------------------------------
 
-    def _ready_cpu_decodes(self, draft: PlanDraft) -> CpuDecodes:
-        """CPU requests between two tokens with room for the next one, oldest first."""
-        queue = self.decoding[Tier.CPU]
-        resting = [request for request in queue if request.cohort_id is None] if self._cohorts else list(queue)
+    def _ready_cpu_decodes(self, draft: PlanDraft, service_class: ServiceClass) -> list[Request]:
+        """CPU requests of a class between two tokens with room for the next one, oldest first."""
+        resting = self.decoding[Tier.CPU].of_class(service_class)
+        if self._cohorts:
+            resting = [request for request in resting if request.cohort_id is None]
         growing = out_of_blocks(resting)
         if not self.kv.allocate_block_each(growing, Tier.CPU):
             for request in growing:
                 if request.tier is Tier.CPU:  # growth of an older request may have evicted it
                     self._grow_on_cpu(request, draft)
             resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
-        return CpuDecodes(resting, self._overdue(resting))
+        return resting
 
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
         """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
         while not self.kv.allocate_slots(request, request.num_tokens):
-            younger = self._younger_cpu_requests(request)
+            younger = self._evictable_for(request)
             if not younger:
                 return
             self._recompute(younger[-1], draft)
 
-    def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
-        """Give a GPU request room in the CPU tier, evicting younger requests there if that suffices."""
-        missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
-        victims = []
-        for victim in reversed(self._younger_cpu_requests(request)):
-            if missing <= 0:
-                break
-            victims.append(victim)
-            missing -= self.kv.num_held(victim)
-        if missing > 0:
-            return False
-        for victim in victims:
-            self._recompute(victim, draft)
-        return True
-
-    def _younger_cpu_requests(self, request: Request) -> list[Request]:
+    def _evictable_for(self, request: Request) -> list[Request]:
+        """The younger requests of the CPU tier that are at rest, in order."""
         return [r for r in self.running[Tier.CPU].younger_than(request) if self._at_rest(r)]
 
     def _overdue(self, resting: Sequence[Request]) -> Request | None:

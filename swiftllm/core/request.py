@@ -37,6 +37,19 @@ class Tier(enum.Enum):
         return Tier.CPU if self is Tier.GPU else Tier.GPU
 
 
+class ServiceClass(enum.Enum):
+    """How urgent a request is. The classes are in order of service: schedulers serve the first before the second."""
+
+    LATENCY_SENSITIVE = "latency-sensitive"
+    BEST_EFFORT = "best-effort"  # uses what latency-sensitive requests leave, and is preempted for them
+
+    __hash__ = object.__hash__  # as for Tier
+
+    @property
+    def rank(self) -> int:
+        return 0 if self is ServiceClass.LATENCY_SENSITIVE else 1
+
+
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # holds no blocks: new, or preempted by recompute
     RUNNING = "running"  # holds blocks in one tier: prefilling or decoding
@@ -95,6 +108,7 @@ class Request:
     ``num_tokens`` counts prompt and output. It is stored because schedulers read it a thousand times an iteration.
     ``num_uncomputed`` of these tokens have no K and V in the cache: all at first, only the newest during decoding.
     ``num_kv_slots`` is the number of tokens that the request's blocks can hold; the KV cache manager updates it.
+    ``arrival_order`` is the rank of the service class, then the arrival index: requests are served in this order.
 
     An iteration touches up to a thousand requests, and cache misses dominate that time. So the class has slots, and
     the fields needed for every token are adjacent.
@@ -127,11 +141,14 @@ class Request:
     num_preemptions: int = 0
     finish_s: float | None = None
     tier_history: list[tuple[float, str]] = field(default_factory=list)
+    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    arrival_order: tuple[int, int] = field(init=False)
     _token_counts: TokenCounts | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_uncomputed = len(self.prompt_token_ids) + len(self.output_token_ids)
         self._most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
+        self.arrival_order = (self.service_class.rank, self.arrival_index)
         eos, others = self.eos_token_ids, self.sampling.stop_token_ids
         if self.sampling.ignore_eos:
             self._stop_token_ids = NO_TOKENS

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, RequestRefused
+from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass
 from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.engine.backend import Backend
 from swiftllm.engine.executor import Executor
@@ -92,13 +92,14 @@ class Engine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_s: float | None = None,
+        service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
     ) -> Request:
         """Check and queue a request. ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s)
+        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s, service_class)
         self.queue_request(request)
         return request
 
@@ -108,6 +109,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_s: float | None = None,
+        service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
     ) -> Request:
         """A checked request for :meth:`queue_request`. Reads only what never changes, so any thread may call this.
 
@@ -128,7 +130,15 @@ class Engine:
                 message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
                 raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s
-        request = Request(request_id, prompt, sampling, self._eos_token_ids, arrival_s, next(self._arrivals))
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            self._eos_token_ids,
+            arrival_s,
+            next(self._arrivals),
+            service_class=service_class,
+        )
         self.scheduler.check_request(request)
         return request
 

@@ -5,33 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, Strategy, Swap
-from swiftllm.core.request import Request
+from swiftllm.core.request import Request, Tier
 
 
 class PlanDraft:
-    """An iteration plan that a scheduler is still adding to."""
+    """An iteration plan that a scheduler is still adding to.
+
+    ``tokens_left`` limits what is added. ``prompt_limit`` limits prompt tokens beside that; schedulers may lower it.
+    """
 
     def __init__(self, token_budget: int) -> None:
         self.decodes: list[Request] = []
         self.prefills: list[LaneItem] = []
         self.swaps: list[Swap] = []
-        self.tokens_left = token_budget
+        self.tokens_left = self.prompt_limit = token_budget
         self.admitted: set[str] = set()  # requests that left the waiting queue for this plan
+        self.recomputed: list[Request] = []  # requests that lost their blocks to others
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
         self.decodes += requests
         self.tokens_left -= len(requests)
 
+    @property
+    def prompt_tokens_left(self) -> int:
+        return min(self.tokens_left, self.prompt_limit)
+
     def add_prefill(self, request: Request) -> None:
         """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows."""
-        num_tokens = min(request.num_uncomputed, self.tokens_left)
+        num_tokens = min(request.num_uncomputed, self.prompt_tokens_left)
         if num_tokens > 0:
             self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
             self.tokens_left -= num_tokens
+            self.prompt_limit -= num_tokens
 
     def remove_prefill(self, item: LaneItem) -> None:
         self.prefills.remove(item)
         self.tokens_left += item.num_tokens
+        self.prompt_limit += item.num_tokens
+
+    @property
+    def swap_source(self) -> Tier | None:
+        """The tier that the swaps leave. All go in one direction, so that a backend may copy them at once."""
+        return self.swaps[0].source if self.swaps else None
 
     def build_plan(
         self,

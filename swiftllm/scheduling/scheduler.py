@@ -3,15 +3,27 @@
 All queues are in order of arrival. The oldest request is served first and preempted last, so it always makes progress
 and no request starves. A request preempted on the GPU moves to the CPU tier if that has room. Else its blocks are
 freed, and it is computed again later.
+
+Best-effort requests count as younger than all latency-sensitive ones. An iteration is planned for the latency-sensitive
+requests first, as if there were no others: those are preempted where they hold blocks or seats that are needed. Then it
+is planned for the best-effort requests, with what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import FinishReason, Request, RequestRefused, RequestStatus, Tier, append_tokens
+from swiftllm.core.request import (
+    FinishReason,
+    Request,
+    RequestRefused,
+    RequestStatus,
+    ServiceClass,
+    Tier,
+    append_tokens,
+)
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
@@ -110,13 +122,19 @@ class Scheduler:
 
     def schedule(self) -> IterationPlan:
         """Plan the next iteration. Allocates its blocks and updates the queues; the caller must run the plan."""
-        draft = PlanDraft(self.limits.max_num_batched_tokens)
-        self._schedule_gpu_decodes(draft)
-        self._swap_in(draft)
-        self._schedule_running_prefills(draft)
-        if not self.running[Tier.CPU]:  # preempted requests are older than waiting ones
-            self._admit(draft)
+        draft = self._new_draft()
+        for service_class in ServiceClass:
+            self._schedule_gpu_decodes(draft, service_class)
+            self._swap_in(draft, service_class)
+            self._schedule_running_prefills(draft, service_class)
+            stored = self.running[Tier.CPU]
+            if not stored or stored[0].service_class.rank > service_class.rank:
+                self._admit(draft, service_class)  # preempted requests of a class are older than its waiting ones
         return draft.build_plan()
+
+    def _new_draft(self) -> PlanDraft:
+        self._gpu_blocks_promised = 0
+        return PlanDraft(self.limits.max_num_batched_tokens)
 
     def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
         """Apply the result of a plan. Returns the requests that got a token."""
@@ -138,9 +156,8 @@ class Scheduler:
 
     # -- GPU decodes and their blocks -------------------------------------------------------------------------------
 
-    def _schedule_gpu_decodes(self, draft: PlanDraft) -> None:
-        queue = self.decoding[Tier.GPU]
-        decodes = queue[: draft.tokens_left]
+    def _schedule_gpu_decodes(self, draft: PlanDraft, service_class: ServiceClass) -> None:
+        decodes = self.decoding[Tier.GPU].of_class(service_class)[: draft.tokens_left]
         growing = out_of_blocks(decodes)
         if not self.kv.allocate_block_each(growing, Tier.GPU):
             for request in growing:
@@ -160,14 +177,30 @@ class Scheduler:
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
         """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
-        if can_hold(self.kv, Tier.CPU, request) and self._make_cpu_room(request, draft):
+        may_move = draft.swap_source is not Tier.CPU and can_hold(self.kv, Tier.CPU, request)
+        if may_move and self._make_cpu_room(request, draft):
             self._move(request, Tier.CPU, draft)
         else:
             self._recompute(request, draft)
 
     def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether the CPU tier has room for the blocks of a GPU request now."""
-        return self.kv.num_held(request) <= self.kv.num_free(Tier.CPU)
+        """Give a GPU request room in the CPU tier, evicting requests there if that suffices."""
+        missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
+        victims = []
+        for victim in reversed(self._evictable_for(request)):
+            if missing <= 0:
+                break
+            victims.append(victim)
+            missing -= self.kv.num_held(victim)
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._recompute(victim, draft)
+        return True
+
+    def _evictable_for(self, request: Request) -> list[Request]:
+        """Requests of the CPU tier that may lose their blocks to a GPU request that is pushed out."""
+        return self._yielding(Tier.CPU, request)
 
     def _move(self, request: Request, target: Tier, draft: PlanDraft) -> None:
         source = request.tier
@@ -179,6 +212,7 @@ class Scheduler:
 
     def _recompute(self, request: Request, draft: PlanDraft) -> None:
         draft.swaps = [swap for swap in draft.swaps if swap.request is not request]  # this plan may have moved it
+        draft.recomputed.append(request)
         self._requeue(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -197,26 +231,29 @@ class Scheduler:
         self.running[request.tier].remove_request(request)
         (self.prefilling if request.is_prefilling else self.decoding[request.tier]).remove_request(request)
 
-    def _swap_in(self, draft: PlanDraft) -> None:
-        """Move the oldest CPU requests back while GPU blocks are free, and decode them in this iteration.
+    def _swap_in(self, draft: PlanDraft, service_class: ServiceClass) -> None:
+        """Move the oldest CPU requests of a class back while there is room, and decode them in this iteration.
 
         A request with CPU attention under way is called back first. Its GPU blocks are reserved for it until then.
         """
-        self._gpu_blocks_promised = 0
-        if draft.swaps or Tier.GPU not in self.decode_tiers:  # this plan preempted a request: the GPU is full
+        if Tier.GPU not in self.decode_tiers or draft.swap_source is Tier.GPU:  # pushed some out: the GPU is full
             return
-        for request in list(self.running[Tier.CPU]):
-            if draft.tokens_left < 1 or not self._has_room(Tier.GPU, num_blocks=1):
+        for request in self.running[Tier.CPU].of_class(service_class):
+            if draft.tokens_left < 1 or not self._finds_room(Tier.GPU, request, num_blocks=1):
                 break
             if not can_hold(self.kv, Tier.GPU, request):
                 continue
             num_blocks = self.kv.blocks_for(request.num_tokens)
-            if not self._has_room(Tier.GPU, num_blocks):
+            if not self._finds_room(Tier.GPU, request, num_blocks):
                 break
             if not self._at_rest(request):
                 self._call_back(request)
                 self._gpu_blocks_promised += num_blocks + 1
                 continue
+            if not self._has_room(Tier.GPU, num_blocks):  # others make way first; it follows in the next iteration
+                if not draft.swaps:
+                    self._make_way(Tier.GPU, request, num_blocks, draft)
+                break
             self._move(request, Tier.GPU, draft)
             self.kv.allocate_slots(request, request.num_tokens)
             if not request.is_prefilling:
@@ -230,32 +267,72 @@ class Scheduler:
         """Take a request out of its cohort as soon as its blocks may be moved. The work on its next token is lost."""
         raise NotImplementedError("a GPU-only scheduler has no CPU attention under way between iterations")
 
-    def _has_room(self, tier: Tier, num_blocks: int) -> bool:
-        """Whether the tier can take ``num_blocks`` and keep one more block for each request in it.
+    # -- room for a request that enters a tier ----------------------------------------------------------------------
+
+    def _has_room(self, tier: Tier, num_blocks: int, without: Sequence[Request] = ()) -> bool:
+        """Whether the tier, once requests ``without`` are gone, can take ``num_blocks`` and one more block for each
+        request in it.
 
         Without that reserve, a decode of the next iteration could preempt the request just added.
         """
         promised = self._gpu_blocks_promised if tier is Tier.GPU else 0
-        return num_blocks + len(self.running[tier]) + promised <= self.kv.num_free(tier)
+        reserved = len(self.running[tier]) - len(without) + promised
+        return num_blocks + reserved <= self._num_free(tier, without)
+
+    def _num_free(self, tier: Tier, without: Sequence[Request]) -> int:
+        return self.kv.num_free(tier) + sum(map(self.kv.num_held, without))
+
+    def _yielding(self, tier: Tier, request: Request) -> list[Request]:
+        """The requests of the tier that can make way at once for a request of a more urgent class, in order."""
+        return [other for other in self.running[tier].below_class(request.service_class) if self._at_rest(other)]
+
+    def _finds_room(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+        """Whether a request may enter the tier, once the requests that yield to it have made way."""
+        if not self._has_room(tier, num_blocks, self._yielding(tier, request)):
+            return False
+        return tier is not Tier.GPU or not self._gpu_is_wanted_before(request.service_class)
+
+    def _gpu_is_wanted_before(self, service_class: ServiceClass) -> bool:
+        """Whether a request of a more urgent class is waiting or could move back to the GPU."""
+        wanting = (*self.waiting[:1], *self.running[Tier.CPU].above_class(service_class))
+        return any(r.service_class.rank < service_class.rank and can_hold(self.kv, Tier.GPU, r) for r in wanting)
+
+    def _make_way(self, tier: Tier, request: Request, num_blocks: int, draft: PlanDraft) -> None:
+        """Preempt requests that yield, the youngest first, until a request that ``_finds_room`` has it."""
+        for victim in reversed(self._yielding(tier, request)):
+            if self._has_room(tier, num_blocks):
+                break
+            (self._push_out if tier is Tier.GPU else self._recompute)(victim, draft)
+
+    def _take_seat(self, request: Request, draft: PlanDraft) -> bool:
+        """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it."""
+        if sum(map(len, self.running.values())) < self.limits.max_num_seqs:
+            return True
+        yielding = [other for tier in Tier for other in self._yielding(tier, request)]
+        if yielding:
+            self._recompute(max(yielding, key=arrival_order), draft)
+        return bool(yielding)
 
     # -- prefills ---------------------------------------------------------------------------------------------------
 
-    def _schedule_running_prefills(self, draft: PlanDraft) -> None:
+    def _schedule_running_prefills(self, draft: PlanDraft, service_class: ServiceClass) -> None:
         for tier in self.decode_tiers:
-            for request in self.prefilling:
+            for request in self.prefilling.of_class(service_class):
                 if request.tier is tier:
                     draft.add_prefill(request)
 
-    def _admit(self, draft: PlanDraft) -> None:
-        """Start waiting requests, oldest first. The first one without room blocks those behind it."""
-        num_running = sum(map(len, self.running.values()))
-        while self.waiting and draft.tokens_left > 0 and num_running < self.limits.max_num_seqs:
+    def _admit(self, draft: PlanDraft, service_class: ServiceClass) -> None:
+        """Start waiting requests of a class, oldest first. The first one without room blocks those behind it."""
+        while self.waiting and draft.prompt_tokens_left > 0:
             request = self.waiting[0]
+            if request.service_class is not service_class:
+                break
             num_tokens = self._tokens_to_hold(request, draft)
             num_blocks = self.kv.blocks_for(num_tokens)
             tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
-            if tier is None:
+            if tier is None or not self._take_seat(request, draft):
                 break
+            self._make_way(tier, request, num_blocks, draft)
             self.waiting.remove_request(request)
             request.status, request.tier = RequestStatus.RUNNING, tier
             self.kv.allocate_slots(request, num_tokens)
@@ -264,7 +341,6 @@ class Scheduler:
             self._note_tier(request)
             draft.admitted.add(request.request_id)
             draft.add_prefill(request)
-            num_running += 1
 
     def _tokens_to_hold(self, request: Request, draft: PlanDraft) -> int:
         """Tokens for which a starting request gets blocks: all of its tokens."""
@@ -273,7 +349,7 @@ class Scheduler:
     def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         # A request may outgrow the GPU tier if the CPU tier can hold it then. It must never outgrow the CPU tier.
         fits_later = any(can_hold(self.kv, t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
-        return fits_later and self._has_room(tier, num_blocks)
+        return fits_later and self._finds_room(tier, request, num_blocks)
 
     # -- the end of a request ---------------------------------------------------------------------------------------
 

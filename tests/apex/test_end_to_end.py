@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Strategy
-from swiftllm.core.request import Request, TokenLogprob
+from swiftllm.core.request import Request, ServiceClass, TokenLogprob
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.files import cache_dir
 from swiftllm.sampling.sampler import Sampler
@@ -79,7 +80,12 @@ def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_t
 
 
 def run(
-    model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], **pools: int
+    model_dir: Path,
+    variant: str,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    classes: Iterable[ServiceClass] = itertools.repeat(ServiceClass.LATENCY_SENSITIVE),
+    **pools: int,
 ):
     system, strategy, synchronous = VARIANTS[variant]
     config = EngineConfig(
@@ -89,8 +95,8 @@ def run(
     for tensor in engine.backend.kv_pools.tensors.values():
         tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
     requests = [
-        engine.add_request(str(i), prompt, sampling)
-        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        engine.add_request(str(i), prompt, sampling, service_class=service_class)
+        for i, prompt, sampling, service_class in zip(itertools.count(), prompts, samplings, classes, strict=False)
     ]
     for _ in range(20_000):
         if not engine.has_unfinished():
@@ -119,6 +125,16 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     assert outputs == expected
     if variant not in ("vllm", "swiftllm"):
         assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_requests_of_both_classes_equal_transformers(tiny, variant: str) -> None:
+    model_dir, prompts, expected = tiny
+    classes = random.Random(7).choices(list(ServiceClass), k=32)
+    pools = {"block_size": 4, "num_gpu_blocks": 60, "num_cpu_blocks": 1000}
+    requests, _ = run(model_dir, variant, prompts[:32], [SamplingParams(24)] * 32, classes, **pools)
+    assert [tuple(request.output_token_ids) for request in requests] == expected[:32]
+    assert [request.service_class for request in requests] == classes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, SteppingRule, Strategy
-from swiftllm.core.request import FinishReason, Request, Tier
+from swiftllm.core.request import FinishReason, Request, ServiceClass, Tier
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.plan_draft import PlanDraft
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -100,16 +100,16 @@ class AdaptiveScheduler(OffloadScheduler):
 
     # -- the choice of a mode and of the prompt chunk ---------------------------------------------------------------
 
-    def _schedule_running_prefills(self, draft: PlanDraft) -> None:
-        if self._may_offload():
-            chunk = self._choose(draft)
+    def _schedule_running_prefills(self, draft: PlanDraft, service_class: ServiceClass) -> None:
+        if self._may_offload() and service_class is ServiceClass.LATENCY_SENSITIVE:  # once for both classes
+            chunk = self._choose()
             if not self.config.disable_prompt_chunks:
-                draft.tokens_left = min(draft.tokens_left, chunk)
-        super()._schedule_running_prefills(draft)
+                draft.prompt_limit = min(draft.prompt_limit, chunk)
+        super()._schedule_running_prefills(draft, service_class)
 
-    def _choose(self, draft: PlanDraft) -> int:
+    def _choose(self) -> int:
         """Choose the mode, unless the last choice still stands. Returns the most prompt tokens of this iteration."""
-        on_gpu, on_cpu = draft.decodes, self.decoding[Tier.CPU]
+        on_gpu, on_cpu = self.decoding[Tier.GPU][: self.limits.max_num_batched_tokens], self.decoding[Tier.CPU]
         gpu_context, queue = context_tokens(on_gpu), len(self.waiting) + len(self.prefilling)
         load = self._load(len(on_gpu), gpu_context, len(on_cpu), context_tokens(on_cpu), queue)
         if self._choice is None or not self._choice.rests_on(load.sizes()):

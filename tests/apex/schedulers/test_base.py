@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import SteppingRule, Strategy
-from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.core.request import SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.plan_draft import PlanDraft
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
@@ -97,8 +97,8 @@ def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobod
     scheduler._push_out(older, PlanDraft(token_budget=64))
     scheduler._start_cohort([older], SteppingRule.RIDE_IF_READY)
     engine.kv.allocators[Tier.GPU].allocate(5)
-    scheduler._swap_in(draft)
+    scheduler._swap_in(draft, ServiceClass.LATENCY_SENSITIVE)
     assert older.request_id in scheduler._leaving  # it comes as soon as its attention is done, and takes 2 of 3 blocks
     newcomer = engine.add_request("newcomer", [2] * 3, up_to(2))
-    scheduler._admit(draft)
+    scheduler._admit(draft, ServiceClass.LATENCY_SENSITIVE)
     assert newcomer.tier is Tier.CPU

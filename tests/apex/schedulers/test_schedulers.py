@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,7 @@ from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.neo import NeoScheduler
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import Strategy
-from swiftllm.core.request import RequestRefused, SamplingParams, Tier
+from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.scheduling.plan_draft import PlanDraft
 from swiftllm.scheduling.scheduler import Scheduler
@@ -19,6 +20,7 @@ from swiftllm.systems import find_system, systems
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
+LS, BE = ServiceClass
 SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex", "adaptive")
 # How fast the CPU is against the lane decides which strategy the rules take: hopeless, comparable, ample.
 TABLES = {
@@ -61,7 +63,16 @@ def check_queues(scheduler: Scheduler) -> None:
         assert all(request in scheduler.decoding[Tier.CPU] for request in called_back)
 
 
-def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, longest: int = 40) -> dict:
+def drive(
+    engine,
+    rng: random.Random,
+    num_requests: int,
+    *,
+    abort_share: float,
+    longest: int = 40,
+    best_effort_share: float = 0.0,
+    check: Callable[[Scheduler], None] = check_queues,
+) -> dict:
     """Random arrivals and aborts until all is done; checks each output and that both pools end empty."""
     wanted, aborted, finished = {}, set(), {}
     refused = steps = 0
@@ -72,7 +83,10 @@ def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, 
             prompt, sampling = make_request(rng, longest, longest)
             request_id = f"r{len(wanted) + refused}"
             try:
-                engine.add_request(request_id, prompt, sampling)
+                service_class = LS
+                if best_effort_share and rng.random() < best_effort_share:
+                    service_class = BE
+                engine.add_request(request_id, prompt, sampling, service_class=service_class)
                 wanted[request_id] = expected_output(prompt, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
             except RequestRefused as error:
                 assert "tier" in str(error)
@@ -87,7 +101,7 @@ def drive(engine, rng: random.Random, num_requests: int, *, abort_share: float, 
             if output.finished:
                 assert output.request_id not in finished
                 finished[output.request_id] = output
-        check_queues(engine.scheduler)
+        check(engine.scheduler)
     for _ in range(100):  # blocks of aborted requests come back as soon as no CPU attention needs them
         if not engine.has_unfinished():
             break

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.core.request import Request, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.plan_draft import PlanDraft
 from tests.reference.fake_engine import fake_engine
+
+LS = ServiceClass.LATENCY_SENSITIVE
 
 
 def pushed_out(engine: Engine, *prompt_lens: int) -> list[Request]:
@@ -33,7 +35,7 @@ def test_it_comes_back_with_one_token_left_in_the_budget_and_not_with_none() -> 
         engine = fake_engine("swiftllm", num_gpu_blocks=20, num_cpu_blocks=20)
         requests = pushed_out(engine, 7, 7)
         draft = PlanDraft(token_budget=budget)
-        engine.scheduler._swap_in(draft)
+        engine.scheduler._swap_in(draft, LS)
         assert [request.tier for request in requests] == tiers
 
 
@@ -41,8 +43,8 @@ def test_a_younger_one_does_not_overtake_an_older_one_that_finds_no_room() -> No
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=20)
     older, younger = pushed_out(engine, 15, 3)
     blocker = engine.kv.allocators[Tier.GPU].allocate(5)
-    engine.scheduler._swap_in(PlanDraft(token_budget=64))
+    engine.scheduler._swap_in(PlanDraft(token_budget=64), LS)
     assert older.tier is younger.tier is Tier.CPU  # they need 4 blocks and 1, and 3 are free
     engine.kv.allocators[Tier.GPU].free(blocker)
-    engine.scheduler._swap_in(PlanDraft(token_budget=64))
+    engine.scheduler._swap_in(PlanDraft(token_budget=64), LS)
     assert older.tier is younger.tier is Tier.GPU
