@@ -57,7 +57,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._next_look = 0  # the iteration of the next search for a CPU request that was left out too long
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
-        is_corrected = self._may_offload() and not config.disable_online_correction
+        is_corrected = self._predicts and not config.disable_online_correction
         self._correction = OnlineCorrection(model) if is_corrected else None
 
     def _empty_queues(self) -> None:
@@ -69,6 +69,11 @@ class OffloadScheduler(Scheduler, ABC):
         return self.config.strategy != "gpu-only"
 
     # -- predictions ------------------------------------------------------------------------------------------------
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether decisions rest on predicted times."""
+        return self._may_offload()
 
     @property
     def prediction_factors(self) -> Mapping[str, float]:

@@ -119,7 +119,7 @@ class OmniServeScheduler(OffloadScheduler):
         draft = self._new_draft()
         self._schedule_gpu_decodes(draft, URGENT)
         self._add_prompts(draft, URGENT, {})
-        decodes = self._grow_gpu_decodes(draft, REST)
+        decodes = self._grown_gpu_decodes(draft, REST)
         ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
         riding, starting = self._choose_riders(draft, ready)
         riders = _rows(riding, starting)
