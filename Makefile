@@ -19,7 +19,7 @@ help:   ## list the targets
 setup:  ## virtual environment, packages, ISPC, native build, model
 	@scripts/setup.sh
 
-fig5: setup  ## replay the traces under swiftllm, neo and apex, and draw Figure 5
+fig5: setup  ## replay the traces under swiftllm, neo, apex and adaptive, and draw Figure 5
 	$(RUN) evaluation/reproduce_fig5.py $(ARGS)
 
 artifact: setup  ## run all figures that apply to this machine and write the report: HOURS=8, REHEARSE=1 on tiny models

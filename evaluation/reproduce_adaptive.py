@@ -1,12 +1,12 @@
-"""Compares the scheduler `adaptive` with the papers' schedulers on 25 simulated cases.
+"""Compares the scheduler `adaptive` with the papers' schedulers: 25 cases, a map, latency under load, wrong tables.
 
-python evaluation/reproduce_adaptive.py [--quick] [--help]
+python evaluation/reproduce_adaptive.py [--part map] [--quick] [--help]
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,60 +16,94 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
     use_environment(*PACKAGES)
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
-from rich.table import Table
+from matplotlib.figure import Figure
+from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
+from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.adaptive_cases import make_case_points, with_ratios
+from evaluation.experiments.adaptive.bandwidth_map import PLACE as CELL
+from evaluation.experiments.adaptive.bandwidth_map import make_map_points
+from evaluation.experiments.adaptive.cases import Selection, make_case_points
+from evaluation.experiments.adaptive.latency import (
+    make_capacity_points,
+    make_latency_points,
+    requests_per_s,
+    with_latency_ratios,
+)
+from evaluation.experiments.adaptive.ratios import with_ratios
+from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
 from evaluation.experiments.options import Folder, Names, experiment_settings
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import print_error, run_experiment
+from evaluation.experiments.runner import Complete, Outcome, Point, print_error, run_experiment, unchanged_rows
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.figures.adaptive.cases import draw_cases
+from evaluation.figures.adaptive.heat_map import draw_map
+from evaluation.figures.adaptive.latency import draw_latency
+from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
+from evaluation.figures.paper_figure import read_run
+from evaluation.figures.style import save_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import usable_cores
 
 NAME = "adaptive"
-COLUMNS = (
-    ("case", "case", "s"),
-    ("system", "system", "s"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("over best", "ratio_to_best_published", ".3f"),
-    ("of bound", "fraction_of_bound", ".2f"),
-    ("TTFT p50", "ttft_s_p50", ".1f"),
-    ("p99 (s)", "ttft_s_p99", ".1f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"),
-    ("lane", "lane_busy_fraction", ".0%"),
-    ("CPU", "cpu_busy_fraction", ".0%"),
-)
+CAPACITY = f"{NAME}-capacity"
+"""Result folder of the throughput of which the loads of part latency are fractions."""
+
+
+Run = Callable[[str, Sequence[Point], Complete], Outcome]
+"""Runs the points of a result folder."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the comparison. ``name`` is its result folder's.
+
+    ``make_points`` and ``complete`` take the experiment file's settings. ``draw`` is None where tables say it all.
+    """
+
+    name: str
+    make_points: Callable[[Mapping[str, Any], Selection, Run], list[Point]]
+    complete: Callable[[Mapping[str, Any]], Complete]
+    print_tables: Callable[[Sequence[FlatRecord], Console], None]
+    draw: Callable[[Sequence[FlatRecord]], Figure] | None = None
+
+
+PartName = Literal["cases", "map", "latency", "wrong-tables"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Throughput of the scheduler `adaptive` beside the papers' schedulers, SIMULATED (predicted times, no GPU needed).
+    """The scheduler `adaptive` beside the papers' schedulers, SIMULATED (predicted times, no GPU needed).
 
-    The cases come from configs/experiments/adaptive.yaml. Results and provenance go to results/adaptive/<run>/. Running
-    the same command again continues an interrupted run.
+    The cases and all constants come from configs/experiments/adaptive.yaml. Results, figure and provenance go to
+    results/adaptive/<run>/, those of the other parts to results/adaptive-<part>/<run>/. Running the same command again
+    continues an interrupted run.
     """
 
+    part: PartName = "cases"
+    """cases: throughput of 25 cases (two minutes on two cores).
+    map: throughput over CPU bandwidth and output length (15 minutes on two cores).
+    latency: latency of some cases under load, beside neo and apex.
+    wrong-tables: throughput of the cases where the profile table is wrong about CPU attention."""
     cases: Names = None
-    """Cases to run; by default all of the experiment file."""
+    """Cases to run; by default those of the experiment file for this part. all: every case there is."""
     systems: Names = None
     """Systems to compare, in this order; by default those of the experiment file."""
     quick: bool = False
-    """Fewer requests in every case: a minute instead of some, but mostly filling and draining."""
+    """Fewer requests in every case: faster, but mostly filling and draining."""
     kernel: str | None = None
-    """CPU attention kernel of every system: native, ispc or llamafile; by default the one of the system's paper."""
+    """CPU attention kernel of every system: native, ispc or llamafile; by default the one of the system's paper.
+    The map has two halves by default: the papers' kernels, and native for all."""
     hand_over_us: float = 0.0
     """What submitting a ticket to the CPU worker costs the lane, in microseconds."""
     without: Literal["prompt-chunks", "free-running", "lockstep"] | None = None
     """Switch off one of the ideas of adaptive, to see what it is worth."""
-    seed: int = 0
-    """Seed of the lengths."""
+    seed: int | None = None
+    """Seed of lengths and arrivals; by default that of the experiment file."""
     jobs: int | None = None
     """Points to run in parallel; by default one per usable core. The results do not depend on it."""
     trace_dir: Folder = None
@@ -77,41 +111,101 @@ class Options:
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Experiment file to use instead of configs/experiments/adaptive.yaml."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
-    """Results go to adaptive/<run>/ in this folder."""
+    """Results go to adaptive/<run>/ or adaptive-<part>/<run>/ in this folder."""
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    """Run nothing; draw and print again from this result folder, of any part."""
 
 
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = stdout_console()
+
+    def run(name: str, points: Sequence[Point], complete: Complete) -> Outcome:
+        described = {"experiment": name, "simulated": describe_simulated_points(points)}
+        jobs = options.jobs or usable_cores()
+        return run_experiment(name, described, points, run_point, options.results_dir, console, jobs, complete)
+
     try:
-        settings = experiment_settings(NAME, options.config)
-        points = make_case_points(
-            settings,
-            cases=options.cases,
-            systems=options.systems,
-            quick=options.quick,
-            kernel=options.kernel,
-            hand_over_us=options.hand_over_us,
-            without=options.without,
-            seed=options.seed,
-            trace_dir=options.trace_dir,
-        )
+        if options.from_folder is not None:
+            parts = {part.name: part for part in PARTS.values()}
+            finished = read_run(options.from_folder, list(parts))
+            show(parts[finished.experiment or NAME], finished.summary, finished.folder, console)
+            return 0
+        settings, part = experiment_settings(NAME, options.config), PARTS[options.part]
+        points = part.make_points(settings, selection_of(options, settings), run)
     except (ValueError, FileNotFoundError) as error:
         print_error(error, console)
         return 2
-    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
-    complete = with_ratios(settings["published"])
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs, complete)
+    outcome = run(part.name, points, part.complete(settings))
     if outcome.summary:
-        console.print("\nSIMULATED; over best: throughput over the best of " + ", ".join(settings["published"]))
-        console.print(results_table(outcome.summary))
+        show(part, outcome.summary, outcome.folder, console)
     return outcome.print_outcome(console)
 
 
-def results_table(summary: Sequence[FlatRecord]) -> Table:
-    rows = [tuple(number(record[field], form) for _, field, form in COLUMNS) for record in summary]
-    return table([title for title, _, _ in COLUMNS], rows, left=("case", "system"))
+def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
+    cases = options.cases
+    return Selection(
+        cases=[raw["case"] for raw in settings["cases"]] if cases == ("all",) else cases,
+        systems=options.systems,
+        quick=options.quick,
+        kernel=options.kernel,
+        hand_over_us=options.hand_over_us,
+        without=options.without,
+        seed=options.seed,
+        trace_dir=options.trace_dir,
+    )
+
+
+def show(part: Part, summary: Sequence[FlatRecord], folder: Path, console: Console) -> None:
+    part.print_tables(summary, console)
+    if part.draw is not None:
+        png, _ = save_figure(part.draw(summary), folder)
+        console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+
+
+def latency_points(settings: Mapping[str, Any], selection: Selection, run: Run) -> list[Point]:
+    """The points under load, once it is known what the cases serve.
+
+    Raises:
+        ValueError: a name is unknown, or no throughput is known.
+    """
+    points = make_capacity_points(settings, selection)
+    make_latency_points(settings, selection, {point.task.values["case"]: 1.0 for point in points})  # refuse names early
+    capacity = run(CAPACITY, points, unchanged_rows)
+    if capacity.failed:
+        raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
+    return make_latency_points(settings, selection, requests_per_s(capacity.summary))
+
+
+PARTS: dict[PartName, Part] = {
+    "cases": Part(
+        NAME,
+        lambda settings, selection, run: make_case_points(settings, selection),
+        lambda settings: with_ratios(settings["published"]),
+        print_cases,
+        draw_cases,
+    ),
+    "map": Part(
+        f"{NAME}-map",
+        lambda settings, selection, run: make_map_points(settings, selection),
+        lambda settings: with_ratios(settings["published"], CELL),
+        print_map,
+        draw_map,
+    ),
+    "latency": Part(
+        f"{NAME}-latency",
+        latency_points,
+        lambda settings: with_latency_ratios(settings["published"]),
+        print_latency,
+        draw_latency,
+    ),
+    "wrong-tables": Part(
+        f"{NAME}-wrong-tables",
+        lambda settings, selection, run: make_wrong_table_points(settings, selection),
+        lambda settings: with_error_ratios(settings["published"]),
+        print_wrong_tables,
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ def setting_lines(product_name: str, device_bytes: int, host_bytes: int) -> Iter
     nearest = {nearest_setting(kind, device_bytes, paper) for paper in ("apex", "neo")}
     for name in setting_names():
         setting = load_setting(name)
-        if setting.gpu == kind or name in nearest:
+        if setting.tensor_parallel > 1:
+            gpus = f"{setting.tensor_parallel}x {load_gpu(setting.gpu).name}"
+            yield name, f"can only be simulated: it has {gpus}, and an engine uses one GPU", "note"
+        elif setting.gpu == kind or name in nearest:
             yield name, *_found(setting, product_name, setting_fit(setting, device_bytes, host_bytes))
         else:
             card = load_gpu(setting.gpu)

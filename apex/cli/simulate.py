@@ -36,17 +36,26 @@ class Simulate(ConfigFile):
       apex simulate
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
       apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
+      apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
-    GPU, host and model are names of files in configs/, or paths to files of your own. How times are predicted, and how
-    far off the predictions are, is in docs/calibration.md. Requests are all of one size.
+    GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
+    and how far off the predictions are, is in docs/calibration.md. Requests are all of one size.
     """
 
     system: tuple[SystemName, ...] = ("swiftllm", "neo", "apex")
     """Systems to simulate one after the other; ratios are to the first."""
     gpu: str = "a10"
     """GPU: a name or a .yaml file."""
+    tensor_parallel: int = 1
+    """GPUs among which every layer is divided; their memories add up."""
+    link: str | None = None
+    """What joins several GPUs: a name (pcie-4, nvlink-4) or a .yaml file."""
     host: str = "dual-xeon-6342"
     """Host: a name or a .yaml file."""
+    cpu_hosts: int = 1
+    """Equal hosts that compute CPU attention: the GPUs' own, whose memory is used first, and others over a network."""
+    network_gbps: float = 100.0
+    """Gigabits per second between the GPUs' host and the others, in each direction."""
     model: str = "llama-3.1-8b"
     """Model: a name in configs/models, a Hugging Face folder, or a name on its hub; only config.json is read."""
     dtype: Dtype = "float16"
@@ -64,9 +73,9 @@ class Simulate(ConfigFile):
     request_rate: float | None = None
     """Requests per second, arriving at random (Poisson); by default all are there from the start."""
     num_gpu_blocks: int | None = None
-    """KV blocks of the GPU tier; by default what 90% of the GPU's memory leaves beside the weights."""
+    """KV blocks of the GPU tier; by default what 90% of the GPUs' memory leaves beside the weights."""
     num_cpu_blocks: int | None = None
-    """KV blocks of the CPU tier; by default half of the host's memory."""
+    """KV blocks of the CPU tier; by default half of the hosts' memory."""
     block_size: int = 16
     """Tokens per KV-cache block, in both tiers."""
     max_num_batched_tokens: int = 2048
@@ -90,6 +99,10 @@ class Simulate(ConfigFile):
                 self.host,
                 self.model,
                 self.dtype,
+                tensor_parallel=self.tensor_parallel,
+                link_name=self.link,
+                cpu_hosts=self.cpu_hosts,
+                network_gbps=self.network_gbps,
                 cpu_kernel=self.cpu_kernel,
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
@@ -121,8 +134,8 @@ class Simulate(ConfigFile):
         return 0
 
     def _check(self) -> None:
-        whole = ("num_requests", "input_len", "output_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in whole:
+        sizes = ("num_requests", "input_len", "output_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
+        for name in (*sizes, "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_gpu_blocks", "num_cpu_blocks"):
@@ -147,6 +160,7 @@ class Simulate(ConfigFile):
             max_num_seqs=self.max_num_seqs,
             max_model_len=machine.model.max_position_embeddings,
             strategy=strategy,
+            remote_hosts=machine.remote_hosts,
         )
 
     def _requests(self) -> list[ReplayRequest]:
@@ -169,7 +183,9 @@ class Simulate(ConfigFile):
             "system": description["system"],
             "backend": "simulated",
             "gpu": machine.gpu.name,
+            "tensor_parallel": machine.tensor_parallel,
             "host": machine.host.name,
+            "cpu_hosts": machine.cpu_hosts,
             "model": machine.model_name,
             "dtype": machine.dtype,
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",

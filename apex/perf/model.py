@@ -170,6 +170,12 @@ class PerfModel:
         """Up to this many tokens a boundary costs about the same: reading the weights dominates."""
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
+    def with_table(self, table: ProfileTable) -> PerfModel:
+        """The same predictions from another table. Both list what they extrapolate in one place."""
+        model = PerfModel(table, self.num_layers)
+        model.extrapolated = self.extrapolated
+        return model
+
     def linear_s(self, tokens: int) -> float:
         """One boundary (T_l) of a batch of ``tokens``; 0 for an empty batch."""
         seconds = self._linear_s.get(tokens)
@@ -190,7 +196,7 @@ class PerfModel:
             return 0.0
         return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
 
-    def cpu_attention_s(self, requests: int, context_tokens: int) -> float:
+    def cpu_attention_s(self, requests: float, context_tokens: float) -> float:
         """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above."""
         if requests <= 0:
             return 0.0

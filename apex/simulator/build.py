@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from apex.perf.model import PerfModel, ProfileTable
 from apex.simulator.backend import SimulatedBackend
+from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
@@ -30,17 +31,22 @@ def build_simulated(
     vocab_size: int = 32_000,
     launch_s: float = 0.0,
     interconnect: Interconnect | None = None,
+    remote_hosts: RemoteHosts | None = None,
+    believed: ProfileTable | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
     Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
-    requests that end by ``max_tokens``. Scheduler and backend predict from the same table.
+    requests that end by ``max_tokens``. Scheduler and backend predict from the same table,
+    unless ``believed`` is given.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
-        num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier.
+        num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier, on all GPUs and all hosts.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
+        remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
+        believed: the table from which the scheduler predicts in place of ``table``, to see what a wrong one costs.
 
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
@@ -49,11 +55,17 @@ def build_simulated(
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
-    # Separate models: each keeps its own list of extrapolated operations.
-    backend = SimulatedBackend(PerfModel(table, num_layers), launch_s=launch_s, interconnect=interconnect)
-    limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
-    prediction = (PerfModel(table, num_layers), strategy) if found.offloads else ()
+
+    def model(times: ProfileTable) -> PerfModel:
+        """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""
+        if remote_hosts is None:
+            return PerfModel(times, num_layers)
+        return SeveralHostsModel(times, num_layers, remote_hosts, kv)
+
+    backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect)
+    limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
+    prediction = (model(believed or table), strategy) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     description = {
         "system": system,
@@ -65,6 +77,7 @@ def build_simulated(
         "block_size": block_size,
         "launch_s": launch_s,
         "interconnect": asdict(interconnect) if interconnect else None,
+        "remote_hosts": asdict(remote_hosts) if remote_hosts else None,
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import hypot
 
 from apex.perf.model import Curve, ProfileTable, Surface
-from apex.simulator.hardware import Gpu, Host, LayerShape, MeasuredLayer
+from apex.simulator.cpu_hosts import RemoteHosts
+from apex.simulator.hardware import Gpu, Host, LayerShape, Link, MeasuredLayer
 from swiftllm.model.config import ModelConfig
 
+BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
@@ -34,8 +37,10 @@ def hardware_profile(
     cpu_bandwidth_gb_s: float | None = None,
     block_size: int = 16,
     max_tokens: int = 2048,
+    tensor_parallel: int = 1,
+    link: Link | None = None,
 ) -> ProfileTable:
-    """The predicted profile table of a GPU in a host, in the profiler's form.
+    """The predicted profile table of a GPU in a host, or of several that share each layer, in the profiler's form.
 
     Args:
         dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
@@ -43,20 +48,29 @@ def hardware_profile(
         cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
+        tensor_parallel: GPUs among which each layer is divided, each with PCIe lanes of its own.
+        link: what joins them; needed where there are several.
 
     Raises:
-        ValueError: the dtype or the kernel is not calibrated, or the bandwidth is not positive.
+        ValueError: the dtype or the kernel is not calibrated, the bandwidth is not positive, the model's heads do not
+            divide among the GPUs, or their link is missing.
     """
     if dtype not in ITEMSIZES or (dtype == "bfloat16" and gpu["compute_capability"] < 8.0):
         raise ValueError(f"dtype {dtype!r} is not calibrated for {gpu.name}; take float16")
     if cpu_bandwidth_gb_s is not None and cpu_bandwidth_gb_s <= 0:
         raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive")
+    if tensor_parallel > 1 and link is None:
+        raise ValueError(f"tensor_parallel={tensor_parallel} needs the link that joins the GPUs: pcie-4, for example")
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
+    shard = shape.shard(tensor_parallel)
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)
     latency_s = gpu["transfer_latency_us"] * 1e-6
-    block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size
+    block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size / tensor_parallel  # of each GPU
+    linear = linear_curve(gpu, shard, itemsize, max_tokens)
+    if tensor_parallel > 1:
+        linear = with_all_reduces(linear, link, shape, itemsize)
     identity = {
         "kind": "calibrated, for simulation",
         "device": gpu.name,
@@ -67,26 +81,27 @@ def hardware_profile(
         "model": f"{model_config.num_layers} layers of {shape.hidden_size}/{shape.intermediate_size}, "
         f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}",
         "dtype": dtype,
-        "tensor_parallel": "1",
+        "tensor_parallel": str(tensor_parallel),
+        **({"link": link.name} if tensor_parallel > 1 else {}),
         "block_size": str(block_size),
-        "linear": _linear_origin(gpu, shape),
+        "linear": _linear_origin(gpu, shard),
         "gpu_attention": gpu.figures["decode_attention_fraction"].status,
     }
     return ProfileTable(
         identity,
-        linear=linear_curve(gpu, shape, itemsize, max_tokens),
-        ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows)),
+        linear=linear,
+        ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows, tensor_parallel)),
         swap=_curve(BLOCKS, lambda blocks: transfer_s(blocks * block_bytes, pcie_gb_s, latency_s)),
         prefill_attention=_surface(
-            tokens, (0, CONTEXTS[-1]), lambda new, cached: prefill_attention_s(gpu, shape, new, cached)
+            tokens, (0, CONTEXTS[-1]), lambda new, cached: prefill_attention_s(gpu, shard, new, cached)
         ),
         gpu_attention=_surface(
-            REQUESTS, CONTEXTS, lambda n, context: gpu_attention_s(gpu, shape, itemsize, n, context)
+            REQUESTS, CONTEXTS, lambda n, context: gpu_attention_s(gpu, shard, itemsize, n, context)
         ),
         cpu_attention=_surface(
             REQUESTS,
             CONTEXTS,
-            lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context),
+            lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel),
         ),
         first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
         # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
@@ -124,7 +139,7 @@ def sheet_linear_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) ->
     return gemm_s(gpu, shape.gemm_weights, itemsize, tokens) + elementwise_s(gpu, shape, itemsize, tokens)
 
 
-def gemm_s(gpu: Gpu, weights: int, itemsize: int, tokens: float) -> float:
+def gemm_s(gpu: Gpu, weights: float, itemsize: int, tokens: float) -> float:
     """A GEMM with ``weights`` matrix elements: reading them bounds small batches, multiplying bounds large ones.
 
     The two times are combined as the root of the sum of squares, because measured cards round the roofline's corner.
@@ -143,12 +158,34 @@ def elementwise_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> 
     return gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
 
 
-def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float) -> float:
-    """Per iteration: embedding and logits of the sampled rows."""
+def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float, tensor_parallel: int = 1) -> float:
+    """Per iteration: embedding and logits of the sampled rows. Each GPU has a part of the vocabulary's logits."""
     embedding_bytes = 2 * rows * config.hidden_size * itemsize  # read and written
     embedding_s = embedding_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
-    logits_s = gemm_s(gpu, config.vocab_size * config.hidden_size, itemsize, rows)
+    logits_s = gemm_s(gpu, config.vocab_size * config.hidden_size / tensor_parallel, itemsize, rows)
     return embedding_s + logits_s
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def with_all_reduces(linear: Curve, link: Link, shape: LayerShape, itemsize: int) -> Curve:
+    """T_l of a shard with a layer's communication. Both are piecewise linear, so their sum is at every size."""
+    seconds = (
+        shard_s + communication_s(link, shape, itemsize, tokens)
+        for tokens, shard_s in zip(linear.sizes, linear.seconds, strict=True)
+    )
+    return Curve(linear.sizes, tuple(seconds))
+
+
+def communication_s(link: Link, shape: LayerShape, itemsize: int, tokens: float) -> float:
+    """gamma_T(n) of a layer (OmniServe section 3.3.1): its output and down projections each end in an all-reduce."""
+    return 2 * all_reduce_s(link, tokens * shape.hidden_size * itemsize)
+
+
+def all_reduce_s(link: Link, num_bytes: float) -> float:
+    """The alpha-beta model of OmniServe section 3.3.1: a latency, and the reduced bytes at a constant rate."""
+    return transfer_s(num_bytes, link["all_reduce_gb_s"], link["all_reduce_latency_us"] * 1e-6)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -180,12 +217,21 @@ def cpu_attention_s(
     pcie_gb_s: float,
     requests: float,
     context_tokens: float,
+    tensor_parallel: int = 1,
 ) -> float:
-    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache."""
+    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache.
+
+    Each of several GPUs transfers the heads that it has; the host's bandwidth is shared.
+    """
     kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
-    crossing_bytes = requests * (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
+    crossing_bytes = requests * crossing_bytes_per_row(shape, itemsize) / tensor_parallel
     crossing_s = transfer_s(crossing_bytes, pcie_gb_s, host["hand_over_us"] * 1e-6)
     return crossing_s + kv_bytes / (cpu_gb_s * 1e9)
+
+
+def crossing_bytes_per_row(shape: LayerShape, itemsize: int) -> int:
+    """Bytes of Q, K, V and attention output of one request in one layer."""
+    return (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
 
 
 def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
@@ -215,6 +261,13 @@ def host_read_gb_s(host: Host) -> float:
     return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
 
 
+def with_read_gb_s(host: Host, gb_s: float) -> Host:
+    """The host with other memory, from which its cores read ``gb_s``."""
+    peak = host.figures["peak_bandwidth_gb_s"]
+    other = replace(peak, value=peak.value * gb_s / host_read_gb_s(host), status="assumed", origin="varied")
+    return replace(host, figures={**host.figures, "peak_bandwidth_gb_s": other})
+
+
 # -- transfers --------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +278,26 @@ def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
 
 def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
     return latency_s + num_bytes / (gb_s * 1e9)
+
+
+def remote_hosts(
+    host: Host, model_config: ModelConfig, dtype: str, cpu_hosts: int, network_gbps: float
+) -> RemoteHosts | None:
+    """The hosts beside the GPUs' own, of ``cpu_hosts`` in all; None if there is no other.
+
+    Raises:
+        ValueError: there is no host at all, or the network has no bandwidth.
+    """
+    if cpu_hosts < 1:
+        raise ValueError(f"cpu_hosts={cpu_hosts} must be at least 1: the GPUs' own host is one of them")
+    if network_gbps <= 0.0:
+        raise ValueError(f"network_gbps={network_gbps:g} must be above 0")
+    if cpu_hosts == 1:
+        return None
+    bytes_per_row = crossing_bytes_per_row(LayerShape.from_config(model_config), ITEMSIZES[dtype])
+    return RemoteHosts(
+        cpu_hosts - 1, network_gbps * 1e9 / BITS_PER_BYTE, host["network_latency_us"] * 1e-6, bytes_per_row
+    )
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

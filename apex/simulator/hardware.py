@@ -1,15 +1,15 @@
-"""Reads GPUs and hosts from their files in ``configs/hardware``: figures with origin, and measured layer times.
+"""Reads GPUs, hosts and links from their files in ``configs/hardware``: figures with origin, measured layer times.
 
 Every figure has an origin and a status: measured, published or assumed. ``assumptions.yaml`` holds the figures that a
 file may leave out, so that a new card needs its data sheet alone. ``apex/simulator/calibrated_profile.py`` turns a GPU,
-a host and a model into a profile table.
+a host and a model into a profile table; a link joins several such GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ ASSUMPTIONS_FILE = HARDWARE_DIR / "assumptions.yaml"
 STATUSES = ("measured", "published", "assumed")
 GPU_FIGURES = ("memory_gb", "memory_bandwidth_gb_s", "tensor_tflops", "pcie_gb_s", "compute_capability")
 HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie_gb_s")
+LINK_FIGURES = ("all_reduce_gb_s", "all_reduce_latency_us")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,21 @@ class LayerShape:
     @classmethod
     def from_config(cls, config: ModelConfig) -> LayerShape:
         return cls(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def shard(self, tensor_parallel: int) -> LayerShape:
+        """The part of each of ``tensor_parallel`` GPUs: heads and FFN columns are divided, the hidden state is whole.
+
+        Raises:
+            ValueError: they do not divide; the message names what does not.
+        """
+        if tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel={tensor_parallel} must be at least 1")
+        divided = {
+            name: getattr(self, name) / tensor_parallel for name in ("num_heads", "num_kv_heads", "intermediate_size")
+        }
+        if odd := [f"{name}={getattr(self, name)}" for name, part in divided.items() if not part.is_integer()]:
+            raise ValueError(f"tensor_parallel={tensor_parallel} does not divide {', '.join(odd)}: take a divisor")
+        return replace(self, **{name: int(part) for name, part in divided.items()})
 
     @property
     def qkv_size(self) -> int:
@@ -92,7 +108,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The common part of a GPU and a host: a name and figures. ``hardware["pcie_gb_s"]`` is a figure's value."""
+    """What a GPU, a host and a link have: a name and figures. ``hardware["pcie_gb_s"]`` is a figure's value."""
 
     name: str
     figures: Mapping[str, Figure]
@@ -109,6 +125,11 @@ class Gpu(Hardware):
 @dataclass(frozen=True)
 class Host(Hardware):
     isa: str = "avx2"
+
+
+@dataclass(frozen=True)
+class Link(Hardware):
+    """What joins the GPUs of a host."""
 
 
 @functools.cache
@@ -131,6 +152,13 @@ def load_host(name_or_path: str | Path) -> Host:
     return Host(raw["name"], figures, raw["isa"])
 
 
+@functools.cache
+def load_link(name_or_path: str | Path) -> Link:
+    """Read a link between GPUs, as :func:`load_gpu` does a GPU."""
+    raw, figures = _read(_find(name_or_path, "link"), "link", LINK_FIGURES)
+    return Link(raw["name"], figures)
+
+
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
     """Read a model's shape, by a name in ``configs/models`` (without weights), a Hugging Face folder or a hub name."""
     folder = MODELS_DIR / name_or_path
@@ -144,7 +172,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
 
 
 def known_hardware(kind: str) -> list[str]:
-    """Sorted names of the files in ``configs/hardware`` of a kind: "gpu" or "host"."""
+    """Sorted names of the files in ``configs/hardware`` of a kind: "gpu", "host" or "link"."""
     return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml") if _load_yaml(path).get("kind") == kind)
 
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import yaml
 
-from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s
+from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s, remote_hosts
+from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import CONFIGS, Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
 from swiftllm.model.config import ModelConfig
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -32,7 +33,9 @@ class PaperSetting:
     To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
     :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel on the host.
 
-    ``gpu``, ``host`` and ``model`` are names in ``configs``; ``hub_name`` is the name of the model's checkpoint.
+    ``gpu``, ``link``, ``host`` and ``model`` are names in ``configs``; ``hub_name`` is the name of the model's
+    checkpoint. ``tensor_parallel`` GPUs share each layer over ``link``, and hold ``num_gpu_blocks`` together.
+    ``cpu_hosts`` equal hosts, the GPUs' own among them, have ``cpu_kv_gb`` each and a network of ``network_gbps``.
     """
 
     name: str
@@ -46,6 +49,10 @@ class PaperSetting:
     figures: Mapping[str, Figure]
     cpu_kernels: Mapping[str, str]
     cpu_bandwidth_gb_s: float | None = None
+    tensor_parallel: int = 1
+    link: str | None = None
+    cpu_hosts: int = 1
+    network_gbps: float = 100.0
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
@@ -78,16 +85,21 @@ class PaperSetting:
 
     @property
     def max_gpu_blocks(self) -> int:
-        """Blocks that fit the GPU's memory beside the weights, with nothing left for activations."""
+        """Blocks that fit the GPUs' memory beside the weights, with nothing left for activations."""
         model, itemsize = self.model_config, ITEMSIZES[self.dtype]
-        free_bytes = load_gpu(self.gpu)["memory_gb"] * 1e9 - model.num_parameters * itemsize
+        free_bytes = load_gpu(self.gpu)["memory_gb"] * self.tensor_parallel * 1e9 - model.num_parameters * itemsize
         return int(free_bytes // (model.kv_bytes_per_token(itemsize) * BLOCK_SIZE))
 
     @property
     def num_cpu_blocks(self) -> int:
-        """Blocks that fit the host memory reserved for KV cache."""
+        """Blocks that fit the memory of all hosts that is reserved for KV cache."""
         token_bytes = self.model_config.kv_bytes_per_token(ITEMSIZES[self.dtype])
-        return int(self["cpu_kv_gb"] * 1e9 // (token_bytes * BLOCK_SIZE))
+        return int(self["cpu_kv_gb"] * 1e9 // (token_bytes * BLOCK_SIZE)) * self.cpu_hosts
+
+    @property
+    def remote_hosts(self) -> RemoteHosts | None:
+        """The CPU hosts beside the GPUs' own; None without one."""
+        return remote_hosts(load_host(self.host), self.model_config, self.dtype, self.cpu_hosts, self.network_gbps)
 
     def kernel_of(self, system: str) -> str | None:
         """The CPU attention kernel of a system; None for a GPU-only system."""

@@ -1,4 +1,4 @@
-"""A predicted machine from the names of a GPU, a host and a model. Imports torch to read models: import it late."""
+"""A predicted machine from the names of GPUs, a host and a model. Imports torch to read models: import it late."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import ITEMSIZES, hardware_profile
-from apex.simulator.hardware import MODELS_DIR, Gpu, Host, known_hardware, load_gpu, load_host, load_model_config
+from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, remote_hosts
+from apex.simulator.cpu_hosts import RemoteHosts
+from apex.simulator.hardware import (
+    MODELS_DIR,
+    Gpu,
+    Host,
+    known_hardware,
+    load_gpu,
+    load_host,
+    load_link,
+    load_model_config,
+)
 from swiftllm.model.config import ModelConfig
 
 GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver need the rest
@@ -19,7 +29,10 @@ HOST_MEMORY_SHARE = 0.5  # of host memory for the CPU tier, as the engine takes 
 
 @dataclass(frozen=True)
 class PredictedMachine:
-    """A GPU, a host, the model on them, and its predicted profile table."""
+    """GPUs of a kind, a host, the model on them, and its predicted profile table.
+
+    ``tensor_parallel``: the number of GPUs, among which every layer is divided.
+    """
 
     gpu: Gpu
     host: Host
@@ -27,11 +40,27 @@ class PredictedMachine:
     model_name: str
     dtype: str
     table: ProfileTable
+    tensor_parallel: int = 1
+    remote_hosts: RemoteHosts | None = None
+
+    @property
+    def cpu_hosts(self) -> int:
+        """Hosts that compute CPU attention, the GPUs' own among them."""
+        return 1 + (self.remote_hosts.count if self.remote_hosts else 0)
 
     @property
     def description(self) -> str:
         gb_s = self.table.identity["cpu_attention_gb_s"]
-        return f"{self.model_name} ({self.dtype}) on {self.gpu.name} and {self.host.name}, CPU attention at {gb_s} GB/s"
+        gpus = self.gpu.name
+        if self.tensor_parallel > 1:
+            gpus = f"{self.tensor_parallel}x {gpus} over {self.table.identity['link']}"
+        hosts = self.host.name
+        if self.remote_hosts is not None:
+            hosts = f"{self.cpu_hosts} hosts of {hosts}"
+            gb_s += f" GB/s on each over {self.remote_hosts.bytes_per_s * BITS_PER_BYTE / 1e9:g} Gb/s"
+        else:
+            gb_s += " GB/s"
+        return f"{self.model_name} ({self.dtype}) on {gpus} and {hosts}, CPU attention at {gb_s}"
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
@@ -42,13 +71,14 @@ class PredictedMachine:
         itemsize = ITEMSIZES[self.dtype]
         block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
         weight_bytes = self.model.num_parameters * itemsize
-        gpu_bytes = self.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE - weight_bytes
-        host_bytes = self.host["memory_gb"] * 1e9
+        gpus_gb = self.gpu["memory_gb"] * self.tensor_parallel
+        gpu_bytes = gpus_gb * 1e9 * GPU_MEMORY_SHARE - weight_bytes
+        host_bytes = self.host["memory_gb"] * 1e9 * self.cpu_hosts
         if gpu_bytes < block_bytes:
             raise ValueError(
                 f"{self.model_name} takes {weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
-                f"{self.gpu['memory_gb']:g} GB, of which {GPU_MEMORY_SHARE:.0%} may be used: take a larger --gpu or a "
-                "smaller --model"
+                f"{gpus_gb:g} GB, of which {GPU_MEMORY_SHARE:.0%} may be used: take a larger --gpu, more of them "
+                "(--tensor-parallel) or a smaller --model"
             )
         most = {"num_gpu_blocks": int(gpu_bytes / block_bytes), "num_cpu_blocks": int(host_bytes / block_bytes)}
         for name, given in zip(most, (num_gpu, num_cpu), strict=True):
@@ -59,7 +89,18 @@ class PredictedMachine:
         return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
 
 
-def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, **options: Any) -> PredictedMachine:
+def predict_machine(
+    gpu_name: str,
+    host_name: str,
+    model_name: str,
+    dtype: str,
+    *,
+    tensor_parallel: int = 1,
+    link_name: str | None = None,
+    cpu_hosts: int = 1,
+    network_gbps: float = 100.0,
+    **options: Any,
+) -> PredictedMachine:
     """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
 
     Raises:
@@ -69,8 +110,13 @@ def predict_machine(gpu_name: str, host_name: str, model_name: str, dtype: str, 
     host = _find("host", host_name, load_host, known_hardware("host"))
     models = sorted(path.name for path in MODELS_DIR.iterdir())
     model = _find("model", model_name, load_model_config, models)
-    table = hardware_profile(gpu, host, model, dtype=dtype, **options)
-    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table)
+    links = known_hardware("link")
+    if tensor_parallel > 1 and link_name is None:
+        raise ValueError(f"--tensor-parallel {tensor_parallel} needs --link, which joins the GPUs: {', '.join(links)}")
+    link = None if link_name is None else _find("link", link_name, load_link, links)
+    table = hardware_profile(gpu, host, model, dtype=dtype, tensor_parallel=tensor_parallel, link=link, **options)
+    remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
+    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:

@@ -26,6 +26,9 @@ ROW_HEIGHT = 0.76
 LABEL_POINTS = 7.0
 LEAST_WAIT_POINTS = 2.0
 POINTS_PER_CHARACTER = 0.62 * LABEL_POINTS
+LEGEND_POINTS = 8.0
+LETTER_EMS, LEGEND_ENTRY_EMS = 0.56, 4.0
+"""Widths in font sizes: of a letter of the legend, and of an entry's symbol with the space around it."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ def chart_rows(timeline: Timeline) -> list[Row]:
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
     """The window to enlarge, in seconds: consecutive layers of one iteration, with the most work of cohorts.
 
-    Of several such windows it is the middle one. It reaches from the start of one boundary of the lane to the start of
-    another; with an empty lane boundaries of cohorts count.
+    Windows in which cohorts both ride and step come first, and of equal ones the middle one. It reaches from the start
+    of one boundary of the lane to the start of another; with an empty lane boundaries of cohorts count.
     """
     crossings = [span for span in timeline.spans if span.kind in (Kind.LINEAR, Kind.STEP)]
     lane = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
@@ -108,7 +111,8 @@ def zoom_window(timeline: Timeline) -> tuple[float, float]:
     for first, last in zip(lane, lane[ZOOM_LAYERS - 1 :], strict=False):
         if first.iteration == last.iteration:
             inside = [span for span in (*crossings, *tickets) if first.start_s <= span.start_s <= last.end_s]
-            candidates.append((sum(len(span.cohorts) for span in inside), first.start_s, last))
+            kinds = {span.kind for span in inside if span.cohorts}
+            candidates.append(((len(kinds), sum(len(span.cohorts) for span in inside)), first.start_s, last))
     if not candidates:  # a model of few layers
         return timeline.iterations[0].start_s, timeline.iterations[0].end_s
     most = max(worth for worth, _, _ in candidates)
@@ -211,7 +215,7 @@ def mark_iterations(ax: Axes, iterations: Sequence[Iteration], zero_s: float) ->
     for iteration in iterations:
         left_ms, right_ms = ((time_s - zero_s) * 1e3 for time_s in (iteration.start_s, iteration.end_s))
         ax.axvline(left_ms, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
-        first = f"iteration {iteration.index}: {iteration.strategy}"
+        first = f"iteration {iteration.index}: {iteration.title}"
         second = f"{right_ms - left_ms:.1f} ms"
         if iteration.predicted_s is not None:
             second += f", predicted {iteration.predicted_s * 1e3:.1f}"
@@ -234,14 +238,17 @@ NOTE = (
     "themselves (own steps). Linear box i is the work between attention i and attention i+1."
 )
 
+FREE_RUNNING_NOTE = " A free-running cohort rides at the lane's layer and steps elsewhere."
+
 
 def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
-    strategies = ", ".join(strategy.replace("-", " ") for strategy in timeline.strategies)
+    strategies = ", ".join(title.replace("-", " ") for title in timeline.strategies)
     how = "SIMULATED: predicted times" if timeline.simulated else "measured"
     title, setting = f"{timeline.system}: {strategies}", f"{timeline.setting}; {how}"
     figure.text(0.01, 1 - 0.09 / height, title, fontsize=13, fontweight="bold", va="top", color=INK)
     figure.text(0.01, 1 - 0.37 / height, setting, fontsize=9, va="top", color=FAINT)
-    figure.text(0.01, 0.07 / height, NOTE, fontsize=7.5, va="bottom", color=FAINT, linespacing=1.3)
+    note = NOTE + (FREE_RUNNING_NOTE if any(i.free_running for i in timeline.iterations) else "")
+    figure.text(0.01, 0.07 / height, note, fontsize=7.5, va="bottom", color=FAINT, linespacing=1.3)
 
 
 def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
@@ -251,7 +258,7 @@ def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
     handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]
     first = {span.cohorts[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
     for slot, span in sorted(first.items()):
-        text = f"cohort {span.cohorts[0].letter}: {work_text(span.work)}"
+        text = f"cohort {span.cohorts[0].letter}: {work_text(span.work)}{crossings_text(timeline, slot)}"
         handles.append(Patch(color=cohort_colour(slot), label=text))
     if any(span.kind is Kind.OTHER for span in timeline.spans):
         handles.append(Patch(color=HOST_WORK, label="host work"))
@@ -260,7 +267,17 @@ def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
     if timeline.polls:
         handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="cohort not ready: lane goes on"))
     where = {"loc": "lower left", "bbox_to_anchor": (0.004, 0.34 / height), "ncols": len(handles)}
-    figure.legend(handles=handles, **where, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.6)
+    ems = sum(LETTER_EMS * len(handle.get_label()) + LEGEND_ENTRY_EMS for handle in handles)
+    size = min(LEGEND_POINTS, 72 * WIDTH_INCHES / ems)  # several cohorts need more room than one
+    figure.legend(handles=handles, **where, frameon=False, fontsize=size, handlelength=1.4, columnspacing=1.6)
+
+
+def crossings_text(timeline: Timeline, slot: int) -> str:
+    """How often cohorts of a slot rode and stepped, where a free-running one chose between both."""
+    if not any(iteration.free_running for iteration in timeline.iterations):
+        return ""
+    rides, steps = (timeline.crossings(slot, kind) for kind in (Kind.LINEAR, Kind.STEP))
+    return f"; {rides} ride{'s' if rides != 1 else ''}, {steps} step{'s' if steps != 1 else ''}"
 
 
 def work_text(work: SpanWork) -> str:

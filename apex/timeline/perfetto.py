@@ -60,7 +60,7 @@ class _Trace:
 
     def iteration_event(self, iteration: Iteration) -> Event:
         return {
-            "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.strategy}",
+            "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.title}",
             "ts": self.us(iteration.start_s), "dur": self.us(iteration.end_s) - self.us(iteration.start_s),
             **self.place(ITERATIONS_ROW),
             "args": {

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from apex.timeline.recording_backend import Notes, RecordingBackend, attach, detach
 from apex.timeline.spans import Iteration, Timeline
-from swiftllm.core.plan import IterationPlan, StepResult
+from swiftllm.core.plan import IterationPlan, SteppingRule, StepResult
 from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import Cohort, OverlapExecutor
 
@@ -64,7 +64,9 @@ class TimelineRecorder:
         result = self.executor.run(plan)
         busy = result.lane_busy_s, result.cpu_busy_s
         strategy, predicted_s = plan.strategy.value, plan.predicted.get("iteration_s")
-        notes.summary = Iteration(self._count, strategy, start_s, start_s + result.duration_s, *busy, predicted_s)
+        free = any(cohort.rule is SteppingRule.FREE_RUNNING for cohort in plan.cohorts)
+        times = start_s, start_s + result.duration_s, *busy, predicted_s
+        notes.summary = Iteration(self._count, strategy, *times, free)
         notes.is_steady = not plan.swaps and not plan.prefills
         # A ticket that outlasts the iteration counts; one that was only collected does not.
         notes.uses_cpu = bool(notes.tickets) or any(ticket.index in backend.outstanding for ticket in notes.carried)

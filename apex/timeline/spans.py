@@ -90,7 +90,10 @@ class Poll:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration's times; for busy times see :class:`swiftllm.core.plan.StepResult`."""
+    """One iteration's times; for busy times see :class:`swiftllm.core.plan.StepResult`.
+
+    ``free_running``: whether a cohort of its plan may step beside the lane, which never waits for it.
+    """
 
     index: int
     strategy: str
@@ -99,6 +102,12 @@ class Iteration:
     lane_busy_s: float
     cpu_busy_s: float
     predicted_s: float | None
+    free_running: bool = False
+
+    @property
+    def title(self) -> str:
+        """The strategy, and whether its cohorts are free-running."""
+        return self.strategy + (" (free-running)" if self.free_running else "")
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,12 @@ class Timeline:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """In the order of appearance."""
-        return tuple(dict.fromkeys(iteration.strategy for iteration in self.iterations))
+        """The iterations' titles, in the order of appearance."""
+        return tuple(dict.fromkeys(iteration.title for iteration in self.iterations))
+
+    def crossings(self, slot: int, kind: Kind) -> int:
+        """Boundaries that cohorts of a slot crossed: riding with the lane (LINEAR), or by themselves (STEP)."""
+        return sum(span.kind is kind and any(tag.slot == slot for tag in span.cohorts) for span in self.spans)
 
 
 def span_name(span: Span, num_layers: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from apex.simulator.calibrated_profile import hardware_profile
-from apex.simulator.hardware import load_gpu, load_host, load_model_config
+from apex.simulator.hardware import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.traces.catalogue import TraceRow
@@ -38,6 +38,7 @@ def simulated_task(
         "gpu_attention_gb_s": setting.gpu_attention_gb_s(),
         "max_model_len": setting.limits.max_model_len,
         "num_clipped": num_clipped,
+        **_parallel_values(setting),
         **(values or {}),
     }
     return SimulatedTask(
@@ -52,9 +53,16 @@ def simulated_task(
     )
 
 
+def _parallel_values(setting: PaperSetting) -> dict[str, Any]:
+    """Fields of a row of several GPUs or several CPU hosts; other rows do not have them."""
+    gpus = {"tensor_parallel": setting.tensor_parallel, "link": setting.link}
+    hosts = {"cpu_hosts": setting.cpu_hosts, "network_gbps": setting.network_gbps}
+    return {**(gpus if setting.tensor_parallel > 1 else {}), **(hosts if setting.cpu_hosts > 1 else {})}
+
+
 def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
     """The predicted machine on which a system runs."""
-    return _hardware(
+    hardware = _hardware(
         setting.gpu,
         setting.host,
         setting.model,
@@ -62,7 +70,10 @@ def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
         setting.kernel_of(system) or DEFAULT_KERNEL,
         setting.cpu_bandwidth_gb_s,
         setting.limits.max_num_batched_tokens,
+        setting.tensor_parallel,
+        setting.link,
     )
+    return replace(hardware, remote_hosts=setting.remote_hosts)
 
 
 def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
@@ -85,7 +96,15 @@ def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
 
 @functools.cache  # every point of a sweep needs the same few
 def _hardware(
-    gpu: str, host: str, model: str, dtype: str, kernel: str, cpu_bandwidth_gb_s: float | None, max_tokens: int
+    gpu: str,
+    host: str,
+    model: str,
+    dtype: str,
+    kernel: str,
+    cpu_bandwidth_gb_s: float | None,
+    max_tokens: int,
+    tensor_parallel: int,
+    link: str | None,
 ) -> SimulatedHardware:
     config = load_model_config(model)
     table = hardware_profile(
@@ -97,5 +116,7 @@ def _hardware(
         cpu_bandwidth_gb_s=cpu_bandwidth_gb_s,
         block_size=BLOCK_SIZE,
         max_tokens=max_tokens,
+        tensor_parallel=tensor_parallel,
+        link=None if link is None else load_link(link),
     )
     return SimulatedHardware(load_gpu(gpu).name, model, dtype, table, config.num_layers)

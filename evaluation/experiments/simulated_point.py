@@ -13,6 +13,7 @@ from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
 from apex.simulator.build import build_simulated
+from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
@@ -31,8 +32,8 @@ PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
 class SimulatedHardware:
     """A machine and model as the simulator knows them; ``table`` holds one layer's times.
 
-    ``gpu``, ``model`` and ``dtype`` are names for the rows. ``launch_s`` (seconds) and ``interconnect`` are costs that
-    are not in the table.
+    ``gpu``, ``model`` and ``dtype`` are names for the rows. ``launch_s`` (seconds), ``interconnect`` and
+    ``remote_hosts`` are not in the table.
     """
 
     gpu: str
@@ -42,6 +43,7 @@ class SimulatedHardware:
     num_layers: int
     launch_s: float = 0.0
     interconnect: Interconnect | None = None
+    remote_hosts: RemoteHosts | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class SimulatedTask:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
     stall_timeout_s: float = STALL_TIMEOUT_S
+    believed: ProfileTable | None = None
+    """From which the scheduler predicts, where that is not the hardware's table."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -76,6 +80,8 @@ def build_engine(task: SimulatedTask) -> Engine:
         vocab_size=PLACEHOLDER_PROMPTS.vocab_size,
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
+        remote_hosts=hardware.remote_hosts,
+        believed=task.believed,
     )
 
 

@@ -212,14 +212,17 @@ def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def _described(point: Point, task: SimulatedTask) -> dict[str, Any]:
+    remote = task.hardware.remote_hosts
     return {
         "key": point.key,
         "system": task.system,
         "setting": task.values.get("setting"),
         "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},
+        "believed": fingerprint(asdict(task.believed)) if task.believed else None,
         "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
         "limits": asdict(task.limits),
         "strategy": asdict(task.strategy),
+        **({"remote_hosts": asdict(remote)} if remote is not None else {}),
         "workload": asdict(task.lengths.spec),
         "trace": {**asdict(task.lengths.origin), "lengths": task.lengths.digest()},
     }

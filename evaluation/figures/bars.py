@@ -29,6 +29,8 @@ from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 
 METRIC = "output_tokens_per_s"
 WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
+SYSTEMS_OF_WIDTH = 4
+"""Systems whose bars have room for their numbers in these widths; more systems make a figure wider."""
 AXIS_SPACE = 0.7
 """Inches below the axes for tick labels of two lines and the axis label."""
 TITLE_SPACE = 0.42
@@ -76,18 +78,25 @@ def throughput_figure(halves: Sequence[Half]) -> plt.Figure:
         raise ValueError("nothing to draw: no point is finished")
     with figure_style():
         if len(halves) == 1:
-            height = words_inches(halves[0].text, WIDTH_ALONE) + ROW_HEIGHT
-            figure = plt.figure(figsize=(WIDTH_ALONE, height))
-            draw_half(figure, halves[0], WIDTH_ALONE, height, in_column=False)
+            width = wide_enough(WIDTH_ALONE, halves)
+            height = words_inches(halves[0].text, width) + ROW_HEIGHT
+            figure = plt.figure(figsize=(width, height))
+            draw_half(figure, halves[0], width, height, in_column=False)
             return figure
         rows = max(len(half.panels) for half in halves)
-        height = max(words_inches(half.text, WIDTH_OF_HALF) for half in halves) + rows * ROW_HEIGHT
-        figure = plt.figure(figsize=(WIDTH_OF_HALF * len(halves), height))
+        width = wide_enough(WIDTH_OF_HALF, halves)
+        height = max(words_inches(half.text, width) for half in halves) + rows * ROW_HEIGHT
+        figure = plt.figure(figsize=(width * len(halves), height))
         backgrounds = ("#F4F7FA", "#FFFFFF")
         for index, (part, half) in enumerate(zip(figure.subfigures(1, len(halves)), halves, strict=True)):
             part.set_facecolor(backgrounds[index % 2])
-            draw_half(part, half, WIDTH_OF_HALF, height, in_column=True)
+            draw_half(part, half, width, height, in_column=True)
     return figure
+
+
+def wide_enough(width: float, halves: Sequence[Half]) -> float:
+    """Inches of a half, from those of one with few systems."""
+    return width * max(1.0, max(len(half.systems) for half in halves) / SYSTEMS_OF_WIDTH)
 
 
 def draw_half(figure: FigureBase, half: Half, width: float, height: float, *, in_column: bool) -> None:
@@ -151,7 +160,7 @@ def grouped_bars(ax: Axes, groups: Sequence[Group], systems: Sequence[str], base
                 xytext=(0, label_distance(high, record.get(PREDICTED), top)),
                 textcoords="offset points",
                 ha="center",
-                fontsize=7.5,
+                fontsize=6.8,
                 color=INK if is_ratio else FAINT,
                 fontweight="bold" if is_ratio else "normal",
             )

@@ -69,6 +69,8 @@ class LinePanel:
     log_y: bool = False
     y_from: float = 0.0
     """Where a linear y axis begins."""
+    y_to: float = 0.0
+    """A value that a linear y axis reaches at least."""
 
 
 def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
@@ -130,7 +132,7 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     else:
         ends = [y for series in drawn for _, y in series.points + series.predicted]
-        highest = max(ends + [level.value for level in panel.levels])
+        highest = max([*ends, *(level.value for level in panel.levels), panel.y_to])
         ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
     draw_levels(ax, panel.levels, with_prediction=any(series.predicted for series in drawn))
     panel_title(ax, panel.title)

@@ -22,6 +22,7 @@ from evaluation.figures.words import (
     halves_of,
     lettered_title,
     measured_subtitle,
+    own_system_notes,
     panel_name,
     trace_note,
     unique_values,
@@ -43,8 +44,8 @@ def draw_neo(what: str, records: Records, folder: Path, machine: Mapping[str, An
     for half in halves:
         letters = unique_values(half, "panel")
         for letter in letters:
-            panel = draw_panel([r for r in half if r["panel"] == letter], folder)
-            panels.append(replace(panel, title=lettered_title(panel.title, letter, records)))
+            for panel in draw_panels([r for r in half if r["panel"] == letter], folder):
+                panels.append(replace(panel, title=lettered_title(panel.title, letter, records)))
         text = half_text(what, half, machine or {})
         subtitles.append(text.subtitle)
         notes += text.notes.splitlines()
@@ -70,28 +71,33 @@ def half_text(what: str, records: Records, machine: Mapping[str, Any]) -> Figure
 def host_words(records: Records) -> FigureText:
     """Subtitle and notes of a figure whose rows differ in the host only."""
     first = records[0]
-    hosts = {}
-    for record in records:
-        if record["cpu_bandwidth_gb_s"] is not None:
-            rate, pool = record["cpu_bandwidth_gb_s"], record["cpu_kv_gb"]
-            hosts[record["host"]] = f"{record['host'].split(' (')[0]} {rate:.0f} GB/s, {pool:g} GB"
-    kernels = ", ".join(unique_values((r for r in records if r["cpu_bandwidth_gb_s"] is not None), "cpu_kernel"))
+    notes = []
+    for system in unique_values(records, "system"):
+        here = [r for r in records if r["system"] == system and r["cpu_bandwidth_gb_s"] is not None]
+        hosts = {r["host"]: f"{r['cpu_bandwidth_gb_s']:.0f} GB/s, {r['cpu_kv_gb']:g} GB" for r in here}
+        if hosts:
+            kernels = ", ".join(unique_values(here, "cpu_kernel"))
+            text = "; ".join(f"{host.split(' (')[0]} {pool}" for host, pool in hosts.items())
+            notes.append(f"CPU attention of {system} (assumed, {kernels} kernel) and KV cache by host: {text}.")
+    notes.append(
+        f"GPU attention {first['gpu_attention_gb_s']:.0f} GB/s. {first['workload_title']}: {first['num_requests']} "
+        f"requests, {first['trace_origin']} trace. {trace_note(records)}"
+    )
     machine = first["setting_title"].split(" (")[0]
     return FigureText(
         "",
         f"{machine} ({first['dtype']}): {first['num_gpu_blocks']} GPU blocks of 16 tokens",
-        f"CPU attention (assumed, kernel {kernels}) and KV cache by host: {'; '.join(hosts.values())}.\n"
-        f"GPU attention {first['gpu_attention_gb_s']:.0f} GB/s. {first['workload_title']}: {first['num_requests']} "
-        f"requests, {first['trace_origin']} trace. {trace_note(records)}",
+        "\n".join([*notes, *own_system_notes(records)]),
     )
 
 
-def draw_panel(records: Records, folder: Path) -> LinePanel:
-    """The kind of panel depends on the variable that its rows sweep."""
+def draw_panels(records: Records, folder: Path) -> list[LinePanel]:
+    """A panel of the paper. Its kind depends on the variable that its rows sweep; hosts have one for each system."""
     rates = unique_values(records, "request_rate")
     if rates == (None,):
-        return by_host_panel(records) if len(unique_values(records, "setting")) > 1 else throughput_panel(records)
-    return latency_panel(records) if len(rates) > 1 else distribution_panel(records, folder)
+        by_host = len(unique_values(records, "setting")) > 1
+        return by_host_panels(records) if by_host else [throughput_panel(records)]
+    return [latency_panel(records) if len(rates) > 1 else distribution_panel(records, folder)]
 
 
 def latency_panel(records: Records) -> LinePanel:
@@ -119,26 +125,35 @@ def throughput_panel(records: Records) -> LinePanel:
     )
 
 
-def by_host_panel(records: Records) -> LinePanel:
-    """A line per host for each system but the baseline; ratios are to the baseline on the same host."""
+def by_host_panels(records: Records) -> list[LinePanel]:
+    """A panel for each system but the baseline, with a line per host; ratios are to the baseline on the same host.
+
+    All have the same y axis.
+    """
     baseline = records[0]["baseline"]
-    systems = [system for system in unique_values(records, "system") if system != baseline]
-    lines = [
-        Series(
-            baseline, system_colour(baseline), tuple((length, 1.0) for length in unique_values(records, "output_len"))
-        )
+    panels = [
+        by_host_panel([record for record in records if record["system"] in (baseline, system)], system)
+        for system in unique_values(records, "system")
+        if system != baseline
     ]
+    y_from = min(panel.y_from for panel in panels)
+    y_to = max(ratio for panel in panels for line in panel.series for _, ratio in line.points)
+    return [replace(panel, y_from=y_from, y_to=y_to) for panel in panels]
+
+
+def by_host_panel(records: Records, system: str) -> LinePanel:
+    baseline = records[0]["baseline"]
+    ones = tuple((length, 1.0) for length in unique_values(records, "output_len"))
+    lines = [Series(baseline, system_colour(baseline), ones)]
     for place, setting in enumerate(unique_values(records, "setting")):
         here = [record for record in records if record["setting"] == setting]
         host = here[0]["host"].split(" (")[0]
         shade = HOST_COLOURS[place % len(HOST_COLOURS)]
-        for line in system_lines(here, "output_len", "output_tokens_per_s", baseline):
-            if line.label != baseline:
-                label = host if len(systems) == 1 else f"{line.label}, {host}"
-                lines.append(replace(line, label=label, colour=shade, dashed=line.label != systems[-1]))
+        ratios = system_lines(here, "output_len", "output_tokens_per_s", baseline)
+        lines += [replace(line, label=host, colour=shade) for line in ratios if line.label == system]
     machine = records[0]["setting_title"].split(" (")[0]
     return LinePanel(
-        f"{machine}, {records[0]['workload_title']}, {' and '.join(systems)} by host",
+        f"{machine}, {records[0]['workload_title']}, {system} by host",
         "average output tokens per request",
         f"throughput relative to {baseline}, {half_word(records)}",
         tuple(lines),

@@ -11,6 +11,7 @@ from evaluation.results.kinds import comparisons, distinct, is_full_size, is_sim
 
 AGREES = 0.10
 """Largest relative difference of two ratios that agree."""
+AGREEMENT = f"agrees within {AGREES:.0%}"
 NO_DIRECTION = 0.02
 """A ratio this near to 1 favours neither system."""
 LIMITS = (
@@ -35,8 +36,13 @@ def verdict(claimed: float | None, ours: float | None) -> str:
         return "opposite direction"
     difference = effect / claimed_effect - 1
     if abs(difference) <= AGREES:
-        return f"agrees within {AGREES:.0%}"
+        return AGREEMENT
     return "larger" if difference > 0 else "smaller"
+
+
+def agrees(claimed: float | None, ours: float | None) -> bool:
+    """Whether the :func:`verdict` is that both ratios agree."""
+    return verdict(claimed, ours) == AGREEMENT
 
 
 @dataclass(frozen=True)

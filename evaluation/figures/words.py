@@ -37,6 +37,8 @@ OVERLOAD = (
     "how many are sent."
 )
 
+OWN_SYSTEM = "adaptive"
+"""This project's own scheduler, in no paper."""
 PREDICTION = "SIMULATED from this machine's profile"
 """Legend entry of predictions that are drawn beside measurements."""
 POOLS = {
@@ -169,11 +171,12 @@ def clock_lines(records: Records) -> list[str]:
 
 
 def notes_of(records: Records) -> list[str]:
-    """Notes on request lengths and clipping, load, repeats, failures, CPU attention, and oversized pools."""
+    """Notes on lengths and clipping, the systems' origin, load, repeats, failures, CPU attention, oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
     about_machine = [*cpu_attention_notes(records), *pool_notes(records)]
     failures = [*failure_notes(records), *missing_notes(records)]
-    return [*length_notes(records), *about_load, *repeat_notes(records), *failures, *about_machine]
+    about_run = [*own_system_notes(records), *about_load, *repeat_notes(records)]
+    return [*length_notes(records), *about_run, *failures, *about_machine]
 
 
 def half_notes(records: Records) -> list[str]:
@@ -200,6 +203,12 @@ def length_notes(records: Records) -> list[str]:
             f"(mean output {first['output_len_mean']:.0f})."
         )
     return notes
+
+
+def own_system_notes(records: Records) -> list[str]:
+    """Which system the paper does not have, if it is drawn beside the paper's."""
+    there = OWN_SYSTEM in unique_values(records, "system")
+    return [f"{OWN_SYSTEM} is this project's own scheduler; the paper does not have it."] * there
 
 
 def repeat_notes(records: Records) -> list[str]:

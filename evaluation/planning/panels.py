@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Literal
 
 from apex.simulator.hardware import load_host
-from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting
+from apex.simulator.paper_settings import PaperSetting, gpu_kind, load_setting, nearest_setting
 from evaluation.experiments.simulated_sweeps import Panel, Sweep
 from swiftllm.machine import Card
 
 GB = 1e9
 SEVERAL_CARDS = "2x"
-"""Prefix of the GPU names of settings with several cards, which one engine cannot use."""
+"""Prefix of the names of several cards that are taken for one."""
 SAME_MEMORY = 0.15
 """Relative difference of host memory within which a host is taken for one of the papers'."""
 
@@ -34,7 +34,7 @@ def panels_here(sweep: Sweep, wanted: str | None, card: Card | None, paper: Lite
     Raises:
         NotApplicable: there is no such panel.
     """
-    panels = [panel for panel in sweep.panels if not panel.setting.gpu.startswith(SEVERAL_CARDS)]
+    panels = [panel for panel in sweep.panels if not _has_several_cards(panel.setting)]
     if wanted is not None:
         setting = load_setting(wanted)
         chosen = [replace(panel, setting=setting) for panel in panels if panel.setting.gpu == setting.gpu]
@@ -55,7 +55,7 @@ def panels_for_rehearsal(sweep: Sweep, faster: float) -> Sweep:
     """All panels of single cards: the ends of their sweeps, few requests, one host, request rates times ``faster``."""
     panels: dict[tuple[str, str], Panel] = {}
     for panel in sweep.panels:
-        if panel.setting.gpu.startswith(SEVERAL_CARDS):
+        if _has_several_cards(panel.setting):
             continue
         ends = {name: _ends(getattr(panel, name)) for name in ("output_lens", "request_rates")}
         ends["request_rates"] = tuple(rate * faster for rate in ends["request_rates"])
@@ -64,6 +64,11 @@ def panels_for_rehearsal(sweep: Sweep, faster: float) -> Sweep:
     if not panels:
         raise NotApplicable("the figure has panels for machines with several GPUs alone")
     return replace(sweep, panels=tuple(panels.values()))
+
+
+def _has_several_cards(setting: PaperSetting) -> bool:
+    """Whether a setting needs more GPUs than the one that an engine uses."""
+    return setting.tensor_parallel > 1 or setting.gpu.startswith(SEVERAL_CARDS)
 
 
 def _ends(values: Sequence[float]) -> tuple[float, ...]:

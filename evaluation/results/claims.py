@@ -163,7 +163,7 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
             for item in compare_claims(wanted, records):
                 claim, ours = item.claim, item.summary
                 table.add_row(
-                    f"{claim.section}: {_on(claim)}",
+                    f"{claim.section}: {where_of(claim)}",
                     "/".join(item.systems),
                     claim.stated(),
                     "not run" if ours is None else f"{ours:.2f}",
@@ -187,7 +187,8 @@ METRIC_WORDS = {
 }
 
 
-def _on(claim: Claim) -> str:
+def where_of(claim: Claim) -> str:
+    """Machine, workload and output lengths of a claim, in words."""
     parts = [claim.hardware.split(" + ")[0], claim.workload or "any workload"]
     if claim.output_lens is not None:
         parts.append("{:g}-{:g} out".format(*claim.output_lens))

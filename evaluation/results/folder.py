@@ -157,7 +157,10 @@ def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
     return record.get(f"{metric}_low", value), record.get(f"{metric}_high", value)
 
 
-SWEPT = ("gpu", "model", "host", "request_rate", "output_len", "cpu_bandwidth_gb_s", "num_gpu_blocks")
+SWEPT = (
+    "case", "gpu", "model", "host", "kernel", "load", "request_rate", "output_len", "host_read_gb_s",
+    "cpu_bandwidth_gb_s", "num_gpu_blocks", "actual_over_believed", "online_correction",
+)  # fmt: skip
 """Fields that a figure may sweep."""
 
 PREDICTED = "predicted_output_tokens_per_s"

@@ -57,6 +57,13 @@ def test_a_figure_from_its_command_to_its_files(tmp_path, capsys, figure, gpu, s
     assert printed.count(command) == 1 and "(or cpu_bandwidth=20..300)" in printed
 
 
+@pytest.mark.parametrize("figure", [reproduce_fig5, reproduce_fig6, reproduce_fig7])
+def test_the_papers_systems_and_our_own_are_compared_by_default(figure):
+    settings = experiment_settings(figure.FIGURE.name)
+    assert settings["simulated"]["systems"] == ["vllm", "swiftllm", "neo", "apex", "adaptive"]
+    assert settings["torch"]["systems"] == ["swiftllm", "neo", "apex", "adaptive"]
+
+
 def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
     chosen = options(tmp_path / "one", gpu="t4")
     assert reproduce_fig5.main(chosen) == 0

@@ -17,7 +17,7 @@ from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.neo_points import crossing, make_neo_points, on_host, with_rates_at_latency
 from evaluation.experiments.options import experiment_settings
-from evaluation.figures.neo_paper import HOST_COLOURS, draw_panel, per_token_latencies_s
+from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file
@@ -83,7 +83,7 @@ def test_figure_is_drawn_again_without_running(results, config, tmp_path, capsys
 def test_distribution_is_that_of_the_records(results):
     folder = (results / "neo-fig7" / "latest").resolve()
     rows = rows_of(results, "neo-fig7")
-    panel = draw_panel(rows, folder)
+    (panel,) = draw_panels(rows, folder)
     for row, line in zip(rows, panel.series, strict=True):
         latencies = per_token_latencies_s(records_file(folder, row["point"]))
         assert len(latencies) == 60
@@ -95,13 +95,16 @@ def test_distribution_is_that_of_the_records(results):
 
 def test_each_host_is_held_against_the_baseline_on_it(results):
     rows = rows_of(results, "neo-fig10a")
-    panel = draw_panel(rows, results)
+    panel, own = draw_panels(rows, results)
+    assert "neo by host" in panel.title and "adaptive by host" in own.title
+    assert (panel.y_from, panel.y_to) == (own.y_from, own.y_to)
     assert [line.label for line in panel.series] == ["swiftllm", "g5.4xlarge", "g5.16xlarge"]
     assert [line.colour for line in panel.series[1:]] == list(HOST_COLOURS[:2])
     big = {
         row["system"]: row["output_tokens_per_s"] for row in rows if "16x" in row["setting"] and row["output_len"] == 60
     }
     assert dict(panel.series[2].points)[60] == pytest.approx(big["neo"] / big["swiftllm"])
+    assert dict(own.series[2].points)[60] == pytest.approx(big["adaptive"] / big["swiftllm"])
 
 
 def test_curves_are_read_where_they_first_cross():

@@ -1,15 +1,17 @@
-"""The ablation: its rows, its arithmetic on made-up figures, and one real run of a tiny model."""
+"""The ablation from its command to its files: one real run of a tiny model, and one of a simulated machine."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
-import ablation
 import pytest
-from ablation import ROWS, Options, bound_text, main, make_points, results_table
+from ablation import main, results_table
 from rich.console import Console
 
+from evaluation.experiments.ablation.measured import make_points
+from evaluation.experiments.ablation.options import Options
+from evaluation.experiments.ablation.rows import BASELINE
 from evaluation.experiments.runner import PointResult
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -38,32 +40,14 @@ def record(row: str, **values) -> dict:
     return base | values
 
 
-PROFILED = {"cpu_bytes_per_s": 8e9, "kv_bytes_per_token": 25_000.0, "lane_limit_tokens_per_s": 300.0}
-
-
-def test_points_cap_the_gpu_tier_and_leave_room_for_all_on_the_cpu(options):
-    points = make_points(options)
-    assert [point.key for point in points] == ["swiftllm", "apex"]
-    engine = points[0].task.task.engine
-    assert engine.num_gpu_blocks == 2 * 3 and engine.num_cpu_blocks >= 6 * 3
-
-
-def test_every_row_differs_from_every_other():
-    assert len({(row.system, str(row.strategy), row.synchronous) for row in ROWS.values()}) == len(ROWS)
-    assert {row.system for row in ROWS.values()} == {"swiftllm", "neo", "fastdecode", "apex"}
-
-
-def test_repeats_take_turns_at_going_first(options):
-    keys = [point.key for point in make_points(replace(options, repeats=2))]
-    assert keys == ["swiftllm-0", "apex-0", "apex-1", "swiftllm-1"]
-
-
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({"rows": ("apex", "nothing")}, "no rows nothing; there are swiftllm, neo"),
         ({"gpu_requests": 0}, "gpu_requests=0 must be at least 1"),
         ({"model": "MISSING"}, "point --model at"),
+        ({"setting": "apex-a10", "jobs": 2}, "--setting, --jobs: only --backend simulated takes that"),
+        ({"backend": "simulated"}, "--model, --gpu-requests, --dtype: only --backend torch takes that"),
     ],
 )
 def test_bad_options_end_as_one_line(options, capsys, tmp_path, changes, part):
@@ -77,23 +61,6 @@ def test_bad_options_end_as_one_line(options, capsys, tmp_path, changes, part):
 def test_ratios_are_to_the_gpu_only_row():
     table = results_table([record("apex"), record("swiftllm")])
     assert list(table.columns[2].cells) == ["2.50", "1.00"]
-
-
-def test_bound_is_the_formula_and_names_the_lane_as_its_limit():
-    text = bound_text([record("swiftllm"), record("apex", **PROFILED)])
-    assert "= 2540 tokens/s" in text  # 40 + 8e9 / (25000 * 128)
-    assert "apex, 100.0 tokens/s, 4% of it" in text
-    assert "at most 300 tokens/s with up to 64 requests" in text and "busy 97% of the time, its CPU worker 10%" in text
-
-
-def test_bound_says_nothing_of_the_lane_where_it_is_not_the_limit():
-    text = bound_text([record("swiftllm"), record("apex", **PROFILED | {"lane_limit_tokens_per_s": 1e6})])
-    assert "linear layers" not in text
-
-
-def test_no_bound_without_both_kinds_of_row():
-    assert bound_text([record("apex", **PROFILED)]).startswith("No bound")
-    assert bound_text([record("swiftllm")]).startswith("No bound")
 
 
 def test_a_failed_row_is_told_and_the_others_are_kept(options, capsys):
@@ -118,7 +85,7 @@ def test_a_real_run_leaves_a_summary(options, capsys):
     assert summary[1]["cpu_bytes_per_s"] > 0 and summary[1]["lane_limit_tokens_per_s"] > 0
     # What apex chooses hangs on the profile measured a moment ago: on a busy machine the CPU may not pay.
     assert summary[0]["strategy_mix"] == "gpu-only 100%" and summary[1]["strategy_mix"]
-    assert ablation.BASELINE in out
+    assert BASELINE in out
     assert main(options, console=Console(width=200)) == 0  # nothing left to run
     assert "finished before" in capsys.readouterr().out
 
@@ -133,3 +100,24 @@ def test_each_row_runs_with_its_own_strategy(options, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert "asynchronous-overlap" in summary[0]["strategy_mix"] and "pipelining" not in summary[0]["strategy_mix"]
     assert [point.task.task.engine.synchronous for point in make_points(replace(options, rows=rows))] == [0, 0, 1]
+
+
+def test_a_simulated_run_takes_no_model_and_says_what_it_is(tmp_path, capsys):
+    chosen = Options(
+        backend="simulated", setting="apex-t4", rows=("swiftllm", "apex", "adaptive", "adaptive-no-lockstep"),
+        num_requests=40, output_len=60, jobs=1, results_dir=tmp_path,
+    )  # fmt: skip
+    assert main(chosen, console=Console(width=160)) == 0
+    out = capsys.readouterr().out
+    assert "SIMULATED: T4 + Llama-2-7B (float16), 40 requests of" in out and "54 GPU blocks" in out
+    assert "Bound of any schedule" in out and "Measured once" not in out and "llamafile" in out
+    folder = tmp_path / "ablation/latest"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {r["backend"] for r in summary} == {"simulated"} and [r["row"] for r in summary] == list(chosen.rows)
+    assert all(r["completed"] == 40 and 0 < r["output_tokens_per_s"] < r["bound_tokens_per_s"] for r in summary)
+    rates = {r["row"]: r["output_tokens_per_s"] for r in summary}
+    assert rates["adaptive"] > rates["swiftllm"] and rates["adaptive"] != rates["adaptive-no-lockstep"]
+    assert "asymmetric-pipelining" not in summary[-1]["strategy_mix"]
+    assert list(results_table(summary).columns)[1].header == "SIMULATED\ntok/s"
+    assert main(chosen, console=Console(width=160)) == 0
+    assert "finished before" in capsys.readouterr().out

@@ -55,9 +55,7 @@ class OnlineCorrection:
         profiled, lane, cpu_attention = self._profiled, self._lane.value, self._cpu_attention.value
         if lane == cpu_attention == 1.0:
             return profiled
-        model = PerfModel(scaled_table(profiled.table, lane, cpu_attention), profiled.num_layers)
-        model.extrapolated = profiled.extrapolated
-        return model
+        return profiled.with_table(scaled_table(profiled.table, lane, cpu_attention))
 
 
 def scaled_table(table: ProfileTable, lane: float, cpu_attention: float) -> ProfileTable:

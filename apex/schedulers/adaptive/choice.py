@@ -12,8 +12,9 @@ from apex.schedulers.adaptive.times import OperationTimes
 
 SAME = 0.05
 """A choice is kept until a size of the load has changed by more than this share."""
-HURRY_GAIN = 0.1
-"""Where prompts exceed the shadow of the weights, they hurry while more CPU decodes would raise the rate by so much."""
+HURRY_GAIN = 0.6
+"""Where prompts exceed the shadow of the weights, they hurry while more CPU decodes would raise the rate by more than
+this multiple of the decodes' share of all tokens. The fewer decodes there are, the less is lost while they wait."""
 ROOM_SHARE = 1 / 8
 """The GPU has room if its free blocks hold one request more than this share of those that decode there."""
 
@@ -76,6 +77,9 @@ def choose(
     exceeds = rates.prompt_tokens > free_tokens
     waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, rates.prompt_tokens, float(layer_s))
     need = PromptNeed(
-        rates.prompt_tokens, grows=load.has_room or exceeds or not waits, hurries=exceeds and gain > HURRY_GAIN
+        rates.prompt_tokens,
+        steady.prompt_per_output,
+        grows=load.has_room or exceeds or not waits,
+        hurries=exceeds and gain > HURRY_GAIN / (1 + steady.prompt_per_output),
     )
     return Choice(rates, need, load.sizes())

@@ -18,8 +18,12 @@ EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
 GROWTH = 1.25
 """While the batch grows, a chunk is at least this multiple of the steady one."""
-AMORTISED = 10
-"""A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case."""
+AMORTISED, MOST_AMORTISED = 10, 40
+"""A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
+
+The multiple is the number of prompt tokens to an output token, between these bounds. The more prompt tokens, the fewer
+decodes wait for a large chunk.
+"""
 
 SHORT_QUEUE = 1 / 16
 SHORT_QUEUE_PASSES = 4
@@ -46,12 +50,12 @@ class ChunkSizes:
         efficient = (s for s in SIZES if s <= budget and per_token_s[s - 1] <= EFFICIENT * self.token_s)
         self.efficient = next(efficient, min(budget, SIZES[-1]))
 
-    def largest(self, gpu_attention_s: float) -> int:
+    def largest(self, gpu_attention_s: float, prompt_per_output: float) -> int:
         """Tokens of the largest chunk worth while beside a lane with this attention of a layer, in seconds."""
         times = self._times
         fixed_s = self._linear_s[0] + gpu_attention_s + float(times.ends_s(1)) / times.num_layers
-        amortised = int(self._linear_s.searchsorted(AMORTISED * fixed_s)) + 1
-        return max(self.efficient, amortised)
+        multiple = min(max(AMORTISED, prompt_per_output), MOST_AMORTISED)
+        return max(self.efficient, int(self._linear_s.searchsorted(multiple * fixed_s)) + 1)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class PromptNeed:
 
     steady_tokens: float
     """The steady chunk, in tokens."""
+    prompt_per_output: float
+    """Prompt tokens that an output token uses up in the long run."""
     grows: bool
     """Whether more requests should decode."""
     hurries: bool
@@ -115,7 +121,7 @@ def prompt_chunk(
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
     free_tokens = free_prompt_tokens(sizes, lane_decodes, riders)
-    largest = max(sizes.largest(gpu_attention_s), need.steady_tokens)
+    largest = max(sizes.largest(gpu_attention_s, need.prompt_per_output), need.steady_tokens)
     if need.hurries:
         wanted = largest
     elif need.grows:

@@ -28,6 +28,7 @@ def test_the_papers_t4_runs_its_settings():
         assert what.endswith("host memory holds 20.0 of 20 GB of KV cache")
     needed = "needs another GPU: A10 with 24 GB, and this is Tesla T4 with 15.6 GB"
     assert found["apex-a10"] == found["neo-a10"] == (needed, "note")
+    assert found["omniserve-yi-34b"][0].startswith("can only be simulated: it has 2x A100-SXM-80GB")
 
 
 @pytest.mark.parametrize("product", ["NVIDIA A10G", "NVIDIA A10"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_cpu_bandwidth_is_what_is_said(capsys, tmp_path):
         assert f"CPU attention at {gb_s} GB/s" in capsys.readouterr().out
         rates[gb_s] = record["output_tokens_per_s"]
     assert rates["100"] > rates["5"]
+
+
+def test_several_gpus_and_cpu_hosts(capsys, tmp_path):
+    gpus = ("--system", "swiftllm", "--tensor-parallel", "2", "--link", "pcie-4")
+    (one,), (two,) = simulate(tmp_path, "--system", "swiftllm"), simulate(tmp_path, *gpus)
+    assert two["output_tokens_per_s"] > one["output_tokens_per_s"] and two["tensor_parallel"] == 2
+    assert "on 2x A10 over PCIe 4.0 and 2x Xeon Gold 6342, CPU" in capsys.readouterr().out
+    hosts = ("--system", "neo", "--cpu-hosts", "3", "--network-gbps", "10")
+    assert simulate(tmp_path, *hosts)[0]["cpu_hosts"] == 3
+    assert re.search(
+        r"3 hosts of 2x Xeon Gold 6342, CPU attention at [\d.]+ GB/s on each over 10 Gb/s", capsys.readouterr().out
+    )
+    assert "--tensor-parallel 2 needs --link" in fails(capsys, "--tensor-parallel", "2")
+    assert "does not divide num_heads=32" in fails(capsys, "--tensor-parallel", "3", "--link", "pcie-4")
+    assert "cpu_hosts=0 must be at least 1" in fails(capsys, "--cpu-hosts", "0")
+    assert "network_gbps=0 must be above 0" in fails(capsys, "--network-gbps", "0")
 
 
 def test_blocks_follow_from_the_memories(capsys, tmp_path):

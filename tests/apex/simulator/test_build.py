@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from apex.perf.online.correction import scaled_table
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_path import Interconnect
 from swiftllm.config import EngineConfig
@@ -55,3 +56,15 @@ def test_a_simulation_has_no_worker_to_restart_and_names_what_it_extrapolates() 
     engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
     assert engine.stats().worker_restarts == 0
     assert engine.backend.extrapolated == frozenset()
+
+
+def test_a_scheduler_may_believe_another_table_than_the_machine_s() -> None:
+    believed = scaled_table(TABLE, lane=1.0, cpu_attention=2.0)
+    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, believed=believed)
+    assert engine.scheduler.model.table is believed
+    right = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
+    assert right.scheduler.model.table is TABLE
+    requests = [e.add_request("a", [1] * 20, SamplingParams(max_tokens=3)) for e in (engine, right)]
+    while engine.has_unfinished() or right.has_unfinished():
+        engine.step(), right.step()
+    assert engine.now() == right.now() and [request.output_len for request in requests] == [3, 3]

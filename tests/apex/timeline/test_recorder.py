@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from apex.cli import main
 from apex.simulator.build import build_simulated
@@ -107,7 +109,8 @@ def check_tickets(timeline: Timeline) -> None:
 
 @pytest.mark.parametrize("link", [None, LINK], ids=["no link", "link"])
 @pytest.mark.parametrize(
-    ("system", "strategy"), [("swiftllm", None), ("neo", None), ("fastdecode", None), ("apex", None), ("apex", OVERLAP)]
+    ("system", "strategy"),
+    [("swiftllm", None), ("neo", None), ("fastdecode", None), ("apex", None), ("apex", OVERLAP), ("adaptive", None)],
 )
 def test_simulated_timelines_are_in_order_and_add_up(
     system: str, strategy: StrategyConfig | None, link: Interconnect | None
@@ -290,7 +293,12 @@ def pipelining() -> Timeline:
     return record(simulated_engine("neo", strategy), num_iterations=3)
 
 
-@pytest.mark.parametrize("name", ["overlap", "pipelining"])
+@pytest.fixture(scope="module")
+def free_running() -> Timeline:
+    return record(simulated_engine("adaptive", link=LINK), num_iterations=3)
+
+
+@pytest.mark.parametrize("name", ["overlap", "pipelining", "free_running"])
 def test_the_trace_is_in_the_trace_event_format(name: str, request, tmp_path) -> None:
     timeline: Timeline = request.getfixturevalue(name)
     trace_path, picture_path = write_timeline(timeline, tmp_path / "new" / "a.json")
@@ -354,6 +362,45 @@ def test_the_picture_says_what_it_shows(overlap: Timeline, pipelining: Timeline)
     assert any("own steps" in row.title for row in chart_rows(pipelining))
     boxes = [text.get_text() for text in draw_timeline(pipelining).axes[1].texts]
     assert len(boxes) > 10 and any(text.startswith("A ") for text in boxes)
+
+
+def test_a_free_running_cohort_rides_at_the_lane_s_layer_and_steps_elsewhere(free_running: Timeline) -> None:
+    assert all(i.free_running for i in free_running.iterations[:2]) and len(free_running.iterations) == 3
+    lane = [span for span in free_running.spans if span.kind is Kind.LINEAR]
+    rides = [span for span in lane if span.cohorts]
+    steps = [span for span in free_running.spans if span.kind is Kind.STEP]
+    assert len(rides) == free_running.crossings(0, Kind.LINEAR) > 0
+    assert len(steps) == free_running.crossings(0, Kind.STEP) > len(rides)
+    for step in steps:  # the lane's next layer is the one after the last that it crossed
+        before = [span for span in lane if span.iteration == step.iteration and span.start_s < step.start_s]
+        assert step.layer != before[-1].layer + 1
+    several = [sum(span.iteration == i.index for span in steps) for i in free_running.iterations]
+    assert max(several) > 1, "no cohort crossed several layers while the lane passed once"
+
+
+def test_the_picture_tells_riding_from_stepping(free_running: Timeline, overlap: Timeline) -> None:
+    figure = draw_timeline(free_running)
+    words = " ".join(text.get_text() for text in figure.texts)
+    assert "asynchronous overlap (free running)" in words and "rides at the lane's layer and steps elsewhere" in words
+    assert any("(free-running)" in text.get_text() for text in figure.axes[0].texts)
+    labels = " ".join(text.get_text() for text in figure.legends[0].get_texts())
+    rides, steps = (free_running.crossings(0, kind) for kind in (Kind.LINEAR, Kind.STEP))
+    assert f"; {rides} rides, {steps} steps" in labels
+    assert any("own steps" in row.title for row in chart_rows(free_running))
+    start_s, end_s = zoom_window(free_running)
+    shown = [span for span in free_running.spans if span.cohorts and start_s <= span.start_s < end_s]
+    assert {Kind.LINEAR, Kind.STEP} <= {span.kind for span in shown}, "one of the two is not enlarged"
+    assert legend_inches(figure) < figure.get_size_inches()[0]
+    cohorts = [tuple(replace(tag, slot=span.index % 3) for tag in span.cohorts) for span in free_running.spans]
+    spans = tuple(replace(span, cohorts=tags) for span, tags in zip(free_running.spans, cohorts, strict=True))
+    crowded = draw_timeline(replace(free_running, spans=spans))
+    assert legend_inches(crowded) < crowded.get_size_inches()[0] and len(crowded.legends[0].get_texts()) >= 5
+    other = draw_timeline(overlap)
+    assert "free" not in " ".join(text.get_text() for text in (*other.texts, *other.legends[0].get_texts()))
+
+
+def legend_inches(figure: Figure) -> float:
+    return figure.legends[0].get_window_extent(FigureCanvasAgg(figure).get_renderer()).width / figure.dpi
 
 
 def test_the_enlarged_part_lies_in_one_iteration_and_has_a_crossing(overlap: Timeline) -> None:

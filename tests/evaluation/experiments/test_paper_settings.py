@@ -10,6 +10,7 @@ import pytest
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
 from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.simulated_point import build_engine
 from evaluation.experiments.simulated_sweeps import make_simulated_points, make_sweep
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
@@ -40,6 +41,22 @@ def test_overrides_reach_the_profile():
     assert weaker.cpu_attention_gb_s("neo") < setting.cpu_attention_gb_s("neo")
     assert weaker.num_cpu_blocks == setting.num_cpu_blocks // 4
     assert weaker.figures["cpu_kv_gb"].origin == "a smaller host"
+
+
+def test_several_gpus_and_hosts_reach_the_machine_and_the_row():
+    setting = load_setting("omniserve-llama-2-70b")
+    assert setting.tensor_parallel == 4 and setting.remote_hosts is None
+    task = simulated_task(setting, "vllm", lengths((10, 20)))
+    assert task.hardware.table.identity["tensor_parallel"] == "4"
+    assert task.values["tensor_parallel"] == 4 and task.values["link"] == "pcie-4" and "cpu_hosts" not in task.values
+    several = simulated_task(replace(setting, cpu_hosts=5, network_gbps=10.0), "neo", lengths((10, 20)))
+    assert several.num_cpu_blocks == 5 * setting.num_cpu_blocks == 5 * task.num_cpu_blocks
+    assert several.hardware.remote_hosts.count == 4 and several.hardware.remote_hosts.bytes_per_s == 1.25e9
+    assert several.values["cpu_hosts"] == 5 and several.values["network_gbps"] == 10.0
+    assert "remote_hosts" in build_engine(several).describe() and build_engine(task).describe()["remote_hosts"] is None
+    assert not {"tensor_parallel", "cpu_hosts"} & set(
+        simulated_task(load_setting("apex-a10"), "neo", lengths((1, 2))).values
+    )
 
 
 def test_synthetic_lengths_are_those_asked_for():

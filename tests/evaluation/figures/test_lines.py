@@ -106,6 +106,22 @@ def test_a_figure_says_what_computed_what_is_missing_and_what_fitted_means():
     assert "fitted: drawn from a record's quantiles" in words
 
 
+def test_more_systems_make_the_figure_wider_so_that_bars_keep_room_for_their_numbers():
+    names = ("vllm", "swiftllm", "neo", "apex", "adaptive")
+    figures = [draw_fig5([row(name) for name in names[:count]], {}) for count in (3, 4, 5)]
+    few, four, five = (figure.get_size_inches()[0] for figure in figures)
+    bars = [figure.axes[0].patches[0].get_width() * figure.get_size_inches()[0] for figure in figures]
+    assert few == four < five and bars[2] == pytest.approx(bars[1])
+    for figure in figures:
+        plt.close(figure)
+
+
+def test_a_figure_says_which_system_its_paper_does_not_have():
+    rows = [row("swiftllm"), row("apex")]
+    said = "adaptive is this project's own scheduler; the paper does not have it."
+    assert said in words_of(draw_fig5([*rows, row("adaptive")], {})) and said not in words_of(draw_fig5(rows, {}))
+
+
 def test_only_a_panel_among_others_has_a_letter():
     def titles(*panels: str) -> list[str]:
         figure = draw_fig5([row("swiftllm", panel) for panel in panels], {})

@@ -84,6 +84,24 @@ def test_systems_of_a_panel_get_the_same_requests(on_card):
     assert len({point.session for point in plan.points}) == 3, "one start for each system"
 
 
+def test_our_own_system_shares_the_hours_with_the_papers(on_card):
+    """The hours are for all systems of the figure: one more leaves each fewer requests."""
+    on_card(T4)
+    few = {"workloads": ("osc",), "output_lens": (50.0,), "scale": 0.1}
+    papers = ("swiftllm", "neo", "apex")
+    counts = []
+    for systems in (papers, (*papers, "adaptive")):
+        job = job_on(NamedMachine("apex-t4", 350.0), systems=systems, **few)
+        (plan,) = plan_within([job.measured.planner], 3600.0)
+        assert tuple(point.task.system for point in plan.points) == systems and plan.total_s <= 3600.0
+        assert all(prediction.problem is None for prediction in plan.predictions)
+        counts.append({point.task.lengths.spec.num_requests for point in plan.points})
+    (without,), (with_own,) = counts
+    assert 0.5 * without < with_own < without
+    default = job_on(NamedMachine("apex-t4"), systems=None, **few).measured.planner.sweep.systems
+    assert default == ("vllm", *papers, "adaptive")
+
+
 def test_rows_hold_the_setting_and_the_prediction(on_card):
     on_card(T4)
     plan = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.planner.plan_with([16])

@@ -45,6 +45,13 @@ def test_an_up_to_is_held_against_the_best_and_another_against_the_mean():
     assert short.ours == pytest.approx((1.2,))
 
 
+def test_our_own_system_beside_the_papers_changes_no_claim():
+    claims = load_claims()
+    assert not any("adaptive" in item.systems for item in claims)
+    rows = [record("swiftllm", 50.0), record("neo", 100.0), record("apex", 120.0)]
+    assert compare_claims(claims, [*rows, record("adaptive", 500.0)]) == compare_claims(claims, rows)
+
+
 def test_a_latency_at_best_is_the_lowest():
     rows = [record("neo", 1.0, per_token_latency_s_mean=2.0), record("apex", 1.0, per_token_latency_s_mean=1.0)]
     rows += [

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 
-from apex.perf.model import PerfModel, ProfileTable
+from apex.perf.model import ProfileTable
 from apex.perf.online.correction import scaled_table
-from apex.simulator.backend import SimulatedBackend
+from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import SchedulerLimits
-from swiftllm.systems import find_system
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
 TABLE = flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5)
@@ -30,12 +26,17 @@ def simulated_engine(
     num_cpu_blocks: int = 4000,
 ) -> Engine:
     """The machine takes ``lane`` and ``cpu_attention`` times as long as in ``table``, from which is predicted."""
-    backend = SimulatedBackend(PerfModel(scaled_table(table, lane, cpu_attention), LAYERS))
-    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, 16)
-    limits = SchedulerLimits(max_num_batched_tokens=1024, max_num_seqs=256, max_model_len=2048)
-    model = PerfModel(table, LAYERS)
-    scheduler = find_system(system).scheduler(limits, kv, backend.now, model, strategy or StrategyConfig())
-    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=100)
+    return build_simulated(
+        system,
+        scaled_table(table, lane, cpu_attention),
+        LAYERS,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        max_num_batched_tokens=1024,
+        max_model_len=2048,
+        strategy=strategy,
+        believed=table,
+    )
 
 
 def add_requests(engine: Engine, count: int, prompt: int = 300, output: int = 120, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ from tests.reference.fake_engine import flat_table
 TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
 MODEL = PerfModel(TABLE, num_layers=10)
 SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, knee=MODEL.linear_knee_tokens)
-STEADY = PromptNeed(steady_tokens=300.0, grows=False, hurries=False)
+STEADY = PromptNeed(steady_tokens=300.0, prompt_per_output=2.0, grows=False, hurries=False)
 LOAD = {"lane_decodes": 20, "riders": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
 
 
@@ -37,10 +37,12 @@ def test_a_budget_below_every_efficient_size_is_used_up() -> None:
     assert ChunkSizes(OperationTimes(MODEL), budget=48, knee=100).efficient == 48
 
 
-def test_a_chunk_need_not_exceed_ten_times_the_fixed_cost() -> None:
-    """Weights and ends cost 1.001 ms a layer whatever the chunk: 10.01 ms are 1,001 tokens."""
-    assert SIZES.largest(0.0) == pytest.approx(1001, abs=2)
-    assert SIZES.largest(1e-3) == pytest.approx(2001, abs=2)
+def test_a_chunk_need_not_exceed_a_multiple_of_the_fixed_cost() -> None:
+    """Weights and ends cost 1.001 ms a layer whatever the chunk: ten times that are 1,001 tokens."""
+    assert SIZES.largest(0.0, 2.0) == pytest.approx(1001, abs=2)
+    assert SIZES.largest(1e-3, 2.0) == pytest.approx(2001, abs=2)
+    assert SIZES.largest(0.0, 20.0) == pytest.approx(2002, abs=2)  # few decodes wait for it
+    assert SIZES.largest(0.0, 90.0) == pytest.approx(4004, abs=2)
 
 
 def test_steady_chunk_and_shadow() -> None:
@@ -53,14 +55,14 @@ def test_growth_is_a_quarter_more_and_efficient() -> None:
     grows = replace(STEADY, grows=True)
     assert prompt_chunk(SIZES, grows, **LOAD) == 375
     assert prompt_chunk(SIZES, replace(grows, steady_tokens=10.0), **LOAD) == 96 - 20
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=900.0), **LOAD) == SIZES.largest(0.0)
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=900.0), **LOAD) == SIZES.largest(0.0, 2.0)
     assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000  # never below the steady one
     unsettled = prompt_chunk(SIZES, replace(grows, steady_tokens=400.0), **{**LOAD, "is_settled": False})
     assert unsettled == 96 - 20  # a guess of the output length is no reason to hurry
 
 
 def test_hurry() -> None:
-    assert prompt_chunk(SIZES, replace(STEADY, hurries=True), **LOAD) == SIZES.largest(0.0)
+    assert prompt_chunk(SIZES, replace(STEADY, hurries=True), **LOAD) == SIZES.largest(0.0, 2.0)
 
 
 def test_a_short_queue_is_served_at_once() -> None:

@@ -1,0 +1,75 @@
+"""The command line of `scripts/ablation.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from evaluation.experiments.options import Folder, Names, check_counts, flags
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.config import DeviceName, DtypeName
+
+MEASURED_ONLY = ("model", "gpu_requests", "repeats", "device", "dtype", "cpu_threads")
+SIMULATED_ONLY = ("setting", "jobs")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Force and disable strategies on one workload, and print the throughput of each variant.
+
+    By default this machine is measured: the GPU tier holds a few requests of a small model, and all others wait or go
+    to the CPU tier. With --backend simulated a machine of the papers is SIMULATED (predicted times), which takes no
+    model and no GPU. Running the same command again continues an interrupted run.
+    """
+
+    backend: Literal["torch", "simulated"] = "torch"
+    """torch: measure on this machine. simulated: predict a machine of the papers in virtual time."""
+    setting: str | None = None
+    """Machine, model and pools to simulate: a setting of configs/experiments/papers.yaml; by default apex-a10."""
+    model: Folder = None
+    """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache. Measured only."""
+    rows: Names = None
+    """Rows of the table to run; by default all. A simulation has no row synchronous."""
+    num_requests: int | None = None
+    """Number of requests, all sent at the start; by default 64, simulated 300."""
+    input_len: int | None = None
+    """Prompt tokens of each request; by default 32. Simulated prompts differ by up to 10% from it;
+    by default 1000, at most half of what the setting takes."""
+    output_len: int | None = None
+    """Output tokens of each request; by default 48. Simulated outputs differ by up to 10% from it;
+    by default 500, at most a quarter of what the setting takes."""
+    gpu_requests: int = 4
+    """Number of requests that fit the GPU tier at once. Measured only: a setting has its own pools."""
+    repeats: int = 1
+    """How many times to measure every row; the table shows medians. Measured only."""
+    device: DeviceName = "auto"
+    """Device of the linear layers. Measured only."""
+    dtype: DtypeName = "auto"
+    """Data type of weights, activations and KV cache. Measured only."""
+    cpu_threads: int = 1
+    """Threads of the CPU attention worker. Measured only."""
+    seed: int = 0
+    """Seed of the prompts, and of simulated lengths."""
+    jobs: int | None = None
+    """Rows to simulate in parallel; by default one per usable core. The results do not depend on it."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to ablation/<run>/ in this folder."""
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.backend == "simulated"
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: a count is below 1, or the backend does not take an option.
+        """
+        check_counts(self, ("num_requests", "input_len", "output_len", "gpu_requests", "repeats", "jobs"))
+        others = MEASURED_ONLY if self.is_simulated else SIMULATED_ONLY
+        defaults = {field.name: field.default for field in fields(self)}
+        if unused := [name for name in others if getattr(self, name) != defaults[name]]:
+            backend = "torch" if self.is_simulated else "simulated"
+            raise ValueError(f"{flags(unused)}: only --backend {backend} takes that")

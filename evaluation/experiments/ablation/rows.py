@@ -1,0 +1,59 @@
+"""The rows of the ablation: a system, and what is changed about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from apex.strategy import StrategyConfig
+from evaluation.experiments.adaptive.cases import IDEAS
+
+BASELINE = "swiftllm"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: a system and its changed settings. A simulation has no ``synchronous`` CPU attention."""
+
+    name: str
+    system: str
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    synchronous: bool = False
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(BASELINE, "swiftllm"),
+        Row("neo", "neo"),
+        Row("fastdecode", "fastdecode"),
+        Row("apex", "apex"),
+        Row("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
+        Row("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
+        Row("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
+        Row("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
+        Row("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
+        Row("synchronous", "apex", synchronous=True),
+        Row("adaptive", "adaptive"),
+        *(Row(f"adaptive-no-{idea}", "adaptive", strategy) for idea, strategy in IDEAS.items()),
+    )
+}
+MEANINGS = (
+    "neo, fastdecode and apex are as in their papers; the rows up to synchronous are variants of apex. force-*: one "
+    "strategy forced (overlap without its threshold); no-*: one strategy disabled; no-threshold: overlap with any "
+    "number of CPU requests; synchronous: CPU attention inline, no overlap. adaptive is this project's own scheduler; "
+    "adaptive-no-*: without one of its three ideas"
+)
+
+
+def chosen_rows(names: Sequence[str] | None, simulated: bool) -> list[Row]:
+    """The rows of these names; without names all that can be run.
+
+    Raises:
+        ValueError: there is no such row; the message lists those there are.
+    """
+    there = {name: row for name, row in ROWS.items() if not (simulated and row.synchronous)}
+    if unknown := [name for name in names or () if name not in there]:
+        which = " that can be simulated" if simulated else ""
+        raise ValueError(f"no rows {', '.join(unknown)}{which}; there are {', '.join(there)}")
+    return [there[name] for name in names or there]

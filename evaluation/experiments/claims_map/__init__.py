@@ -1,0 +1,1 @@
+"""The plane of machines over which the papers' claims are looked for."""

@@ -1,0 +1,1 @@
+"""Figures and tables about the scheduler `adaptive`, drawn from summary records."""

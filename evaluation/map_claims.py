@@ -1,0 +1,95 @@
+"""Maps the papers' claims over the simulated machine: CPU bandwidth by GPU blocks, SIMULATED.
+
+python evaluation/map_claims.py [--quick] [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
+from typing import Annotated
+
+import tyro
+
+from apex.cli.output import stdout_console
+from apex.cli.parser import parse_options
+from evaluation.experiments.claims_map.points import make_map_points
+from evaluation.experiments.options import Folder, Names, experiment_settings
+from evaluation.experiments.points import run_point
+from evaluation.experiments.runner import print_error, run_experiment
+from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.figures.claims_map.show import show_map
+from evaluation.figures.paper_figure import Run, read_run
+from evaluation.results.claims import load_claims
+from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.provenance import machine_identity
+from swiftllm.machine import usable_cores
+
+NAME = "claims-map"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where in the plane of CPU bandwidth and GPU blocks the papers' claims would hold, SIMULATED (predicted times, no
+    GPU needed). The map takes long and shows the time left.
+
+    The plane and the panels come from configs/experiments/claims-map.yaml, the claims from configs/claims.yaml.
+    Results, figure, table and provenance go to results/claims-map/<run>/. Running the same command again continues an
+    interrupted run.
+    """
+
+    settings: Names = None
+    """Settings of configs/experiments/papers.yaml to map, such as apex-t4; by default all of the experiment file."""
+    quick: bool = False
+    """Fewer requests, so less time; some ratios then differ much from those of the figures."""
+    seed: int = 0
+    """Seed of the lengths."""
+    jobs: int | None = None
+    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
+    trace_dir: Folder = None
+    """Folder with trace files, searched before the cache."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Experiment file to use instead of configs/experiments/claims-map.yaml."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to claims-map/<run>/ in this folder."""
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    """Run nothing; draw and print again from the summary.json of this result folder."""
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
+    console = stdout_console()
+    claims = load_claims()
+    try:
+        if options.from_folder is not None:
+            show_map(claims, read_run(options.from_folder, [NAME]), console)
+            return 0
+        points = make_map_points(
+            experiment_settings(NAME, options.config),
+            claims,
+            names=options.settings,
+            quick=options.quick,
+            seed=options.seed,
+            trace_dir=options.trace_dir,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print_error(error, console)
+        return 2
+    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
+    jobs = options.jobs or usable_cores()
+    outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs)
+    if outcome.summary:
+        show_map(claims, Run(outcome.folder, NAME, outcome.summary, machine_identity()), console)
+    return outcome.print_outcome(console)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_options(Options)))
