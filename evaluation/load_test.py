@@ -41,7 +41,7 @@ from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
-from evaluation.traces.workloads import WorkloadSpec, make_lengths
+from evaluation.traces.workloads import WorkloadSpec, make_lengths, merge_lengths
 
 NAME = "load_test"
 STARTED_READY_TIMEOUT_S = 600.0
@@ -76,6 +76,10 @@ class Options(HttpOptions):
     """Numbers of requests kept in flight, one point for each (closed loop)."""
     trace_arrivals: bool = False
     """Add a point with the trace's own arrivals (open loop)."""
+    best_effort_requests: int = 0
+    """Best-effort requests beside these in every point, all there from the start, of lengths from the same source."""
+    duration_s: float | None = None
+    """Break every point off after so many seconds; the tokens of unfinished requests count in the metrics by class."""
     ttft_target_s: float = DEFAULT_TARGETS.ttft_s
     """Goodput counts requests whose first token arrives within this many seconds, and which meet --tpot-target-s."""
     tpot_target_s: float = DEFAULT_TARGETS.tpot_s
@@ -121,11 +125,13 @@ def make_points(options: Options, servers: Sequence[Server], model: Path, trace:
     points = []
     for spec in make_specs(options, trace):
         lengths = make_lengths(spec, trace)
+        if options.best_effort_requests:
+            backlog = WorkloadSpec(trace.name, options.best_effort_requests, options.scale, seed=options.seed + 1)
+            lengths = merge_lengths(lengths, make_lengths(backlog, trace))
         for server in servers:
             values = {"load": load_text(spec)}
-            task = HttpTask(
-                server, model, lengths, values, request_timeout_s=options.request_timeout_s, targets=targets
-            )
+            limits = {"request_timeout_s": options.request_timeout_s, "duration_s": options.duration_s}
+            task = HttpTask(server, model, lengths, values, targets=targets, **limits)
             key = f"{spec.name}-{load_text(spec)}-{server.name}".replace("/", "-per-").replace(" ", "-")
             points.append(Point(key, key, f"{server.name}, {load_text(spec)}", task))
     return points
@@ -153,7 +159,8 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
         task: HttpTask = point.task
         server = started.get(task.server.name) or asdict(task.server)
         lengths = {"workload": asdict(task.lengths.spec), "lengths": task.lengths.digest()}
-        return {"key": point.key, "server": server, **lengths, "targets": asdict(task.targets)}
+        duration = {} if task.duration_s is None else {"duration_s": task.duration_s}
+        return {"key": point.key, "server": server, **lengths, "targets": asdict(task.targets), **duration}
 
     return {"experiment": NAME, "model": model_identity(model), "points": [described(point) for point in points]}
 

@@ -5,7 +5,8 @@ Every request must get an answer or a documented error. At the end the server mu
     python evaluation/soak.py [--help]
 
 The server is the product's own, in a separate process: system `apex`, a tiny model with random weights, and pools too
-small for the load, so that requests wait, swap, and are recomputed and refused. The clients run in this process.
+small for the load, so that requests wait, swap, and are recomputed and refused. Half of the requests are best-effort.
+The clients run in this process.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def serve(model: Path, port: int) -> None:
     engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))
     worker = engine.backend._worker  # only this test needs to kill it
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
-    run_server(EngineService(engine, ServiceLimits(max_queued_requests=MAX_QUEUED)), ServerSettings(port=port))
+    limits = ServiceLimits(max_queued_requests=MAX_QUEUED, max_queued_best_effort=MAX_QUEUED)
+    run_server(EngineService(engine, limits), ServerSettings(port=port))
 
 
 def ended(process: BaseProcess) -> str | None:
@@ -191,6 +193,8 @@ async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, re
         setattr(report, name, now[name])
     if not report.worker_restarts:
         report.problems.append("the CPU worker was never restarted: killing it had no effect")
+    if not all(counts["output_tokens"] for counts in now["classes"].values()) or len(now["classes"]) < 2:
+        report.problems.append(f"one of the service classes got no token: {now['classes']}")
     if not now["cpu_busy_s"]:
         report.problems.append("the CPU worker has computed nothing, so this soak has tested little")
     if (health := await client.get("/health")).status_code != 200:

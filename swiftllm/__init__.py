@@ -3,11 +3,11 @@
 from typing import Any
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import RequestOutput, RequestRefused, SamplingParams
+from swiftllm.core.request import RequestOutput, RequestRefused, SamplingParams, ServiceClass
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "RequestRefused", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "RequestRefused", "SamplingParams", "ServiceClass"]
 
 
 def __getattr__(name: str) -> Any:

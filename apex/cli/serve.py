@@ -124,7 +124,7 @@ def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimit
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}) on {description['device']}\n"
         f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
-        f"{limits.max_queued_requests} running or waiting\n"
+        f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{no_text if engine.tokenizer is None else ''}"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

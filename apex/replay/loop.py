@@ -42,7 +42,8 @@ def replay_requests(
 ) -> Replay:
     """Run all ``requests`` until they finish, or for ``limit_s`` seconds of the engine's clock.
 
-    A refused request becomes a failed record with the engine's message. A request cut short by ``limit_s`` fails too.
+    A refused request becomes a failed record with the engine's message. A request cut short by ``limit_s`` fails too;
+    its record has the tokens so far.
 
     Args:
         on_progress: called after each step with the number of output tokens so far.
@@ -70,6 +71,7 @@ def replay_requests(
                         request.prompt_token_ids,
                         sampling_params(request),
                         arrival_s=start_s + request.arrival_s,
+                        service_class=request.service_class,
                     )
                 except RequestRefused as refusal:
                     failures[request.request_id] = f"refused: {refusal}"
@@ -118,6 +120,7 @@ def failed_record(request: ReplayRequest, failure: str) -> RequestRecord:
         prompt_len=len(request.prompt_token_ids),
         wanted_output_len=request.output_len,
         failure=failure,
+        service_class=request.service_class.value,
     )
 
 

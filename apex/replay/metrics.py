@@ -1,8 +1,8 @@
 """Every metric, defined once.
 
 Times are seconds from the start of a replay. Percentiles interpolate linearly between order statistics. Only
-completed requests count, except in ``failed``. A metric that does not apply is None. docs/metrics.md explains them in
-prose.
+completed requests count, except in ``failed`` and in the metrics of a class. A metric that does not apply is None.
+docs/metrics.md explains them in prose.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from apex.replay.records import RequestRecord, RequestSummary
+from swiftllm.core.request import ServiceClass
 
 MID_WINDOW = (0.2, 0.8)
 
@@ -106,6 +107,34 @@ def distribution_metrics(name: str, values: Sequence[float]) -> Metrics:
     }
 
 
+def class_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics:
+    """Metrics of each class in the first ``window_s`` seconds. Tokens of requests that did not end count too."""
+    metrics: Metrics = {}
+    for service_class in ServiceClass:
+        name = service_class.value.replace("-", "_")
+        of_class = [record for record in records if record.service_class == service_class.value]
+        values = window_metrics(of_class, window_s)
+        metrics |= {f"{name}_{key}": value for key, value in values.items()}
+    return metrics
+
+
+def window_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics:
+    """What requests got in the first ``window_s`` seconds, whether they ended or not."""
+    arrived = [record for record in records if record.arrival_s < window_s]
+    times = [[time_s for time_s in record.token_times_s if time_s <= window_s] for record in arrived]
+    num_tokens = sum(map(len, times))
+    first = [seen[0] - record.arrival_s for record, seen in zip(arrived, times, strict=True) if seen]
+    gaps = [(seen[-1] - seen[0]) / (len(seen) - 1) for seen in times if len(seen) > 1]
+    return {
+        "arrived": len(arrived),
+        "completed": sum(record.completed and record.last_token_s <= window_s for record in arrived),
+        "output_tokens": num_tokens,
+        "output_tokens_per_s": num_tokens / window_s if window_s else None,
+        **distribution_metrics("ttft_s", first),
+        **distribution_metrics("tpot_s", gaps),
+    }
+
+
 def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
     """The fraction of the replay in which a resource was computing."""
     return None if busy_s is None or wall_s <= 0 else busy_s / wall_s
@@ -121,8 +150,12 @@ def compute_metrics(
     wall_s: float,
     stats: Mapping[str, float] | None = None,
     targets: Targets = DEFAULT_TARGETS,
+    window_s: float | None = None,
 ) -> Metrics:
     """All metrics of one replay of ``wall_s`` seconds.
+
+    ``window_s`` is the duration of a run that is cut after it. Such runs, and those with best-effort requests, also
+    have :func:`class_metrics`.
 
     ``stats`` are the engine's counters over the replay. ``lane_busy_s`` is the time the lane computed, without
     waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
@@ -130,6 +163,8 @@ def compute_metrics(
     stats = stats or {}
     done = [record for record in records if record.completed]
     gaps = [gap for record in done if (gap := time_per_output_token_s(record)) is not None]
+    has_classes = any(record.service_class == ServiceClass.BEST_EFFORT.value for record in records)
+    by_class = class_metrics(records, window_s or wall_s) if has_classes or window_s is not None else {}
     return {
         "output_tokens_per_s": output_tokens_per_s(records),
         "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),
@@ -148,4 +183,6 @@ def compute_metrics(
         "wall_s": wall_s,
         "lane_busy_fraction": busy_fraction(stats.get("lane_busy_s"), wall_s),
         "cpu_busy_fraction": busy_fraction(stats.get("cpu_busy_s"), wall_s),
+        **({} if window_s is None else {"window_s": window_s}),
+        **by_class,
     }

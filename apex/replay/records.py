@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from swiftllm.core.request import Request
+from swiftllm.core.request import Request, ServiceClass
+
+LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE.value
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ReplayRequest:
     arrival_s: float
     prompt_token_ids: tuple[int, ...]
     output_len: int
+    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class RequestRecord:
     finish_reason: str | None = None
     output_digest: str | None = None
     failure: str | None = None
+    service_class: str = LATENCY_SENSITIVE
 
     @property
     def output_len(self) -> int:
@@ -82,6 +85,7 @@ class RequestSummary:
     num_preemptions: int
     last_tier: str | None
     failure: str | None
+    service_class: str = LATENCY_SENSITIVE
 
 
 def summary_of(record: RequestRecord) -> RequestSummary:
@@ -97,7 +101,16 @@ def summary_of(record: RequestRecord) -> RequestSummary:
         num_preemptions=record.num_preemptions,
         last_tier=record.tier_history[-1][1] if record.tier_history else None,
         failure=record.failure,
+        service_class=record.service_class,
     )
+
+
+def record_values(record: RequestRecord | RequestSummary) -> dict[str, Any]:
+    """The fields of a record as JSON values. The class is left out where it is the default."""
+    values = asdict(record)
+    if record.service_class == LATENCY_SENSITIVE:
+        del values["service_class"]
+    return values
 
 
 def record_of(request: Request, wanted_output_len: int, start_s: float) -> RequestRecord:
@@ -120,4 +133,5 @@ def record_of(request: Request, wanted_output_len: int, start_s: float) -> Reque
         finish_reason=reason,
         output_digest=hashlib.sha256(repr(list(request.output_token_ids)).encode()).hexdigest()[:16],
         failure=failure,
+        service_class=request.service_class.value,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class CohortState:
     members: list[Request]
     layer: int = -1
 
-    def to_plan(self, rule: SteppingRule) -> CohortPlan:
-        return CohortPlan(self.cohort_id, tuple(self.members), rule)
+    def to_plan(self, rule: SteppingRule, most_crossings: float = math.inf) -> CohortPlan:
+        return CohortPlan(self.cohort_id, tuple(self.members), rule, most_crossings)
 
 
 class OffloadScheduler(Scheduler, ABC):
@@ -186,11 +187,14 @@ class OffloadScheduler(Scheduler, ABC):
     # -- plans ------------------------------------------------------------------------------------------------------
 
     def _start_cohort(self, requests: list[Request], rule: SteppingRule) -> CohortPlan:
+        return self._open_cohort(requests).to_plan(rule)
+
+    def _open_cohort(self, requests: list[Request]) -> CohortState:
         cohort = CohortState(next(self._cohort_ids), requests)
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
-        return cohort.to_plan(rule)
+        return cohort
 
     def _under_way(self) -> list[CohortState]:
         """Cohorts that are part of the way through their token, the most advanced first."""

@@ -62,6 +62,8 @@ class HttpTask:
     values: Mapping[str, Any]
     stall_timeout_s: float = 120.0
     request_timeout_s: float = 1800.0
+    duration_s: float | None = None
+    """Seconds after which the measurement is broken off; None runs until all requests have ended."""
     ready_timeout_s: float = 60.0
     targets: Targets = DEFAULT_TARGETS
     prompt_tokens: PromptTokens | None = None
@@ -98,6 +100,7 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
     warmed = replay_workload(server, with_fresh_prompts(task.warm_up(workload), prompt_tokens.vocab_size), **limits)
     check_served(task, warmed.records)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+        limits["duration_s"] = task.duration_s
         result = replay_workload(server, with_fresh_prompts(workload, prompt_tokens.vocab_size), progress, **limits)
     check_served(task, result.records)
     values = {
@@ -110,7 +113,7 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         "max_model_len": server.max_model_len,
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
-        **compute_metrics(result.records, result.wall_s, targets=task.targets),
+        **compute_metrics(result.records, result.wall_s, targets=task.targets, window_s=task.duration_s),
         **result.stats,
     }
     return PointResult(values, result.records, {"server": dataclasses.asdict(server)})
@@ -135,10 +138,13 @@ def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
 
 
 def check_served(task: HttpTask, records: tuple[RequestRecord, ...]) -> None:
-    """Raise if the server ended, or completed nothing. Some failed requests are a result; a server's end is none."""
-    if task.launched and not all(record.completed for record in records):
+    """Raise if the server ended, or completed nothing. Some failed requests are a result; a server's end is none.
+
+    In a run of fixed duration a token is enough, since all requests may be unfinished at its end.
+    """
+    if task.launched and task.duration_s is None and not all(record.completed for record in records):
         task.launched.check_running(within_s=END_GRACE_S)
-    if not any(record.completed for record in records):
+    if not any(record.completed or (task.duration_s is not None and record.token_times_s) for record in records):
         server = task.server
         raise NothingServed(
             f"{server.name} at {server.url} completed none of {len(records)} requests; the first: {records[0].failure}"

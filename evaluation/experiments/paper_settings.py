@@ -11,7 +11,6 @@ from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
-from evaluation.traces.catalogue import TraceRow
 from evaluation.traces.workloads import Lengths
 
 DEFAULT_KERNEL = "native"
@@ -88,7 +87,7 @@ def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
     rows, num_clipped = [], 0
     for row in lengths.rows:
         given = min(row.input_tokens, max_model_len - 1)
-        cut = TraceRow(given, min(row.output_tokens, max_model_len - given), row.arrival_s)
+        cut = replace(row, input_tokens=given, output_tokens=min(row.output_tokens, max_model_len - given))
         num_clipped += cut != row
         rows.append(cut)
     return replace(lengths, rows=tuple(rows)), num_clipped

@@ -17,7 +17,7 @@ from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import open_loop_requests, workload_values
+from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
 from swiftllm.scheduling.scheduler import SchedulerLimits
@@ -62,6 +62,8 @@ class SimulatedTask:
     stall_timeout_s: float = STALL_TIMEOUT_S
     believed: ProfileTable | None = None
     """From which the scheduler predicts, where that is not the hardware's table."""
+    duration_s: float | None = None
+    """Virtual seconds after which the run is cut; None runs until all requests have ended."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -91,7 +93,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
         requests = open_loop_requests(placeholder_workload(task.lengths))
-        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
+        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
         result = replay_requests(engine, requests, progress.update, **limits)
     busy, wall_s = engine.backend.busy, result.wall_s
     values = {
@@ -108,7 +110,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "prompts": "placeholder token ids",
         "cpu_bandwidth_gb_s": None,
         **task.values,
-        **compute_metrics(result.records, wall_s, result.stats),
+        **compute_metrics(result.records, wall_s, result.stats, window_s=task.duration_s),
         "iterations": result.stats["iterations"],
         "preemptions": result.stats["preemptions"],
         "swapped_blocks": result.stats["swapped_blocks"],
@@ -121,7 +123,9 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
 def placeholder_workload(lengths: Lengths) -> Workload:
     """A workload of prompts with the right lengths and meaningless tokens, which a simulation never reads."""
     requests = tuple(
-        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens)
+        ReplayRequest(
+            f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens, row.service_class
+        )
         for index, row in enumerate(lengths.rows)
     )
     return Workload(lengths, requests)

@@ -37,6 +37,8 @@ class TorchTask:
     lengths: Lengths
     values: Mapping[str, Any]
     stall_timeout_s: float = STALL_TIMEOUT_S
+    duration_s: float | None = None
+    """Seconds after which the measurement is cut; None runs until all requests have ended."""
 
 
 def build_engine(system: str, config: EngineConfig) -> Engine:
@@ -70,7 +72,8 @@ def measure(engine: Engine, task: TorchTask, label: str, console: Console) -> Po
     requests = open_loop_requests(make_workload(task.lengths, prompt_tokens))
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
         others = OtherWork()
-        result = replay_requests(engine, requests, progress.update, stall_timeout_s=task.stall_timeout_s)
+        limits = {"stall_timeout_s": task.stall_timeout_s, **time_limit(task.duration_s)}
+        result = replay_requests(engine, requests, progress.update, **limits)
         others_busy_cores = others.busy_cores()
     description, device_type = engine.describe(), engine.backend.device.type
     values = {
@@ -84,7 +87,7 @@ def measure(engine: Engine, task: TorchTask, label: str, console: Console) -> Po
         },
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
-        **compute_metrics(result.records, result.wall_s, result.stats),
+        **compute_metrics(result.records, result.wall_s, result.stats, window_s=task.duration_s),
         "iterations": result.stats.get("iterations"),
         "preemptions": result.stats.get("preemptions"),
         "swapped_blocks": result.stats.get("swapped_blocks"),
@@ -102,6 +105,11 @@ def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
     if workload.lengths.spec.concurrency is not None:
         raise ValueError("a closed loop needs a server; an engine in this process replays arrivals only")
     return workload.requests
+
+
+def time_limit(duration_s: float | None) -> dict[str, float]:
+    """The argument of a replay that cuts it after ``duration_s``."""
+    return {} if duration_s is None else {"limit_s": duration_s}
 
 
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:
@@ -123,7 +131,17 @@ def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, 
         "output_len": lengths.mean_output_tokens if spec.output_len is None else spec.output_len * spec.scale,
         "output_len_mean": lengths.mean_output_tokens,
         "seed": spec.seed,
+        **best_effort_values(lengths),
     }
+
+
+def best_effort_values(lengths: Lengths) -> dict[str, Any]:
+    """Summary fields that describe the best-effort stream, if there is one."""
+    spec = lengths.best_effort
+    if spec is None:
+        return {}
+    names = ("num_requests", "scale", "arrivals", "request_rate", "seed")
+    return {"best_effort_workload": spec.name, **{f"best_effort_{name}": getattr(spec, name) for name in names}}
 
 
 def warm_up(workload: Workload) -> Workload:

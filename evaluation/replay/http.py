@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import resource
 import ssl
 import time
@@ -24,9 +25,12 @@ from apex.replay.records import Replay, ReplayRequest, RequestRecord
 from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Workload
+from swiftllm.core.request import ServiceClass
 
 LOOK_EVERY_S = 0.1
 SPARE_FILES = 256
+BEST_EFFORT_PRIORITY = 1
+"""vLLM's field `priority`, in which lower is earlier; vLLM needs `--scheduling-policy priority` for it."""
 
 
 class BadAnswer(Exception):
@@ -57,6 +61,7 @@ class Stream:
         self.counted_times_s: list[float] = []
 
     def body(self, model: str) -> dict[str, Any]:
+        is_best_effort = self.request.service_class is ServiceClass.BEST_EFFORT
         return {
             "model": model,
             "prompt": self.request.prompt_token_ids,
@@ -65,6 +70,7 @@ class Stream:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **({"priority": BEST_EFFORT_PRIORITY} if is_best_effort else {}),
         }
 
     def receive(self, data: str, now_s: float) -> None:
@@ -131,6 +137,7 @@ class Stream:
             finish_s=self.finish_s,
             finish_reason=self.finish_reason,
             failure=self.failure,
+            service_class=self.request.service_class.value,
         )
 
 
@@ -151,16 +158,19 @@ def replay_workload(
     stall_timeout_s: float = 120.0,
     request_timeout_s: float = 1800.0,
     ended: Callable[[], str | None] = still_running,
+    duration_s: float | None = None,
 ) -> Replay:
     """Send all requests of ``workload`` at their arrivals, or in a closed loop, and read their answers to the end.
 
     A request becomes a failed record if the server refuses it, breaks it off, answers wrongly or takes longer than
     ``request_timeout_s``. If no request in flight gets a token or ends for ``stall_timeout_s``, all unfinished requests
-    fail; so they do at once when ``ended`` returns a reason why the server will answer no more.
+    fail; so they do at once when ``ended`` returns a reason why the server will answer no more. After ``duration_s``
+    the unfinished requests are broken off; their records have the tokens so far.
     ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain that
     delay although the server did not cause it.
     """
-    return asyncio.run(HttpReplay(server, workload, request_timeout_s, ended).run(progress, stall_timeout_s))
+    replay = HttpReplay(server, workload, request_timeout_s, ended)
+    return asyncio.run(replay.run(progress, stall_timeout_s, math.inf if duration_s is None else duration_s))
 
 
 class HttpReplay:
@@ -182,27 +192,30 @@ class HttpReplay:
     def now(self) -> float:
         return time.perf_counter() - self.start_s
 
-    async def run(self, progress: TokenProgress | None, stall_timeout_s: float) -> Replay:
+    async def run(self, progress: TokenProgress | None, stall_timeout_s: float, duration_s: float) -> Replay:
         allow_open_files(len(self.streams) + SPARE_FILES)
         self.start_s = time.perf_counter()
         sender = asyncio.create_task(self.send_all())
-        stall = None
+        end = None
         try:
-            while not sender.done() and stall is None:
-                await asyncio.wait((sender,), timeout=min(LOOK_EVERY_S, stall_timeout_s / 4))
+            while not sender.done() and end is None:
+                left_s = max(0.0, duration_s - self.now())
+                await asyncio.wait((sender,), timeout=min(LOOK_EVERY_S, stall_timeout_s / 4, left_s))
                 if progress is not None:
                     progress.update(sum(stream.tokens_so_far for stream in self.streams))
-                stall = self.ended()
-                if stall is None and self.in_flight and self.now() - self.last_progress_s > stall_timeout_s:
-                    stall = await self.describe_stall(stall_timeout_s)
+                end = self.ended()
+                if end is None and self.now() >= duration_s:
+                    end = f"broken off after {duration_s:g} s"
+                if end is None and self.in_flight and self.now() - self.last_progress_s > stall_timeout_s:
+                    end = await self.describe_stall(stall_timeout_s)
         finally:
             sender.cancel()
             await asyncio.wait((sender,))
-        if stall is None:
+        if end is None:
             sender.result()  # raises an unexpected error of a request, if there was one
         for stream in self.streams:
             if stream.finish_s is None:
-                stream.failure = stall
+                stream.failure = end
         lags = [stream.sent_s - stream.arrival_s for stream in self.streams if stream.sent_s is not None]
         stats = {"max_send_lag_s": max(lags, default=0.0)}
         return Replay(tuple(stream.record() for stream in self.streams), self.now(), stats)

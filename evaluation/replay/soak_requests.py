@@ -64,8 +64,9 @@ class RequestSource:
     def fields(self, **others: Any) -> dict[str, Any]:
         sampled = {"temperature": 0.8, "top_p": 0.9, "seed": self.rng.randrange(1000)}
         how = self.rng.choice([{"temperature": 0.0}, sampled, {**sampled, "logprobs": 2}])
+        of_class = self.rng.choice([{}, {"service_tier": "auto"}, {"service_tier": "flex"}, {"priority": 3}])
         wanted = {"max_tokens": self.rng.randint(1, MAX_OUTPUT_TOKENS), "ignore_eos": True}
-        return {"model": self.model, "prompt": self.prompt(), **wanted, **how, **others}
+        return {"model": self.model, "prompt": self.prompt(), **wanted, **how, **of_class, **others}
 
 
 def packed(fields: Mapping[str, Any]) -> bytes:
@@ -134,6 +135,8 @@ def malformed_request(source: RequestSource) -> SoakRequest:
             packed(source.fields(max_tokens=0)),
             packed(source.fields(temperature=-1.0)),
             packed(source.fields(n=0)),
+            packed(source.fields(service_tier="gold")),
+            packed(source.fields(service_tier="priority", priority=1)),
         ]
     )
     return SoakRequest("malformed", wrong, frozenset({"400 invalid_value"}))

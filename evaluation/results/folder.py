@@ -21,11 +21,10 @@ import os
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from apex.replay.records import RequestRecord, RequestSummary
+from apex.replay.records import RequestRecord, RequestSummary, record_values
 from evaluation.results.provenance import fingerprint, git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically
 
@@ -99,7 +98,7 @@ class ResultFolder:
 
     def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord | RequestSummary]) -> None:
         """Save a finished point. The JSON file is written last, because it marks the point as finished."""
-        lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+        lines = "".join(json.dumps(record_values(record)) + "\n" for record in records)
         packed = gzip.compress(lines.encode(), mtime=0)  # the same records give the same bytes
         write_atomically(records_file(self.path, key), packed)
         write_atomically(self.path / "points" / f"{key}.json", to_json(point))

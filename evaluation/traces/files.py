@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftllm.core.request import ServiceClass
 from swiftllm.files import write_atomically
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
@@ -20,6 +21,7 @@ class TraceRow:
     input_tokens: int
     output_tokens: int
     arrival_s: float | None = None
+    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
 
 
 def read_rows(path: Path) -> tuple[TraceRow, ...]:

@@ -7,15 +7,16 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from apex.replay.records import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
 from evaluation.traces.corpus import load_corpus
+from swiftllm.core.request import ServiceClass
 
 Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
 
@@ -63,6 +64,8 @@ class Lengths:
     title: str
     origin: Origin
     rows: tuple[TraceRow, ...]
+    best_effort: WorkloadSpec | None = None
+    """What the best-effort rows were drawn from, if there are any; ``spec`` is then that of the others."""
 
     @property
     def mean_input_tokens(self) -> float:
@@ -77,9 +80,16 @@ class Lengths:
         return sum(row.output_tokens for row in self.rows)
 
     def digest(self) -> str:
-        """A hash of the lengths and arrivals."""
-        text = json.dumps([asdict(row) for row in self.rows])
+        """A hash of the lengths, arrivals and classes."""
+        text = json.dumps([row_values(row) for row in self.rows])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def row_values(row: TraceRow) -> dict[str, Any]:
+    """A row as JSON values. The class is left out where it is the default."""
+    values = asdict(row)
+    service_class = values.pop("service_class")
+    return values if service_class is ServiceClass.LATENCY_SENSITIVE else values | {"class": service_class.value}
 
 
 @dataclass(frozen=True)
@@ -133,11 +143,26 @@ def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
     return Lengths(spec, trace.title, trace.origin, scaled)
 
 
+def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
+    """Two streams as one, in order of arrival: the second's requests are best-effort.
+
+    Raises:
+        ValueError: one of the streams is a closed loop, which has no arrivals.
+    """
+    for stream in (latency_sensitive, best_effort):
+        if stream.spec.arrivals == "closed-loop":
+            raise ValueError(f"{stream.spec.name}: a closed loop has no arrivals and cannot be merged")
+    less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
+    rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.arrival_s)
+    title = f"{latency_sensitive.title} beside best-effort {best_effort.title}"
+    return replace(latency_sensitive, title=title, rows=tuple(rows), best_effort=best_effort.spec)
+
+
 def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
     """Give each request of ``lengths`` its own prompt."""
     prompts = prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed)
     requests = tuple(
-        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens)
+        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens, row.service_class)
         for index, (row, prompt) in enumerate(zip(lengths.rows, prompts, strict=True))
     )
     return Workload(lengths, requests)

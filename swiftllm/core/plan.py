@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,11 +68,15 @@ class LaneItem(NamedTuple):
 
 @dataclass(frozen=True)
 class CohortPlan:
-    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done."""
+    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done.
+
+    A free-running cohort crosses at most ``most_crossings`` boundaries in the iteration.
+    """
 
     cohort_id: int
     requests: tuple[Request, ...]
     rule: SteppingRule
+    most_crossings: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class EngineStats:
 
     iterations: int = 0
     output_tokens: int = 0
+    best_effort_output_tokens: int = 0
     prefill_tokens: int = 0
     duration_s: float = 0.0
     lane_busy_s: float = 0.0
@@ -78,6 +79,7 @@ class Engine:
         self._stats = EngineStats()
         self._arrivals = itertools.count()
         self._num_empty_plans = 0
+        self.has_best_effort = False  # whether there has been a best-effort request
         self._ended: list[RequestOutput] = []  # outputs of aborted requests, for the next step to return
         self._running_plan: IterationPlan | None = None
         self.last_iteration: tuple[IterationPlan, StepResult] | None = None  # of the last step; None if it had no work
@@ -154,6 +156,7 @@ class Engine:
     def requeue_request(self, request: Request) -> None:
         """Queue a request from :meth:`recover`, whatever its targets."""
         self.scheduler.add_request(request)
+        self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its state. The next step returns its output so far. False: no such request."""
@@ -194,6 +197,9 @@ class Engine:
                 request.logprobs.append(logprob)
         touched = self.scheduler.apply_result(plan, result)
         self._stats.record_iteration(plan, result)
+        if self.has_best_effort:
+            of_class = [request for request in touched if request.service_class is ServiceClass.BEST_EFFORT]
+            self._stats.best_effort_output_tokens += len(of_class)
         self.last_iteration = (plan, result)
         return touched
 

@@ -137,6 +137,23 @@ def test_requests_of_both_classes_equal_transformers(tiny, variant: str) -> None
     assert [request.service_class for request in requests] == classes
 
 
+def test_generate_takes_a_class_for_all_prompts_or_for_each(tiny) -> None:
+    model_dir, prompts, expected = tiny
+    llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
+    seen = []
+    queue_request = llm.engine.queue_request
+    llm.engine.queue_request = lambda request: seen.append(request.service_class) or queue_request(request)
+    sampling = SamplingParams(24)
+    for given in (ServiceClass.BEST_EFFORT, "best-effort", ["best-effort", ServiceClass.LATENCY_SENSITIVE]):
+        outputs = llm.generate(prompts[:2], sampling, service_class=given)
+        assert [output.token_ids for output in outputs] == expected[:2]
+    assert [service_class.rank for service_class in seen] == [1, 1, 1, 1, 1, 0]
+    for wrong, words in (("urgent", "urgent"), (["best-effort"], "2 prompts but 1 service classes")):
+        with pytest.raises(ValueError, match=words):
+            llm.generate(prompts[:2], sampling, service_class=wrong)
+    llm.close()
+
+
 @pytest.mark.parametrize(
     "kind, overrides",
     [

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -151,3 +152,24 @@ def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, 
 def test_options_that_do_not_fit_are_told(tmp_path, model, capsys, changes, words):
     assert main(options(tmp_path, model, **changes)) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_backlog_beside_a_stream_for_a_fixed_time(tmp_path, model, capsys):
+    def slowly(exchange, body, index):
+        exchange.start()
+        for number in range(1, body["max_tokens"] + 1):
+            time.sleep(0.05)
+            exchange.chunk("a", "length" if number == body["max_tokens"] else None, number)
+        exchange.done(body["max_tokens"])
+
+    with FakeServer(slowly) as fake:
+        chosen = options(
+            tmp_path, model, url=(f"own={fake.url}",), request_rates=(20.0,), output_len=30, best_effort_requests=3,
+            duration_s=1.0,
+        )  # fmt: skip
+        assert main(replace(chosen, concurrency=(2,)), Console(width=200)) == 2
+        assert "closed loop" in capsys.readouterr().err
+        assert main(chosen, Console(width=200)) == 0
+    (row,) = summary_of(tmp_path)
+    assert row["window_s"] == 1.0 and row["best_effort_num_requests"] == row["best_effort_arrived"] == 3
+    assert row["latency_sensitive_arrived"] <= 4 and row["best_effort_output_tokens"] > 10

@@ -29,6 +29,10 @@ from swiftllm.scheduling.scheduler import SchedulerLimits
 URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 PROMPTS_LOOKED_AT = 32
 """Waiting requests whose prompts are considered for an iteration."""
+OCCUPANCY = 0.5
+"""Best-effort work lengthens iterations while latency-sensitive requests hold less than this share of the GPU pool."""
+RESIDENCE = 256
+"""Iterations over which their length is averaged, about as many as a request is resident."""
 
 
 class OmniServeScheduler(OffloadScheduler):
@@ -50,6 +54,7 @@ class OmniServeScheduler(OffloadScheduler):
         super().__init__(limits, kv, now, model, config)
         self.slo = config.slo
         self.lengths = LengthsSeen()
+        self._mean_iteration_s = 0.0
 
     def _may_offload(self) -> bool:
         config = self.config
@@ -118,16 +123,31 @@ class OmniServeScheduler(OffloadScheduler):
         self._iteration += 1
         draft = self._new_draft()
         self._schedule_gpu_decodes(draft, URGENT)
-        self._add_prompts(draft, URGENT, {})
+        self._add_prompts(draft, URGENT, {}, self.slo.iteration_s)
+        limit_s = self._best_effort_limit_s()
         decodes = self._grown_gpu_decodes(draft, REST)
         ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
-        riding, starting = self._choose_riders(draft, ready)
+        riding, starting = self._choose_riders(draft, ready, limit_s)
         riders = _rows(riding, starting)
-        self._add_prompts(draft, REST, riders)
-        self._add_decodes(draft, decodes, riders)
+        self._add_prompts(draft, REST, riders, limit_s)
+        self._add_decodes(draft, decodes, riders, limit_s)
         if not draft.swaps and self._may_offload():
-            self._recall(draft, riders)
-        return self._ride(draft, riding, starting)
+            self._recall(draft, riders, limit_s)
+        return self._finish(draft, riding, starting, limit_s)
+
+    def _best_effort_limit_s(self) -> float:
+        """The longest iteration with best-effort work, in seconds: the target, or less where memory is short.
+
+        Latency-sensitive requests stay as long as their tokens take, so longer iterations keep more of them on the GPU
+        (Little's law). Where the target alone decided, they would fill the pool, and arrivals would wait for blocks.
+        (Not in the paper.)
+        """
+        urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
+        wanted = sum([self.kv.blocks_for(request.num_tokens) for request in urgent])
+        if not wanted:
+            return self.slo.iteration_s
+        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU)
+        return min(self.slo.iteration_s, self._mean_iteration_s * allowed / wanted)
 
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         raise NotImplementedError("schedule() decides, in the order of the service classes")
@@ -135,7 +155,9 @@ class OmniServeScheduler(OffloadScheduler):
     def _iteration_s(self, draft: PlanDraft, riders: Mapping[int, int]) -> float:
         return iteration_s(self.model, LaneLoad.from_draft(draft), riders, _swapped_blocks(draft))
 
-    def _add_prompts(self, draft: PlanDraft, service_class: ServiceClass, riders: Mapping[int, int]) -> None:
+    def _add_prompts(
+        self, draft: PlanDraft, service_class: ServiceClass, riders: Mapping[int, int], limit_s: float
+    ) -> None:
         """Prompt chunks of a class within the target (section 3.3.4).
 
         Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end.
@@ -144,16 +166,16 @@ class OmniServeScheduler(OffloadScheduler):
         requests = [*self.prefilling.of_class(service_class), *waiting]
         prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
         load, most = LaneLoad.from_draft(draft), draft.tokens_left
-        tokens = most_prompt_tokens(
-            self.model, load, prompts, self.slo.iteration_s, most, riders, _swapped_blocks(draft)
-        )
+        tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, _swapped_blocks(draft))
         if service_class is URGENT or not (draft.decodes or draft.prefills or riders):
             tokens = max(tokens, min(most, max(1, self.model.linear_knee_tokens - load.tokens)))
         draft.prompt_limit = tokens
         self._schedule_running_prefills(draft, service_class)
         self._admit(draft, service_class)
 
-    def _add_decodes(self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int]) -> None:
+    def _add_decodes(
+        self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float
+    ) -> None:
         """Best-effort decodes on the GPU, as many as the target allows (section 3.3.5); the others rest."""
         decodes = decodes[: draft.tokens_left]
         load, swapped = LaneLoad.from_draft(draft), _swapped_blocks(draft)
@@ -162,14 +184,14 @@ class OmniServeScheduler(OffloadScheduler):
             contexts.append(contexts[-1] + request.num_tokens)
         count = longest_run(
             lambda count: iteration_s(self.model, with_decodes(load, count, contexts[count]), riders, swapped),
-            self.slo.iteration_s,
+            limit_s,
             len(decodes),
         )
         if not load.requests and not riders:
             count = max(count, 1)
         draft.add_decodes(decodes[:count])
 
-    def _recall(self, draft: PlanDraft, riders: Mapping[int, int]) -> None:
+    def _recall(self, draft: PlanDraft, riders: Mapping[int, int], limit_s: float) -> None:
         """Move best-effort requests back to the GPU where memory and target allow it (section 3.3.5).
 
         Only those between two tokens, since a token that is under way would be lost (section 3.2.4).
@@ -182,7 +204,7 @@ class OmniServeScheduler(OffloadScheduler):
                 break
             load = with_decodes(LaneLoad.from_draft(draft), 1, request.num_tokens)
             swapped = _swapped_blocks(draft) + self.kv.num_held(request)
-            if iteration_s(self.model, load, riders, swapped) > self.slo.iteration_s:
+            if iteration_s(self.model, load, riders, swapped) > limit_s:
                 break
             self._move(request, Tier.GPU, draft)
             self.kv.allocate_slots(request, request.num_tokens)
@@ -191,11 +213,11 @@ class OmniServeScheduler(OffloadScheduler):
     # -- piggybacking (section 3.3.6) -------------------------------------------------------------------------------
 
     def _choose_riders(
-        self, draft: PlanDraft, ready: Sequence[Request]
+        self, draft: PlanDraft, ready: Sequence[Request], limit_s: float
     ) -> tuple[list[CohortState], list[Request]]:
         """Cohorts that may ride their next boundary within the target, oldest first, and members of a new cohort."""
         load, riders, riding = LaneLoad.from_draft(draft), Counter[int](), []
-        spare_s = self.slo.iteration_s - self._iteration_s(draft, {})
+        spare_s = limit_s - self._iteration_s(draft, {})
         under_way = sorted(self._under_way(), key=attrgetter("cohort_id"))
         for cohort in under_way:
             cost_s = self._added_s(load, riders[cohort.layer], len(cohort.members), cohort.layer)
@@ -204,7 +226,7 @@ class OmniServeScheduler(OffloadScheduler):
                 riders[cohort.layer] += len(cohort.members)
                 riding.append(cohort)
         starting = []
-        if len(under_way) <= self.model.num_layers:
+        if len(under_way) < self._most_cohorts:
             before = riders[-1]
             count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(ready))
             starting = list(ready[:count])
@@ -218,16 +240,35 @@ class OmniServeScheduler(OffloadScheduler):
         )
         return after_s - before_s
 
-    def _ride(self, draft: PlanDraft, riding: Sequence[CohortState], starting: list[Request]) -> IterationPlan:
+    @property
+    def _most_cohorts(self) -> int:
+        """Cohorts under way at once: one at each boundary."""
+        return self.model.num_layers + 1
+
+    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> list[CohortPlan]:
+        """How cohorts cross boundaries; ``spare_s`` is the time left if each rides once."""
+        return [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in cohorts]
+
+    def _finish(
+        self, draft: PlanDraft, riding: list[CohortState], starting: Sequence[Request], limit_s: float
+    ) -> IterationPlan:
         recalled = {swap.request.request_id for swap in draft.swaps}
         starting = [request for request in starting if request.request_id not in recalled]
-        cohorts = [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in riding]
-        predicted = {"iteration_s": self._iteration_s(draft, _rows(riding, starting))}
-        if starting:
-            cohorts.append(self._start_cohort(starting, SteppingRule.RIDE_IF_READY))
-        strategy = Strategy.ASYNCHRONOUS_OVERLAP if cohorts else Strategy.GPU_ONLY
+        expected_s = self._iteration_s(draft, _rows(riding, starting))
+        cohorts = [*riding, self._open_cohort(starting)] if starting else riding
+        plans = self._cohort_plans(cohorts, limit_s - expected_s)
+        for plan in plans:
+            if plan.rule is SteppingRule.FREE_RUNNING:
+                expected_s += (plan.most_crossings - 1) * self._step_s(len(plan.requests))
+        self._mean_iteration_s += (expected_s - self._mean_iteration_s) / min(self._iteration, RESIDENCE)
+        strategy = Strategy.ASYNCHRONOUS_OVERLAP if plans else Strategy.GPU_ONLY
         # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
-        return draft.build_plan(strategy, cohorts, self._leaving, predicted, time_limit_s=self.slo.iteration_s)
+        return draft.build_plan(
+            strategy, plans, self._leaving, {"iteration_s": expected_s}, time_limit_s=self.slo.iteration_s
+        )
+
+    def _step_s(self, rows: int) -> float:
+        return self.model.linear_s(rows) + self.model.hand_over_s(rows)
 
 
 def _rows(riding: Sequence[CohortState], starting: Sequence[Request]) -> Mapping[int, int]:

@@ -1,7 +1,7 @@
 """The times that decide whether targets hold: one function per formula of OmniServe (SIGMOD'26), section 3.3.
 
-In the paper each module of a layer has its own fitted model: f_PA and f_DA for the attention of prompts and decodes, f_D
-for the dense modules, gamma for communication; d is the number of layers. Here a profile table has them all, and f_D of
+In the paper each module of a layer has its own fitted model: f_PA and f_DA for the attention of prompts and decodes,
+f_D for the dense modules, gamma for communication; d is the number of layers. Here a profile table has them all. f_D of
 a machine with several GPUs includes gamma.
 """
 

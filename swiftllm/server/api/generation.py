@@ -55,7 +55,7 @@ class Generation:
         self.prompts = prompts
         self._service = context.service
         sampling = body.sampling(max_tokens)
-        n, limit = body.num_choices, context.service.limits.max_queued_requests
+        n, limit = body.num_choices, context.service.limits.most_open(body.service_class)
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
             raise ApiError(400, message, "n" if n > 1 else body.param("prompt"), "too_many_choices")
@@ -65,6 +65,7 @@ class Generation:
                 prompt.token_ids,
                 with_own_seed(sampling, number),
                 body.timeout,
+                body.service_class,
             )
             for prompt_number, prompt in enumerate(prompts)
             for number in range(n)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.api.errors import ApiError
@@ -58,7 +58,25 @@ class GenerationRequest(Lenient):
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds until the request's deadline; not in OpenAI's API."""
+    priority: int | None = None
+    """vLLM's; lower is earlier. A request above 0 is best-effort, all others are latency-sensitive."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """OpenAI's. A request with "flex" is best-effort."""
     user: str | None = None
+
+    @property
+    def service_class(self) -> ServiceClass:
+        is_best_effort = self.service_tier == "flex" or (self.priority or 0) > 0
+        return ServiceClass.BEST_EFFORT if is_best_effort else ServiceClass.LATENCY_SENSITIVE
+
+    @property
+    def tier_served(self) -> str | None:
+        """The tier that the answer names, if the client set one: OpenAI's name of what the request gets."""
+        if self.service_tier is None:
+            return None
+        if self.service_class is ServiceClass.BEST_EFFORT:
+            return "flex"
+        return "priority" if self.service_tier == "priority" else "default"
 
     @property
     def num_choices(self) -> int:
@@ -93,6 +111,10 @@ class GenerationRequest(Lenient):
         if self.min_tokens and (self.stop_strings or not self.ignore_eos):
             message = "min_tokens is not implemented except with ignore_eos=true and no stop: leave it out"
             raise ApiError(400, message, "min_tokens", "unsupported_parameter")
+        priority = self.priority or 0
+        if (self.service_tier == "flex" and priority < 0) or (self.service_tier == "priority" and priority > 0):
+            message = f"service_tier={self.service_tier!r} contradicts priority={priority}: leave one of them out"
+            raise ApiError(400, message, "service_tier", "invalid_value")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options need stream=true", "stream_options", "invalid_value")
         if self.prompt_logprobs is not None and self.stream:

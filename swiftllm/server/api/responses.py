@@ -51,6 +51,8 @@ class Answer(ABC):
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._run_in_thread = context.run_in_thread
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
+        if body.tier_served is not None:
+            self._envelope["service_tier"] = body.tier_served
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
 

@@ -19,7 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import FinishReason, Request, RequestOutput, RequestStatus
+from swiftllm.core.request import FinishReason, Request, RequestOutput, RequestStatus, ServiceClass
+from swiftllm.server.service.snapshot import ClassCounts
 
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
@@ -39,7 +40,9 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
-Labelled = tuple[str, Mapping[str, float]]  # a label's name, and a value for each of its values
+LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE.value
+
+Labelled = tuple[str | tuple[str, ...], Mapping[str | tuple[str, ...], float]]  # names of labels; a value for each set
 Row = tuple[str, str, float | Labelled]
 
 
@@ -62,11 +65,34 @@ class Histogram:
 
     def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
         family = HistogramMetricFamily(self.name, self.documentation, labels=list(labels))
+        self.add_to(family, labels)
+        return family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str]) -> None:
         buckets, total = [], 0
         for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((str(bound), total))
         family.add_metric(list(labels.values()), buckets, self._sum)
+
+
+class ClassHistograms:
+    """A histogram for each service class that has been observed, as one family; the default class is always there."""
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+        self._of_class = {service_class: Histogram(name, documentation, bounds) for service_class in ServiceClass}
+        self._seen = {ServiceClass.LATENCY_SENSITIVE}
+
+    def observe(self, value: float, service_class: ServiceClass) -> None:
+        self._of_class[service_class].observe(value)
+        self._seen.add(service_class)
+
+    def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
+        histogram = self._of_class[ServiceClass.LATENCY_SENSITIVE]
+        family = HistogramMetricFamily(histogram.name, histogram.documentation, labels=[*labels, "service_class"])
+        for service_class, histogram in self._of_class.items():
+            if service_class in self._seen:
+                histogram.add_to(family, {**labels, "service_class": service_class.value})
         return family
 
 
@@ -87,14 +113,15 @@ class Metrics(Collector):
         self._labels = {"model_name": model_name}
         self._refused: Counter[int] = Counter()
         self._lock = threading.Lock()  # the engine's thread writes, the server's reads
-        self._histograms: list[Histogram] = []
+        self._histograms: list[Histogram | ClassHistograms] = []
         add, lengths = self._add_histogram, one_two_five(service.engine.scheduler.limits.max_model_len)
-        self._first_token = add(
+        self._first_token = ClassHistograms(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S
         )
-        self._between_tokens = add(
+        self._between_tokens = ClassHistograms(
             "vllm:inter_token_latency_seconds", "From a token of a request to its next.", TOKEN_S
         )
+        self._histograms += [self._first_token, self._between_tokens]
         self._per_token = add(
             "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request that ended.", TOKEN_S
         )
@@ -147,9 +174,9 @@ class Metrics(Collector):
             for request in requests_with_new_tokens(plan, result):
                 times_s = request.token_times_s
                 if len(times_s) > 1:
-                    self._between_tokens.observe(times_s[-1] - times_s[-2])
+                    self._between_tokens.observe(times_s[-1] - times_s[-2], request.service_class)
                 elif times_s:
-                    self._first_token.observe(times_s[0] - request.arrival_s)
+                    self._first_token.observe(times_s[0] - request.arrival_s, request.service_class)
 
     def on_finish(self, request: Request, reason: str) -> None:
         """Record a request that has ended, for any ``reason``, in the histograms."""
@@ -182,15 +209,27 @@ class Metrics(Collector):
         return iter(families)
 
     def _family(self, kind: type[Metric], name: str, documentation: str, values: float | Labelled) -> Metric:
-        label, by_label = values if isinstance(values, tuple) else (None, {"": values})
-        family = kind(name, documentation, labels=[*self._labels, *([label] if label else [])])
-        for of_label, value in by_label.items():
-            family.add_metric([*self._labels.values(), *([of_label] if label else [])], float(value))
+        names, by_label = values if isinstance(values, tuple) else ((), {(): values})
+        family = kind(name, documentation, labels=[*self._labels, *as_tuple(names)])
+        for of_labels, value in by_label.items():
+            family.add_metric([*self._labels.values(), *as_tuple(of_labels)], float(value))
         return family
+
+
+def as_tuple(labels: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (labels,) if isinstance(labels, str) else labels
+
+
+def counts_by_class(now: Snapshot) -> Mapping[str, ClassCounts]:
+    """Requests and tokens of each class; before the first best-effort request all are latency-sensitive."""
+    return now.classes or {
+        LATENCY_SENSITIVE: ClassCounts(now.waiting, now.running_gpu, now.running_cpu, now.output_tokens)
+    }
 
 
 def gauges(now: Snapshot) -> list[Row]:
     """Names, descriptions and values."""
+    by_class = counts_by_class(now).items()
     return [
         ("vllm:num_requests_running", "Requests that hold KV blocks, in either tier.",
          now.running_gpu + now.running_cpu),
@@ -198,7 +237,11 @@ def gauges(now: Snapshot) -> list[Row]:
         ("vllm:kv_cache_usage_perc", "Share of the GPU tier's KV blocks in use, 0 to 1.",
          now.gpu_blocks_used / max(1, now.gpu_blocks_total)),
         ("apex:num_requests_running", "Requests by the tier their KV cache is in.",
-         ("tier", {"gpu": now.running_gpu, "cpu": now.running_cpu})),
+         (("tier", "service_class"), {
+             (tier, name): getattr(counts, f"running_{tier}") for tier in ("gpu", "cpu") for name, counts in by_class
+         })),
+        ("apex:num_requests_waiting", "Requests that hold no KV blocks yet, or were preempted, by class.",
+         ("service_class", {name: counts.waiting for name, counts in by_class})),
         ("apex:kv_blocks_used", "KV blocks in use.",
          ("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
         ("apex:kv_blocks", "KV blocks in total.",
@@ -216,7 +259,11 @@ def counters(now: Snapshot, refused: Mapping[str, int]) -> list[Row]:
     failed = {reason: count for reason, count in now.finished.items() if reason not in FINISHED_WELL}
     return [
         ("vllm:prompt_tokens", "Prompt tokens computed; recomputed ones count again.", now.prompt_tokens),
-        ("vllm:generation_tokens", "Tokens sampled.", now.output_tokens),
+        (
+            "vllm:generation_tokens",
+            "Tokens sampled.",
+            ("service_class", {name: counts.output_tokens for name, counts in counts_by_class(now).items()}),
+        ),
         ("vllm:num_preemptions", "Preemptions: requests that had to release all their KV blocks.", now.preemptions),
         ("vllm:request_success", "Requests that ended, by reason.", ("finished_reason", well)),
         ("apex:request_failures", "Requests that the engine failed, by reason.", ("reason", failed)),

@@ -236,7 +236,7 @@ class EngineLoop:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def _take_snapshot(self) -> Snapshot:
-        return take_snapshot(self._engine, num_held=len(self._isolation.held), step_failures=self._num_failures)
+        return take_snapshot(self._engine, held=self._isolation.held.values(), step_failures=self._num_failures)
 
     def snapshot(self) -> Snapshot:
         """The state after the last pass of the loop, and what other threads have changed since. From any thread."""

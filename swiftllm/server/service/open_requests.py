@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swiftllm.core.request import Request, RequestRefused
+from swiftllm.core.request import Request, RequestRefused, ServiceClass
 from swiftllm.server.service.snapshot import Health
 from swiftllm.server.service.token_streams import TokenStream
 
@@ -16,13 +16,16 @@ MAX_RETRY_AFTER_S = 60
 
 
 class QueueFull(RuntimeError):
-    """As many requests as allowed are waiting or running.
+    """As many requests of a class as allowed are waiting or running.
 
-    ``retry_after_s`` estimates when there is room, from the rate at which the last requests ended.
+    ``retry_after_s`` estimates when there is room, from the rate at which the last ones of the class ended.
     """
 
-    def __init__(self, limit: int, retry_after_s: int) -> None:
-        super().__init__(f"{limit} requests are waiting or running and no more are accepted: try again later")
+    def __init__(
+        self, limit: int, retry_after_s: int, service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    ) -> None:
+        kind = "best-effort requests" if service_class is ServiceClass.BEST_EFFORT else "requests"
+        super().__init__(f"{limit} {kind} are waiting or running and no more are accepted: try again later")
         self.limit = limit
         self.retry_after_s = retry_after_s
 
@@ -48,17 +51,19 @@ Order = OpenRequest | str
 class OpenRequests:
     """Shared by all threads. Hold ``lock`` around any read that a write depends on."""
 
-    def __init__(self, max_requests: int, clock: Callable[[], float]) -> None:
+    def __init__(self, most_open: Callable[[ServiceClass], int], clock: Callable[[], float]) -> None:
+        """``most_open`` is the maximum number of open requests of a class."""
         self.lock = threading.Condition(threading.RLock())
         self.entries: dict[str, OpenRequest] = {}
         self.health = Health()
         self.finished: Counter[str] = Counter()
         self.num_refused = 0
-        self._max_requests = max_requests
+        self._most_open = most_open
+        self._num_open: Counter[ServiceClass] = Counter()
         self._clock = clock
         self._orders: list[Order] = []
         self._ended: list[tuple[Request, str]] = []
-        self._end_times_s: deque[float] = deque(maxlen=64)
+        self._end_times_s = {service_class: deque[float](maxlen=64) for service_class in ServiceClass}
         self._is_closed = False
 
     # -- from any thread --------------------------------------------------------------------------------------------
@@ -76,19 +81,24 @@ class OpenRequests:
             taken = next((i for n, i in enumerate(ids) if i in self.entries or i in ids[:n]), None)
             if taken is not None:
                 raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
-            too_many = len(self.entries) + len(entries) - self._max_requests
-            if too_many > 0:
-                raise QueueFull(self._max_requests, self._retry_after_s(too_many))
+            new = Counter(entry.request.service_class for entry in entries)
+            for service_class, count in new.items():
+                limit = self._most_open(service_class)
+                too_many = self._num_open[service_class] + count - limit
+                if too_many > 0:
+                    raise QueueFull(limit, self._retry_after_s(too_many, service_class), service_class)
+            self._num_open += new
             self.entries.update(zip(ids, entries, strict=True))
             self._orders += entries
             self.lock.notify_all()
 
-    def _retry_after_s(self, num_requests: int) -> int:
-        """Seconds that so many requests take to end at the rate of the last ones; 1 before any has ended."""
-        if not self._end_times_s:
+    def _retry_after_s(self, num_requests: int, service_class: ServiceClass) -> int:
+        """Seconds that so many requests take to end at the rate of the last of their class; 1 before any has ended."""
+        end_times_s = self._end_times_s[service_class]
+        if not end_times_s:
             return 1
-        elapsed_s = self._clock() - self._end_times_s[0]
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * elapsed_s / len(self._end_times_s))))
+        elapsed_s = self._clock() - end_times_s[0]
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * elapsed_s / len(end_times_s))))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Order these requests aborted; unknown and finished ones are ignored."""
@@ -112,7 +122,8 @@ class OpenRequests:
             del self.entries[request_id]
             self.finished[reason] += 1
             self._ended.append((entry.request, reason))
-            self._end_times_s.append(self._clock())
+            self._num_open[entry.request.service_class] -= 1
+            self._end_times_s[entry.request.service_class].append(self._clock())
             if not self.entries:
                 self.lock.notify_all()
             return True

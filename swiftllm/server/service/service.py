@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swiftllm.core.request import RequestRefused, SamplingParams, TokenLogprob
+from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, TokenLogprob
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
 from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
@@ -45,7 +45,9 @@ class ServiceLimits:
     """
 
     max_queued_requests: int = 1024
-    """Maximum number of requests waiting or running; further ones are refused."""
+    """Maximum number of latency-sensitive requests waiting or running; further ones are refused."""
+    max_queued_best_effort: int = 10_000
+    """Maximum number of best-effort requests waiting or running, counted apart from the others."""
     request_timeout_s: float | None = None
     """Seconds after which an unfinished request fails, unless it sets its own timeout; by default never."""
     stall_timeout_s: float = 60.0
@@ -54,12 +56,18 @@ class ServiceLimits:
     """Seconds that running requests get to finish when the service stops."""
 
     def __post_init__(self) -> None:
-        if self.max_queued_requests < 1:
-            raise ValueError(f"max_queued_requests={self.max_queued_requests!r} must be at least 1")
+        for name in ("max_queued_requests", "max_queued_best_effort"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         for name in ("request_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0.0:
                 raise ValueError(f"{name}={seconds!r} must be above 0")
+
+    def most_open(self, service_class: ServiceClass) -> int:
+        """Maximum number of requests of a class waiting or running."""
+        is_best_effort = service_class is ServiceClass.BEST_EFFORT
+        return self.max_queued_best_effort if is_best_effort else self.max_queued_requests
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class NewRequest:
     sampling: SamplingParams
     timeout_s: float | None = None
     """Seconds until its deadline; None takes the service's ``request_timeout_s``."""
+    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
 
 
 class EngineService:
@@ -87,7 +96,7 @@ class EngineService:
         self.engine = engine
         self.limits = limits
         self._clock = clock
-        self._open_requests = OpenRequests(limits.max_queued_requests, clock)
+        self._open_requests = OpenRequests(limits.most_open, clock)
         self._loop = EngineLoop(engine, self._open_requests, clock, limits.stall_timeout_s)
         self._watchdog = Watchdog(engine, self._open_requests, self._loop, clock, limits.stall_timeout_s)
         self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
@@ -108,7 +117,7 @@ class EngineService:
 
         Raises:
             RequestRefused: one of them can never be served; the message names the limit it hits.
-            QueueFull: too many requests are waiting or running.
+            QueueFull: too many requests of their class are waiting or running.
             ServiceStopping: the service accepts no new requests.
         """
         try:
@@ -127,7 +136,9 @@ class EngineService:
             return self._dispatchers.setdefault(loop, DeltaDispatcher(loop))
 
     def _entry(self, new: NewRequest, dispatcher: DeltaDispatcher) -> OpenRequest:
-        request = self.engine.make_request(new.request_id, new.prompt_token_ids, new.sampling)
+        request = self.engine.make_request(
+            new.request_id, new.prompt_token_ids, new.sampling, service_class=new.service_class
+        )
         if new.request_id in self.engine.scheduler.requests:  # aborted, but CPU attention still uses its blocks
             raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
         timeout_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from swiftllm.core.request import Tier
+from swiftllm.core.request import Request, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
 
 
@@ -23,6 +23,16 @@ class Health:
 
 
 @dataclass(frozen=True)
+class ClassCounts:
+    """Current requests of a class, and the tokens sampled for it since the start."""
+
+    waiting: int = 0
+    running_gpu: int = 0
+    running_cpu: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
 
@@ -35,6 +45,8 @@ class Snapshot:
     """Current number of requests, as in the next two fields."""
     running_gpu: int = 0
     running_cpu: int = 0
+    classes: Mapping[str, ClassCounts] = field(default_factory=dict)
+    """The same by service class; empty until the first best-effort request."""
     gpu_blocks_used: int = 0
     gpu_blocks_total: int = 0
     cpu_blocks_used: int = 0
@@ -64,14 +76,15 @@ class Snapshot:
     """By operation, see :attr:`swiftllm.scheduling.scheduler.Scheduler.prediction_factors`."""
 
 
-def take_snapshot(engine: Engine, num_held: int, step_failures: int) -> Snapshot:
-    """Reads the engine, so only on its thread. ``num_held`` requests wait outside the engine."""
+def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
+    """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
     scheduler, stats, pools = engine.scheduler, engine.stats(), engine.kv.allocators
     return Snapshot(
         time_s=engine.now(),
-        waiting=len(scheduler.waiting) + num_held,
+        waiting=len(scheduler.waiting) + len(held),
         running_gpu=len(scheduler.running[Tier.GPU]),
         running_cpu=len(scheduler.running[Tier.CPU]),
+        classes=count_classes(engine, held) if engine.has_best_effort else {},
         gpu_blocks_used=pools[Tier.GPU].num_used,
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
         cpu_blocks_used=pools[Tier.CPU].num_used,
@@ -90,3 +103,20 @@ def take_snapshot(engine: Engine, num_held: int, step_failures: int) -> Snapshot
         strategy_iterations=dict(stats.strategy_iterations),
         prediction_factors=scheduler.prediction_factors,
     )
+
+
+def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, ClassCounts]:
+    """The requests and tokens of each class, by its name."""
+    scheduler, stats = engine.scheduler, engine.stats()
+    tokens = {ServiceClass.BEST_EFFORT: stats.best_effort_output_tokens}
+    tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
+    return {
+        service_class.value: ClassCounts(
+            waiting=len(scheduler.waiting.of_class(service_class))
+            + sum(request.service_class is service_class for request in held),
+            running_gpu=len(scheduler.running[Tier.GPU].of_class(service_class)),
+            running_cpu=len(scheduler.running[Tier.CPU].of_class(service_class)),
+            output_tokens=tokens[service_class],
+        )
+        for service_class in ServiceClass
+    }

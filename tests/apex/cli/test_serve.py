@@ -91,7 +91,8 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path):
         answer = json.loads(ask(f"{url}/v1/completions", {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4,
                                                           "ignore_eos": True}))  # fmt: skip
         assert answer["usage"]["completion_tokens"] == 4
-        assert 'vllm:generation_tokens_total{model_name="tiny"} 4.0' in ask(f"{url}/metrics")
+        series = 'vllm:generation_tokens_total{model_name="tiny",service_class="latency-sensitive"} 4.0'
+        assert series in ask(f"{url}/metrics")
         assert "<title>APEX</title>" in ask(f"{url}/")
         state = json.loads(ask(f"{url}/status.json"))
         assert state["records"] and state["model"] == "tiny" and state["now"]["finished"] == {"length": 1}

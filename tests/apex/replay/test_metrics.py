@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from apex.replay.metrics import Targets, compute_metrics, per_token_latency_s, predicted_over_actual
-from apex.replay.records import RequestRecord, record_of, summary_of
+from apex.replay.records import RequestRecord, record_of, record_values, summary_of
 from swiftllm.core.request import Request, SamplingParams
 
 
@@ -88,3 +90,28 @@ def test_predictions_are_held_against_what_the_iterations_took():
     assert predicted_over_actual({"predicted_s": 3.0, "duration_s": 4.0}) == 0.75
     assert predicted_over_actual({"predicted_s": 0.0, "duration_s": 4.0}) is None
     assert predicted_over_actual({"predicted_s": 0.0, "duration_s": 0.0}) is None
+
+
+def test_each_class_counts_the_tokens_of_the_window_whoever_ended() -> None:
+    urgent = [record("a", 0.0, 1.0, 2.0, 3.0), record("b", 1.0, 4.0), record("late", 11.0, 12.0)]
+    others = [record("c", 0.0, 2.0, 6.0, 10.0, 11.0, failure="4 of 9 tokens"), record("d", 0.0, failure="refused")]
+    others = [replace(other, service_class="best-effort") for other in others]
+    metrics = compute_metrics([*urgent, *others], 11.0, window_s=10.0)
+    assert metrics["window_s"] == 10.0
+    assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 2)
+    assert (metrics["best_effort_arrived"], metrics["best_effort_completed"]) == (2, 0)
+    assert metrics["latency_sensitive_output_tokens"] == 4
+    assert (metrics["best_effort_output_tokens"], metrics["best_effort_output_tokens_per_s"]) == (3, 0.3)
+    assert metrics["best_effort_ttft_s_mean"] == 2.0 and metrics["best_effort_tpot_s_mean"] == 4.0
+    assert metrics["latency_sensitive_ttft_s_mean"] == 2.0
+    assert metrics["output_tokens"] == 5  # of completed requests, as always
+
+
+def test_without_classes_and_window_there_are_no_metrics_of_a_class() -> None:
+    assert not any("latency_sensitive" in name for name in compute_metrics([record("a", 0.0, 1.0)], 1.0))
+
+
+def test_a_record_names_its_class_if_it_is_not_the_default() -> None:
+    of_class = replace(record("a", 0.0, 1.0), service_class="best-effort")
+    assert record_values(of_class)["service_class"] == record_values(summary_of(of_class))["service_class"]
+    assert "service_class" not in record_values(record("a", 0.0, 1.0))

@@ -23,6 +23,7 @@ from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedT
 from evaluation.results.folder import SUMMARY_FIELDS
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
+from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.scheduler import SchedulerLimits
 from swiftllm.systems import systems
 
@@ -85,6 +86,22 @@ def test_arrivals_are_waited_for_in_virtual_time() -> None:
     iteration_s = 4 * (1e-3 + 1e-6 * 40) + 1e-3
     for record in records:
         assert record.token_times_s[0] - record.arrival_s == pytest.approx(iteration_s, rel=0.1)
+
+
+def test_a_run_of_fixed_duration_counts_the_tokens_of_each_class() -> None:
+    rows = [TraceRow(30, 20, float(i)) for i in range(4)]
+    rows += [TraceRow(40, 900, 0.0, ServiceClass.BEST_EFFORT) for _ in range(3)]
+    lengths = replace(make_task().lengths, rows=tuple(rows), best_effort=WorkloadSpec("longbench", 3))
+    result = run(make_task("vllm", lengths=lengths, num_gpu_blocks=400, duration_s=3.5))
+    values = result.values
+    assert values["window_s"] == 3.5 and values["best_effort_workload"] == "longbench"
+    assert (values["latency_sensitive_arrived"], values["latency_sensitive_completed"]) == (4, 4)
+    assert (values["best_effort_arrived"], values["best_effort_completed"]) == (3, 0)
+    tokens = sum(time_s <= 3.5 for record in result.records[4:] for time_s in record.token_times_s)
+    assert values["best_effort_output_tokens"] == tokens > 1000
+    assert values["best_effort_output_tokens_per_s"] == tokens / 3.5
+    unlimited = run(make_task("vllm", lengths=lengths, num_gpu_blocks=400))
+    assert unlimited.values["best_effort_completed"] == 3 and "window_s" not in unlimited.values
 
 
 def test_what_cannot_be_served_is_a_failed_record() -> None:

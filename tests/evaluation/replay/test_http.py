@@ -10,6 +10,7 @@ import pytest
 from apex.replay.metrics import compute_metrics
 from evaluation.replay.http import replay_workload, spread_over
 from evaluation.replay.server import ServerNotReady, connect_server
+from swiftllm.core.request import ServiceClass
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
 
@@ -164,3 +165,30 @@ def test_a_server_of_another_kind(page):
         fake.pages["/v1/models"] = page
         with pytest.raises(ServerNotReady, match="no OpenAI-compatible server"):
             connect_server("fake", fake.url, 1.0)
+
+
+def test_best_effort_requests_are_sent_as_such_and_recorded() -> None:
+    work = workload((4, 3, 0.0), (5, 3, 0.0, ServiceClass.BEST_EFFORT))
+    with FakeServer() as fake:
+        result = replay_workload(connect_server("fake", fake.url, 5.0), work)
+    assert [record.service_class for record in result.records] == ["latency-sensitive", "best-effort"]
+    assert {len(body["prompt"]): body.get("priority") for _, body in fake.requests} == {4: None, 5: 1}
+
+
+def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests() -> None:
+    def slowly(exchange, body, index):
+        exchange.start()
+        for number in range(1, body["max_tokens"] + 1):
+            time.sleep(0.05)
+            exchange.chunk("a", "length" if number == body["max_tokens"] else None, number)
+        exchange.done(body["max_tokens"])
+
+    result, _ = replayed(slowly, (4, 2, 0.0), (4, 1000, 0.0), (4, 5, 30.0), duration_s=1.0)
+    whole, cut, unsent = result.records
+    assert 1.0 <= result.wall_s < 3.0
+    assert whole.completed and not cut.completed and "after 1 s" in cut.failure and "after 1 s" in unsent.failure
+    assert 2 < cut.output_len < 30
+    metrics = compute_metrics(result.records, result.wall_s, window_s=1.0)
+    assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 1)
+    in_window = sum(time_s <= 1.0 for time_s in cut.token_times_s)
+    assert metrics["latency_sensitive_output_tokens"] == 2 + in_window

@@ -9,7 +9,15 @@ import pytest
 
 from evaluation.traces.catalogue import FittedTrace, Origin
 from evaluation.traces.corpus import docstrings, load_corpus
-from evaluation.traces.workloads import PromptTokens, WorkloadSpec, load_prompt_tokens, make_lengths, make_workload
+from evaluation.traces.workloads import (
+    PromptTokens,
+    WorkloadSpec,
+    load_prompt_tokens,
+    make_lengths,
+    make_workload,
+    merge_lengths,
+)
+from swiftllm.core.request import ServiceClass
 
 TRACE = FittedTrace("osc", "OSC", Origin("fitted", "for tests"), ((0, 100), (1, 200)), ((0, 40), (1, 60)))
 
@@ -96,3 +104,24 @@ def test_tokenizer_of_the_model_folder_is_used(tmp_path):
     tokens = load_prompt_tokens(tmp_path)
     assert len(tokens.text_ids) == len(load_corpus().split()) and tokens.vocab_size == 1000
     load_prompt_tokens.cache_clear()
+
+
+def test_merged_streams_keep_their_lengths_arrivals_and_classes() -> None:
+    urgent, backlog = lengths(arrivals="poisson", request_rate=2.0), lengths(seed=3, num_requests=30)
+    merged = merge_lengths(urgent, backlog)
+    assert (merged.spec, merged.best_effort) == (urgent.spec, backlog.spec)
+    assert [row.arrival_s for row in merged.rows] == sorted(row.arrival_s for row in merged.rows)
+    for stream, service_class in zip((urgent, backlog), ServiceClass, strict=True):
+        rows = [row for row in merged.rows if row.service_class is service_class]
+        assert [(row.input_tokens, row.arrival_s) for row in rows] == [
+            (row.input_tokens, row.arrival_s) for row in stream.rows
+        ]
+    requests = make_workload(merged, PromptTokens(vocab_size=9)).requests
+    assert [request.service_class for request in requests] == [row.service_class for row in merged.rows]
+    assert len({request.request_id for request in requests}) == 50
+    assert merged.digest() != merge_lengths(backlog, urgent).digest()
+
+
+def test_a_closed_loop_cannot_be_merged() -> None:
+    with pytest.raises(ValueError, match="closed loop"):
+        merge_lengths(lengths(), lengths(arrivals="closed-loop", concurrency=2))

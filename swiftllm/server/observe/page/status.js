@@ -73,6 +73,19 @@ function corrections(factors) {
   return parts.length ? ` Operations take as long as in the profile, times ${parts.join(" and ")}.` : "";
 }
 
+// A row for each service class, once there has been a best-effort request.
+function showClasses(classes) {
+  const rows = Object.entries(classes);
+  byId("classes").hidden = !rows.length;
+  byId("class-rows").replaceChildren(...rows.map(([name, counts]) => {
+    const row = htmlElement("tr"), title = htmlElement("th", "", name);
+    title.scope = "row";
+    const numbers = [counts.waiting, counts.running_gpu, counts.running_cpu, counts.output_tokens];
+    row.append(title, ...numbers.map((number) => htmlElement("td", "", format(number))));
+    return row;
+  }));
+}
+
 function showNow({ model, engine, now }) {
   document.title = `APEX: ${model}`;
   byId("model").textContent = model;
@@ -92,6 +105,7 @@ function showNow({ model, engine, now }) {
   showBig("running-cpu", now.running_cpu);
   showTier("gpu", now.gpu_blocks_used, engine.num_gpu_blocks);
   showTier("cpu", now.cpu_blocks_used, engine.num_cpu_blocks);
+  showClasses(now.classes);
   const finished = Object.entries(now.finished).map(([reason, count]) => [`requests ${FINISHED[reason] || reason}`, count]);
   const totals = [
     ["prompt tokens", now.prompt_tokens], ["output tokens", now.output_tokens], ["iterations", now.iterations], ...finished,

@@ -16,10 +16,10 @@ from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import load_gpu, load_host, load_model_config
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import FinishReason, Request, SamplingParams
+from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.server.observe.metrics import Histogram, Metrics, one_two_five
-from swiftllm.server.service.snapshot import Health
+from swiftllm.server.service.snapshot import ClassCounts, Health
 from tests.swiftllm.server.fake_service import FakeService
 
 REPO = Path(__file__).resolve().parents[4]
@@ -52,6 +52,8 @@ def scrape(metrics: Metrics) -> Series:
     return series
 
 
+LS, BE = (service_class.value for service_class in ServiceClass)
+BY_CLASS = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 MODEL = 'a "model"\nwith \\ everything'
 
 
@@ -72,9 +74,13 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     series = scrape(metrics)
     assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
     assert value(series, "vllm:kv_cache_usage_perc") == 6 / 8
-    assert value(series, "apex:num_requests_running", tier="cpu") == 4
+    assert value(series, "apex:num_requests_running", tier="cpu", service_class=LS) == 4
+    assert value(series, "apex:num_requests_waiting", service_class=LS) == 5
     assert value(series, "apex:kv_blocks_used", tier="gpu") == 6 and value(series, "apex:kv_blocks", tier="cpu") == 64
-    assert value(series, "vllm:prompt_tokens_total") == 11 and value(series, "vllm:generation_tokens_total") == 12
+    assert (
+        value(series, "vllm:prompt_tokens_total") == 11
+        and value(series, "vllm:generation_tokens_total", service_class=LS) == 12
+    )
     assert value(series, "vllm:num_preemptions_total") == 13 and value(series, "apex:swapped_blocks_total") == 14
     assert value(series, "apex:worker_restarts_total") == 15 and value(series, "apex:step_failures_total") == 16
     assert value(series, "vllm:request_success_total", finished_reason="abort") == 2
@@ -150,8 +156,9 @@ def test_every_token_and_request_is_observed_once() -> None:
         ("vllm:request_generation_tokens", [r.output_len for r in requests]),
         ("apex:iteration_over_predicted", [s.duration_s / p.predicted["iteration_s"] for p, s in steps if p.predicted]),
     ):
-        assert value(series, f"{name}_count") == len(values), name
-        assert value(series, f"{name}_sum") == pytest.approx(sum(values)), name
+        labels = {"service_class": LS} if name in BY_CLASS else {}
+        assert value(series, f"{name}_count", **labels) == len(values), name
+        assert value(series, f"{name}_sum", **labels) == pytest.approx(sum(values)), name
     tokens = sum(request.output_len for request in requests)
     prefilled = sum(item.num_tokens for plan, _ in steps for item in plan.prefills)
     assert value(series, "vllm:iteration_tokens_total_sum") == tokens + prefilled
@@ -175,3 +182,22 @@ def test_buckets_are_cumulative_and_closed_above() -> None:
     samples = histogram.family({}).samples
     assert [sample.value for sample in samples if sample.name == "name_bucket"] == [2, 3, 5]
     assert one_two_five(300) == [1, 2, 5, 10, 20, 50, 100, 200]
+
+
+def test_each_class_has_its_own_series_once_it_has_been_seen() -> None:
+    service = FakeService()
+    metrics = Metrics(service, MODEL)
+    assert not [name for name, labels in scrape(metrics) if ("service_class", BE) in labels]
+    service.change(waiting=3, classes={LS: ClassCounts(1, 2, 3, 4), BE: ClassCounts(2, 6, 7, 8)})
+    for service_class, at_s in zip(ServiceClass, (1.0, 3.0), strict=True):
+        request = Request("0", (1, 2), SamplingParams(), service_class=service_class)
+        request.append_token(5, at_s)
+        plan = IterationPlan(decodes=(request,))
+        metrics.on_step(plan, StepResult({"0": 5}, {}, frozenset(), 0.0, 0.0, 0.0), [])
+    series = scrape(metrics)
+    assert value(series, "vllm:time_to_first_token_seconds_sum", service_class=LS) == 1.0
+    assert value(series, "vllm:time_to_first_token_seconds_sum", service_class=BE) == 3.0
+    assert value(series, "vllm:generation_tokens_total", service_class=BE) == 8
+    assert value(series, "apex:num_requests_waiting", service_class=BE) == 2
+    assert value(series, "apex:num_requests_running", tier="cpu", service_class=BE) == 7
+    assert value(series, "vllm:num_requests_waiting") == 3

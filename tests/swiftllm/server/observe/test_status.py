@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from swiftllm.server.observe import status
 from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
-from swiftllm.server.service.snapshot import Health, Snapshot
+from swiftllm.server.service.snapshot import ClassCounts, Health, Snapshot
 from tests.evaluation.headless_browser import Browser, open_browser
 from tests.swiftllm.server.fake_service import FakeService
 
@@ -183,6 +183,14 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
         "[...document.querySelectorAll('#gantt rect')].map((one) => [one.x.baseVal.value, one.width.baseVal.value])"
         ".every(([x, width]) => x >= 0 && x + width <= byId('gantt').clientWidth + 1)"
     )
+    assert browser.evaluate("byId('classes').hidden")
+    counts = {"latency-sensitive": ClassCounts(1, 5, 0, 900), "best-effort": ClassCounts(1, 0, 40, 1100)}
+    service.change(classes=counts)
+    until(browser, "!byId('classes').hidden")
+    assert browser.evaluate("[...document.querySelectorAll('#class-rows tr')].map((row) => row.innerText)") == [
+        "latency-sensitive\t1\t5\t0\t900",
+        "best-effort\t1\t0\t40\t1,100",
+    ]
     # Rates come from the samples: a thousand tokens between two of them.
     until(browser, "charts[0].legend.textContent.match(/tokens.s [1-9]/)")
     assert "overlap 100%" in browser.evaluate("charts[3].legend.textContent")

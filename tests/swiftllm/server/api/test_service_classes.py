@@ -1,0 +1,106 @@
+"""The service class of a request: the fields that set it, the tier that the answer names, and room in the queue."""
+
+import json
+import threading
+
+import pytest
+
+from swiftllm import SamplingParams
+from swiftllm.core.request import ServiceClass
+from swiftllm.server.api.protocol import CompletionRequest
+from swiftllm.server.service.open_requests import QueueFull
+from swiftllm.server.service.service import NewRequest, ServiceLimits
+from tests.reference.fake_engine import fake_engine
+from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, wait_for
+from tests.swiftllm.server.http_server import Gate
+from tests.swiftllm.server.serving import read_all, with_service
+
+CHAT = "/v1/chat/completions"
+LS, BE = ServiceClass
+
+
+@pytest.mark.parametrize(
+    ("fields", "service_class", "tier"),
+    [
+        ({}, LS, None),
+        ({"service_tier": None, "priority": None}, LS, None),
+        ({"priority": 0}, LS, None),
+        ({"priority": -3}, LS, None),
+        ({"priority": 1}, BE, None),
+        ({"service_tier": "auto"}, LS, "default"),
+        ({"service_tier": "default"}, LS, "default"),
+        ({"service_tier": "priority"}, LS, "priority"),
+        ({"service_tier": "priority", "priority": -1}, LS, "priority"),
+        ({"service_tier": "flex"}, BE, "flex"),
+        ({"service_tier": "flex", "priority": 0}, BE, "flex"),
+        ({"service_tier": "flex", "priority": 5}, BE, "flex"),
+        ({"service_tier": "auto", "priority": 5}, BE, "flex"),
+    ],
+)
+def test_fields_and_the_class_they_set(fields, service_class, tier):
+    body = CompletionRequest.model_validate({"prompt": "a", **fields})
+    body.check_fields()
+    assert (body.service_class, body.tier_served) == (service_class, tier)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_answer_names_the_tier(server, path):
+    body = {"max_tokens": 3, "temperature": 0}
+    body |= {"messages": [{"role": "user", "content": "Hello"}]} if path == CHAT else {"prompt": "Hello"}
+    assert "service_tier" not in server.post(path, body).json()
+    assert server.post(path, {**body, "service_tier": "flex"}).json()["service_tier"] == "flex"
+    with server.http.stream("POST", path, json={**body, "service_tier": "auto", "stream": True}) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert len(events) > 2
+    assert {json.loads(event)["service_tier"] for event in events[:-1]} == {"default"}
+
+
+def test_the_openai_client_sets_the_class(server):
+    answer = server.client().chat.completions.create(
+        model="tiny-chat", messages=[{"role": "user", "content": "Hello"}], max_tokens=3, service_tier="flex"
+    )
+    assert answer.service_tier == "flex"
+    counts = server.service.snapshot().classes
+    assert counts["best-effort"].output_tokens > 0
+
+
+def test_best_effort_requests_take_no_place_in_the_queue_of_the_others():
+    with gated(max_queued_requests=1, max_queued_best_effort=2) as (server, gate, watched):
+        answers = []
+        bodies = [{**LONG, "service_tier": "flex"}, {**LONG, "priority": 1}, LONG]
+        threads = [
+            threading.Thread(target=lambda b=body: answers.append(server.post(COMPLETIONS, b))) for body in bodies
+        ]
+        for thread in threads:
+            thread.start()
+            wait_for(watched.submitted)
+        for body, words in ((LONG, "1 requests are"), (bodies[0], "2 best-effort requests are")):
+            refusal = server.post(COMPLETIONS, body)
+            assert refusal.status_code == 429 and int(refusal.headers["Retry-After"]) >= 1
+            assert words in refusal.json()["error"]["message"]
+        assert server.post(COMPLETIONS, {**bodies[0], "n": 3}).json()["error"]["code"] == "too_many_choices"
+        gate.open()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+
+
+def test_five_thousand_best_effort_requests_refuse_no_other():
+    """The others are admitted at once, and end before the backlog."""
+    engine = fake_engine("vllm", num_gpu_blocks=40, num_cpu_blocks=0, max_tokens=64)
+    gate = Gate(engine)
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    async def client(service):
+        backlog = service.submit([NewRequest(f"b{i}", (2, 3), short, service_class=BE) for i in range(5000)])
+        urgent = service.submit(
+            [NewRequest(f"u{i}", (4, 5), short) for i in range(ServiceLimits().max_queued_requests)]
+        )
+        with pytest.raises(QueueFull):
+            service.submit([NewRequest("late", (4, 5), short)])
+        gate.open()
+        await read_all(urgent)
+        assert service.snapshot().classes["best-effort"].waiting > 4000
+        await read_all(backlog)
+
+    with_service(engine, client)
