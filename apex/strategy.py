@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from apex.slo import Slo
+
 StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronous-overlap"]
 
 
@@ -36,6 +38,14 @@ class StrategyConfig:
     # Not in the papers: this protects against starvation. It serves one request at a time. Otherwise it would decide
     # nearly every iteration where the CPU needs longer than this to attend to its whole tier.
     """Iterations after which a CPU request left out is served, whatever the model predicts; one in as many at most."""
+    ttft_slo_s: float = 2.0
+    """Target of latency-sensitive requests: seconds to the first token (omniserve, sarathi)."""
+    tpot_slo_s: float = 0.2
+    """Target of latency-sensitive requests: seconds per output token (omniserve, sarathi)."""
+    slo_margin: float = 0.1
+    """Share of tpot_slo_s that plans leave unused, since predictions have errors (omniserve, sarathi)."""
+    disable_admission_control: bool = False
+    """Queue latency-sensitive requests even if their first token would be late (OmniServe section 3.3.3)."""
 
     def __post_init__(self) -> None:
         if self.min_cpu_request_ratio < 0:
@@ -43,9 +53,18 @@ class StrategyConfig:
         for name in ("max_cohorts", "max_wait_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be more than 0 seconds")
+        if not 0 <= self.slo_margin < 1:
+            raise ValueError(f"slo_margin={self.slo_margin} must be at least 0 and less than 1")
         forbidden = (
             (self.strategy == "asymmetric-pipelining" and self.disable_asymmetric_pipelining)
             or (self.strategy == "asynchronous-overlap" and self.disable_asynchronous_overlap)
         )  # fmt: skip
         if forbidden:
             raise ValueError(f"strategy={self.strategy!r} is forced and disabled at once; drop one of the two flags")
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft_slo_s, self.tpot_slo_s, self.slo_margin)

@@ -9,6 +9,12 @@ from apex.schedulers.apex import ApexScheduler
 from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.fastdecode import FastDecodeScheduler
 from apex.schedulers.neo import NeoScheduler
+from apex.schedulers.omniserve import (
+    LlumnixScheduler,
+    OmniServeScheduler,
+    OmniServeSteppingScheduler,
+    SarathiScheduler,
+)
 from swiftllm.systems import System, register_system
 
 if TYPE_CHECKING:
@@ -37,3 +43,11 @@ register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchrono
 register_scheduler(
     "adaptive", "this project's: prompts beside decodes, lockstep or free-running cohorts", AdaptiveScheduler
 )
+register_scheduler(
+    "omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServeScheduler
+)
+register_scheduler(
+    "omniserve-stepping", "omniserve whose best-effort cohorts also step (this project's)", OmniServeSteppingScheduler
+)
+register_scheduler("sarathi", "Sarathi-Serve (OSDI'24) with two classes: GPU only, within targets", SarathiScheduler)
+register_system(System("llumnix", "Llumnix (OSDI'24), one instance: GPU only, blocks reserved", LlumnixScheduler))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class CohortState:
     members: list[Request]
     layer: int = -1
 
-    def to_plan(self, rule: SteppingRule) -> CohortPlan:
-        return CohortPlan(self.cohort_id, tuple(self.members), rule)
+    def to_plan(self, rule: SteppingRule, most_crossings: float = math.inf) -> CohortPlan:
+        return CohortPlan(self.cohort_id, tuple(self.members), rule, most_crossings)
 
 
 class OffloadScheduler(Scheduler, ABC):
@@ -57,7 +58,7 @@ class OffloadScheduler(Scheduler, ABC):
         self._next_look = 0  # the iteration of the next search for a CPU request that was left out too long
         if not self._may_offload():
             self.decode_tiers = (Tier.GPU,)
-        is_corrected = self._may_offload() and not config.disable_online_correction
+        is_corrected = self._predicts and not config.disable_online_correction
         self._correction = OnlineCorrection(model) if is_corrected else None
 
     def _empty_queues(self) -> None:
@@ -69,6 +70,11 @@ class OffloadScheduler(Scheduler, ABC):
         return self.config.strategy != "gpu-only"
 
     # -- predictions ------------------------------------------------------------------------------------------------
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether decisions rest on predicted times."""
+        return self._may_offload()
 
     @property
     def prediction_factors(self) -> Mapping[str, float]:
@@ -181,11 +187,14 @@ class OffloadScheduler(Scheduler, ABC):
     # -- plans ------------------------------------------------------------------------------------------------------
 
     def _start_cohort(self, requests: list[Request], rule: SteppingRule) -> CohortPlan:
+        return self._open_cohort(requests).to_plan(rule)
+
+    def _open_cohort(self, requests: list[Request]) -> CohortState:
         cohort = CohortState(next(self._cohort_ids), requests)
         self._cohorts[cohort.cohort_id] = cohort
         for request in requests:
             request.cohort_id = cohort.cohort_id
-        return cohort.to_plan(rule)
+        return cohort
 
     def _under_way(self) -> list[CohortState]:
         """Cohorts that are part of the way through their token, the most advanced first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,11 +68,15 @@ class LaneItem(NamedTuple):
 
 @dataclass(frozen=True)
 class CohortPlan:
-    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done."""
+    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done.
+
+    A free-running cohort crosses at most ``most_crossings`` boundaries in the iteration.
+    """
 
     cohort_id: int
     requests: tuple[Request, ...]
     rule: SteppingRule
+    most_crossings: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,9 @@ class IterationPlan:
     ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are the
     ids of requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
     ``predicted`` holds the predictions behind the plan, in seconds, for logs and figures.
+
+    An iteration without a lane lasts until all its cohorts have their tokens, since waiting delays nothing. With a
+    ``time_limit_s`` it ends after so many seconds, and cohorts stay where they are: a request may arrive meanwhile.
     """
 
     strategy: Strategy = Strategy.GPU_ONLY
@@ -100,6 +108,7 @@ class IterationPlan:
     swaps: tuple[Swap, ...] = ()
     leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
+    time_limit_s: float | None = None
 
     @cached_property
     def lane(self) -> tuple[LaneItem, ...]:

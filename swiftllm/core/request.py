@@ -24,6 +24,14 @@ class RequestRefused(ValueError):
         self.about = about
 
 
+class RequestRefusedForNow(RequestRefused):
+    """The request could be served in about ``retry_after_s`` seconds, but not within its targets now."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class Tier(enum.Enum):
     """Where a request's KV cache lives: never in both tiers, except during a swap."""
 

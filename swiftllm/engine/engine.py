@@ -145,11 +145,16 @@ class Engine:
         return request
 
     def queue_request(self, request: Request) -> None:
-        """Queue a request from :meth:`make_request` or :meth:`recover`.
+        """Queue a new request from :meth:`make_request`.
 
         Raises:
-            RequestRefused: its id is in use.
+            RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
+        self.scheduler.check_targets(request)
+        self.scheduler.add_request(request)
+
+    def requeue_request(self, request: Request) -> None:
+        """Queue a request from :meth:`recover`, whatever its targets."""
         self.scheduler.add_request(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 
@@ -213,7 +218,7 @@ class Engine:
         """Drop all work under way after a failed iteration, and free all blocks of both tiers.
 
         Waits for CPU attention that may still use blocks. Returns the unfinished requests, oldest first. They keep
-        their tokens; :meth:`queue_request` puts each back in order of arrival, and its K and V are computed again.
+        their tokens; :meth:`requeue_request` puts each back in order of arrival, and its K and V are computed again.
         """
         self.executor.abandon()
         self.backend.recover()

@@ -26,6 +26,15 @@ class Cohort:
 
 
 @dataclass
+class _Rider:
+    """A cohort that may cross boundaries with the lane, in one iteration."""
+
+    cohort: Cohort
+    rule: SteppingRule
+    crossings_left: float
+
+
+@dataclass
 class _Run:
     """What one iteration has given so far."""
 
@@ -97,21 +106,26 @@ class OverlapExecutor:
             if tokens is not None:
                 run.tokens.update(tokens)
                 layers = range(0)
+        elif lane is None and plan.time_limit_s is not None:
+            self._advance(steppers + [rider.cohort for rider in riders], start_s + plan.time_limit_s, run)
+            layers = range(0)
         for layer in layers:
-            riding = [c for c, rule in riders if c.layer == layer and self._admit(c, rule, run)]
-            self._cross(layer, lane, riding, run)
-            for cohort in riding:
-                self._submit_next(cohort)
-            riders = [(c, rule) for c, rule in riders if rule is not SteppingRule.RIDE_IF_READY or c not in riding]
+            riding = [rider for rider in riders if rider.cohort.layer == layer and self._admit(rider, run)]
+            self._cross(layer, lane, [rider.cohort for rider in riding], run)
+            for rider in riding:
+                rider.crossings_left -= 1
+                self._submit_next(rider.cohort)
+            riders = [rider for rider in riders if rider.crossings_left > 0]
             if lane is not None and layer < last:
                 self._at_work = (True, ())
                 backend.gpu_attention(layer + 1, lane)
             for cohort in [c for c in steppers if c.layer <= last]:
                 self._step(cohort, run)
-            for cohort in [c for c, rule in riders if rule is SteppingRule.FREE_RUNNING and c.layer <= last]:
+            for rider in [r for r in riders if r.rule is SteppingRule.FREE_RUNNING and r.cohort.layer <= last]:
                 # At the lane's next layer it boards, since a rider costs less than a step.
-                if cohort.layer != layer + 1 and _is_ready(cohort):
-                    self._step(cohort, run)
+                if rider.crossings_left > 0 and rider.cohort.layer != layer + 1 and _is_ready(rider.cohort):
+                    rider.crossings_left -= 1
+                    self._step(rider.cohort, run)
         self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
         cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
@@ -129,10 +143,8 @@ class OverlapExecutor:
                     cohort.ticket.wait()
         self._cohorts.clear()
 
-    def _cohorts_by_rule(
-        self, plan: IterationPlan, lane: Batch | None
-    ) -> tuple[list[tuple[Cohort, SteppingRule]], list[Cohort]]:
-        riders: list[tuple[Cohort, SteppingRule]] = []
+    def _cohorts_by_rule(self, plan: IterationPlan, lane: Batch | None) -> tuple[list[_Rider], list[Cohort]]:
+        riders: list[_Rider] = []
         steppers: list[Cohort] = []
         for cohort_plan in plan.cohorts:
             cohort = self._cohorts.get(cohort_plan.cohort_id) or self._open(cohort_plan)
@@ -140,7 +152,8 @@ class OverlapExecutor:
                 steppers.append(cohort)
             else:  # waiting delays nothing when the lane is empty
                 rule = SteppingRule.RIDE_AND_WAIT if lane is None else cohort_plan.rule
-                riders.append((cohort, rule))
+                most = 1 if rule is SteppingRule.RIDE_IF_READY else cohort_plan.most_crossings
+                riders.append(_Rider(cohort, rule, most))
         return riders, steppers
 
     def _open(self, plan: CohortPlan) -> Cohort:
@@ -149,11 +162,11 @@ class OverlapExecutor:
         cohort = self._cohorts[plan.cohort_id] = Cohort(self.backend.open_cohort(plan.requests), request_ids)
         return cohort
 
-    def _admit(self, cohort: Cohort, rule: SteppingRule, run: _Run) -> bool:
+    def _admit(self, rider: _Rider, run: _Run) -> bool:
         """Whether a cohort at the lane's layer rides this boundary."""
-        if not rule.lane_waits and not _is_ready(cohort):
+        if not rider.rule.lane_waits and not _is_ready(rider.cohort):
             return False
-        self._wait(cohort, run)
+        self._wait(rider.cohort, run)
         return True
 
     def _step(self, cohort: Cohort, run: _Run) -> None:
@@ -161,6 +174,19 @@ class OverlapExecutor:
         self._wait(cohort, run)
         self._cross(cohort.layer, None, [cohort], run)
         self._submit_next(cohort)
+
+    def _advance(self, cohorts: Sequence[Cohort], end_s: float, run: _Run) -> None:
+        """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
+
+        It ends late by one ticket at most. Each ticket is waited for in its turn, so that no cohort stays behind.
+        """
+        queue = list(cohorts)
+        while queue and self.backend.now() < end_s:
+            cohort = next(filter(_is_ready, queue), queue[0])
+            queue.remove(cohort)
+            self._step(cohort, run)
+            if cohort.layer < self.backend.num_layers:
+                queue.append(cohort)
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
         """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""

@@ -54,6 +54,7 @@ class PlanDraft:
         cohorts: Sequence[CohortPlan] = (),
         leaving: Iterable[str] = (),
         predicted: dict[str, float] | None = None,
+        time_limit_s: float | None = None,
     ) -> IterationPlan:
         return IterationPlan(
             strategy,
@@ -63,4 +64,5 @@ class PlanDraft:
             tuple(self.swaps),
             frozenset(leaving),
             predicted or {},
+            time_limit_s,
         )

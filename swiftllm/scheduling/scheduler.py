@@ -94,6 +94,13 @@ class Scheduler:
         """
         check_servable(request, self.limits.max_model_len, self.kv, self.decode_tiers)
 
+    def check_targets(self, request: Request) -> None:
+        """Check that a request that arrives now can keep its targets, if the scheduler has any.
+
+        Raises:
+            RequestRefusedForNow: it cannot; the message names the target.
+        """
+
     @property
     def longest_request(self) -> int:
         """Prompt and output tokens of the longest request that passes :meth:`check_request`. Constant."""
@@ -157,6 +164,10 @@ class Scheduler:
     # -- GPU decodes and their blocks -------------------------------------------------------------------------------
 
     def _schedule_gpu_decodes(self, draft: PlanDraft, service_class: ServiceClass) -> None:
+        draft.add_decodes(self._grown_gpu_decodes(draft, service_class))
+
+    def _grown_gpu_decodes(self, draft: PlanDraft, service_class: ServiceClass) -> list[Request]:
+        """The GPU decodes of a class with room for their next token; younger ones are preempted for it."""
         decodes = self.decoding[Tier.GPU].of_class(service_class)[: draft.tokens_left]
         growing = out_of_blocks(decodes)
         if not self.kv.allocate_block_each(growing, Tier.GPU):
@@ -164,7 +175,7 @@ class Scheduler:
                 if request.tier is Tier.GPU:  # not preempted for an older one meanwhile
                     self._make_gpu_room(request, request.num_tokens, draft)
             decodes = [request for request in decodes if request.tier is Tier.GPU]
-        draft.add_decodes(decodes)
+        return decodes
 
     def _make_gpu_room(self, request: Request, num_tokens: int, draft: PlanDraft) -> bool:
         """Allocate GPU blocks for ``num_tokens``, preempting younger requests. False: it was preempted itself."""

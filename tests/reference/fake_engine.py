@@ -50,6 +50,6 @@ def fake_engine(
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
-    prediction = (model, strategy or StrategyConfig()) if found.offloads else ()
+    prediction = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=VOCABULARY, eos_token_ids=[EOS])

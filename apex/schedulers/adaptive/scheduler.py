@@ -9,13 +9,13 @@ from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.adaptive.choice import Choice, Load, choose
 from apex.schedulers.adaptive.chunks import ChunkSizes, is_short_queue, prompt_chunk
-from apex.schedulers.adaptive.lengths import LengthsSeen
 from apex.schedulers.adaptive.lockstep import best_split
 from apex.schedulers.adaptive.modes import Mode
 from apex.schedulers.adaptive.rates import SteadyLoad
 from apex.schedulers.adaptive.times import OperationTimes
 from apex.schedulers.base import CohortState, OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, SteppingRule, Strategy

@@ -29,7 +29,7 @@ TABLES = {
     "fast-cpu": flat_table(cpu_token_s=1e-7, linear_token_s=1e-6),
 }
 STRATEGIES = {
-    "auto": StrategyConfig(),
+    "auto": StrategyConfig(disable_admission_control=True),  # or few requests would be left
     "forced-overlap": StrategyConfig(strategy="asynchronous-overlap"),
     "one-cohort": StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1),
     "no-overlap": StrategyConfig(disable_asynchronous_overlap=True),

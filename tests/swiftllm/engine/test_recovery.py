@@ -92,7 +92,7 @@ def test_an_engine_recovers_at_any_moment(system: str) -> None:
         check_empty(engine)
         assert unfinished == [request for request in requests if not request.is_finished]
         for request in unfinished:
-            engine.queue_request(request)
+            engine.requeue_request(request)
         run(engine)
         check_empty(engine)
         for new, request in zip(wanted, requests, strict=True):

@@ -1,0 +1,68 @@
+"""Admission control (OmniServe section 3.3.3): when a latency-sensitive request would have its first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, with_prompts
+from apex.slo import Slo
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """The latency-sensitive work before and including a request. Best-effort work makes way, so it does not count."""
+
+    decodes: int
+    decode_context: int
+    """Context of the decodes, summed, in tokens."""
+    prompts: Sequence[tuple[int, int]]
+    """Tokens left and tokens cached of each prompt, in order of service, the request's own last."""
+    missing_blocks: int
+    """GPU blocks that those who wait lack now."""
+    held_blocks: int
+    """GPU blocks of the decodes."""
+    mean_output: float
+    """Output tokens after which a decode ends, on average."""
+
+    @property
+    def load(self) -> LaneLoad:
+        """The lane without prompts."""
+        return LaneLoad(self.decodes, self.decodes, self.decodes, self.decode_context, ())
+
+
+def first_token_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
+    """Seconds until the last of the prompts has its token: the time for the prompts, or for their blocks.
+
+    Args:
+        budget: the most tokens of an iteration.
+    """
+    return max(prefill_s(model, slo, backlog, budget), blocks_s(model, slo, backlog))
+
+
+def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
+    """Seconds until all prompts are computed, in iterations that are filled up to the target.
+
+    The paper predicts a single pass over all outstanding prompts. That leaves out the decodes, which every chunk
+    repeats. So this counts the iterations for R tokens in chunks of q: the whole part of R / q, and one for the rest.
+    """
+    load, prompts = backlog.load, backlog.prompts
+    total = sum([left for left, _ in prompts])
+    most = max(1, budget - backlog.decodes)
+    chunk = max(1, most_prompt_tokens(model, load, prompts, slo.iteration_s, most))
+    full, rest = divmod(total, chunk)
+    full_s = iteration_s(model, with_prompts(load, prompts, chunk))
+    return full * full_s + (iteration_s(model, with_prompts(load, prompts, rest)) if rest else 0.0)
+
+
+def blocks_s(model: PerfModel, slo: Slo, backlog: Backlog) -> float:
+    """Seconds until the decodes have freed the missing blocks, if they end at their mean rate. (Not in the paper.)"""
+    if not backlog.missing_blocks:
+        return 0.0
+    if not backlog.held_blocks:
+        return float("inf")  # prompts hold them all, and end later than their first token
+    token_s = max(slo.iteration_s, iteration_s(model, backlog.load))
+    freed_per_s = backlog.held_blocks / (backlog.mean_output * token_s)
+    return backlog.missing_blocks / freed_per_s

@@ -1,0 +1,283 @@
+"""OmniServe (SIGMOD'26, section 3.3): latency-sensitive requests first, best-effort requests in the time that is left.
+
+An iteration is filled in the order of section 3.3.2: latency-sensitive decodes and prompts, then best-effort prompts and
+decodes. Best-effort requests in the CPU tier decode in cohorts that ride the lane. Every iteration with best-effort work
+is predicted to end within the target for a token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+from apex.perf.lane_load import LaneLoad, context_tokens
+from apex.perf.model import PerfModel
+from apex.schedulers.base import CohortState, OffloadScheduler
+from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
+from apex.schedulers.lengths import LengthsSeen
+from apex.schedulers.omniserve.admission import Backlog, first_token_s
+from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, riders_s, with_decodes
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
+from swiftllm.core.request import FinishReason, Request, RequestRefusedForNow, ServiceClass, Tier
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.admission import can_hold, check_servable
+from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.scheduler import SchedulerLimits
+
+URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
+PROMPTS_LOOKED_AT = 32
+"""Waiting requests whose prompts are considered for an iteration."""
+OCCUPANCY = 0.5
+"""Best-effort work lengthens iterations while latency-sensitive requests hold less than this share of the GPU pool."""
+RESIDENCE = 256
+"""Iterations over which their length is averaged, about as many as a request is resident."""
+
+
+class OmniServeScheduler(OffloadScheduler):
+    """Two service classes on one GPU. The CPU tier holds best-effort requests only.
+
+    A plan names those cohorts that may ride: with all of them the iteration is predicted to keep the target. A cohort
+    rides at most one boundary an iteration. The oldest cohort comes first. (The paper begins with the lowest layer,
+    where cohorts that have come far would starve behind those that start.)
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVCacheManager,
+        now: Callable[[], float],
+        model: PerfModel,
+        config: StrategyConfig,
+    ) -> None:
+        super().__init__(limits, kv, now, model, config)
+        self.slo = config.slo
+        self.lengths = LengthsSeen()
+        self._mean_iteration_s = 0.0
+
+    def _may_offload(self) -> bool:
+        config = self.config
+        return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
+
+    @property
+    def _predicts(self) -> bool:
+        return True
+
+    # -- what is refused --------------------------------------------------------------------------------------------
+
+    def check_request(self, request: Request) -> None:
+        tiers = (Tier.GPU,) if request.service_class is URGENT else self.decode_tiers
+        check_servable(request, self.limits.max_model_len, self.kv, tiers)
+
+    def check_targets(self, request: Request) -> None:
+        if request.service_class is not URGENT or self.config.disable_admission_control:
+            return
+        decodes = [r for tier in Tier for r in self.decoding[tier].of_class(URGENT)]
+        prompts = [*self.prefilling.of_class(URGENT), *self.waiting.of_class(URGENT)]
+        backlog = Backlog(
+            decodes=len(decodes),
+            decode_context=context_tokens(decodes),
+            prompts=[(r.num_uncomputed, r.num_computed_tokens) for r in (*prompts, request)],
+            missing_blocks=self._missing_blocks(request),
+            held_blocks=sum(map(self.kv.num_held, decodes)),
+            mean_output=self.lengths.mean_output([r.output_len for r in decodes]),
+        )
+        waited_s = self.now() - request.arrival_s
+        expected_s = waited_s + first_token_s(self.model, self.slo, backlog, self.limits.max_num_batched_tokens)
+        if expected_s > self.slo.ttft_s:
+            raise RequestRefusedForNow(
+                f"the first token would take about {expected_s:.1f} s, more than the target of {self.slo.ttft_s:g} s: "
+                "try again later, or ask for best effort",
+                retry_after_s=expected_s - self.slo.ttft_s,
+            )
+
+    def _missing_blocks(self, request: Request) -> int:
+        """GPU blocks that this request and those before it lack, if all best-effort requests made way."""
+        queue = [*self.waiting.of_class(URGENT), request]
+        wanted = sum(self.kv.blocks_for(r.num_tokens) + 1 for r in queue)
+        yielded = sum(map(self.kv.num_held, self.running[Tier.GPU].of_class(REST)))
+        return max(0, wanted - yielded - self.kv.num_free(Tier.GPU))
+
+    def _retire(self, request: Request) -> None:
+        super()._retire(request)
+        if request.service_class is URGENT and request.finish_reason is not FinishReason.ABORT:
+            self.lengths.add_output(request.output_len)
+
+    # -- placement: latency-sensitive requests never enter the CPU tier ---------------------------------------------
+
+    def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+        if request.service_class is URGENT and tier is not Tier.GPU:
+            return False
+        return super()._may_start(tier, request, num_blocks)
+
+    def _push_out(self, request: Request, draft: PlanDraft) -> None:
+        if request.service_class is URGENT:
+            self._recompute(request, draft)
+        else:
+            super()._push_out(request, draft)
+
+    # -- one iteration ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> IterationPlan:
+        self._iteration += 1
+        draft = self._new_draft()
+        self._schedule_gpu_decodes(draft, URGENT)
+        self._add_prompts(draft, URGENT, {}, self.slo.iteration_s)
+        limit_s = self._best_effort_limit_s()
+        decodes = self._grown_gpu_decodes(draft, REST)
+        ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
+        riding, starting = self._choose_riders(draft, ready, limit_s)
+        riders = _rows(riding, starting)
+        self._add_prompts(draft, REST, riders, limit_s)
+        self._add_decodes(draft, decodes, riders, limit_s)
+        if not draft.swaps and self._may_offload():
+            self._recall(draft, riders, limit_s)
+        return self._finish(draft, riding, starting, limit_s)
+
+    def _best_effort_limit_s(self) -> float:
+        """The longest iteration with best-effort work, in seconds: the target, or less where memory is short.
+
+        Latency-sensitive requests stay as long as their tokens take, so longer iterations keep more of them on the GPU
+        (Little's law). Where the target alone decided, they would fill the pool, and arrivals would wait for blocks.
+        (Not in the paper.)
+        """
+        urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
+        wanted = sum([self.kv.blocks_for(request.num_tokens) for request in urgent])
+        if not wanted:
+            return self.slo.iteration_s
+        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU)
+        return min(self.slo.iteration_s, self._mean_iteration_s * allowed / wanted)
+
+    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+        raise NotImplementedError("schedule() decides, in the order of the service classes")
+
+    def _iteration_s(self, draft: PlanDraft, riders: Mapping[int, int]) -> float:
+        return iteration_s(self.model, LaneLoad.from_draft(draft), riders, _swapped_blocks(draft))
+
+    def _add_prompts(
+        self, draft: PlanDraft, service_class: ServiceClass, riders: Mapping[int, int], limit_s: float
+    ) -> None:
+        """Prompt chunks of a class within the target (section 3.3.4).
+
+        Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end.
+        """
+        waiting = self.waiting.of_class(service_class)[:PROMPTS_LOOKED_AT]
+        requests = [*self.prefilling.of_class(service_class), *waiting]
+        prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
+        load, most = LaneLoad.from_draft(draft), draft.tokens_left
+        tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, _swapped_blocks(draft))
+        if service_class is URGENT or not (draft.decodes or draft.prefills or riders):
+            tokens = max(tokens, min(most, max(1, self.model.linear_knee_tokens - load.tokens)))
+        draft.prompt_limit = tokens
+        self._schedule_running_prefills(draft, service_class)
+        self._admit(draft, service_class)
+
+    def _add_decodes(
+        self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float
+    ) -> None:
+        """Best-effort decodes on the GPU, as many as the target allows (section 3.3.5); the others rest."""
+        decodes = decodes[: draft.tokens_left]
+        load, swapped = LaneLoad.from_draft(draft), _swapped_blocks(draft)
+        contexts = [0]
+        for request in decodes:
+            contexts.append(contexts[-1] + request.num_tokens)
+        count = longest_run(
+            lambda count: iteration_s(self.model, with_decodes(load, count, contexts[count]), riders, swapped),
+            limit_s,
+            len(decodes),
+        )
+        if not load.requests and not riders:
+            count = max(count, 1)
+        draft.add_decodes(decodes[:count])
+
+    def _recall(self, draft: PlanDraft, riders: Mapping[int, int], limit_s: float) -> None:
+        """Move best-effort requests back to the GPU where memory and target allow it (section 3.3.5).
+
+        Only those between two tokens, since a token that is under way would be lost (section 3.2.4).
+        """
+        for request in self.decoding[Tier.CPU].of_class(REST):
+            if not self._at_rest(request) or not can_hold(self.kv, Tier.GPU, request):
+                continue
+            num_blocks = self.kv.blocks_for(request.num_tokens)
+            if draft.tokens_left < 1 or not self._finds_room(Tier.GPU, request, num_blocks):
+                break
+            load = with_decodes(LaneLoad.from_draft(draft), 1, request.num_tokens)
+            swapped = _swapped_blocks(draft) + self.kv.num_held(request)
+            if iteration_s(self.model, load, riders, swapped) > limit_s:
+                break
+            self._move(request, Tier.GPU, draft)
+            self.kv.allocate_slots(request, request.num_tokens)
+            draft.add_decodes([request])
+
+    # -- piggybacking (section 3.3.6) -------------------------------------------------------------------------------
+
+    def _choose_riders(
+        self, draft: PlanDraft, ready: Sequence[Request], limit_s: float
+    ) -> tuple[list[CohortState], list[Request]]:
+        """Cohorts that may ride their next boundary within the target, oldest first, and members of a new cohort."""
+        load, riders, riding = LaneLoad.from_draft(draft), Counter[int](), []
+        spare_s = limit_s - self._iteration_s(draft, {})
+        under_way = sorted(self._under_way(), key=attrgetter("cohort_id"))
+        for cohort in under_way:
+            cost_s = self._added_s(load, riders[cohort.layer], len(cohort.members), cohort.layer)
+            if cost_s <= spare_s or not load.requests:
+                spare_s -= cost_s
+                riders[cohort.layer] += len(cohort.members)
+                riding.append(cohort)
+        starting = []
+        if len(under_way) < self._most_cohorts:
+            before = riders[-1]
+            count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(ready))
+            starting = list(ready[:count])
+        return riding, starting
+
+    def _added_s(self, load: LaneLoad, rows_before: int, rows: int, boundary: int) -> float:
+        """What more rows at a boundary add to the iteration, in seconds."""
+        before_s, after_s = (
+            riders_s(self.model, load.tokens, load.requests, {boundary: number})
+            for number in (rows_before, rows_before + rows)
+        )
+        return after_s - before_s
+
+    @property
+    def _most_cohorts(self) -> int:
+        """Cohorts under way at once: one at each boundary."""
+        return self.model.num_layers + 1
+
+    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> list[CohortPlan]:
+        """How cohorts cross boundaries; ``spare_s`` is the time left if each rides once."""
+        return [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in cohorts]
+
+    def _finish(
+        self, draft: PlanDraft, riding: list[CohortState], starting: Sequence[Request], limit_s: float
+    ) -> IterationPlan:
+        recalled = {swap.request.request_id for swap in draft.swaps}
+        starting = [request for request in starting if request.request_id not in recalled]
+        expected_s = self._iteration_s(draft, _rows(riding, starting))
+        cohorts = [*riding, self._open_cohort(starting)] if starting else riding
+        plans = self._cohort_plans(cohorts, limit_s - expected_s)
+        for plan in plans:
+            if plan.rule is SteppingRule.FREE_RUNNING:
+                expected_s += (plan.most_crossings - 1) * self._step_s(len(plan.requests))
+        self._mean_iteration_s += (expected_s - self._mean_iteration_s) / min(self._iteration, RESIDENCE)
+        strategy = Strategy.ASYNCHRONOUS_OVERLAP if plans else Strategy.GPU_ONLY
+        # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
+        return draft.build_plan(
+            strategy, plans, self._leaving, {"iteration_s": expected_s}, time_limit_s=self.slo.iteration_s
+        )
+
+    def _step_s(self, rows: int) -> float:
+        return self.model.linear_s(rows) + self.model.hand_over_s(rows)
+
+
+def _rows(riding: Sequence[CohortState], starting: Sequence[Request]) -> Mapping[int, int]:
+    """Rows by the boundary that they are to ride."""
+    rows = Counter({-1: len(starting)} if starting else {})
+    for cohort in riding:
+        rows[cohort.layer] += len(cohort.members)
+    return rows
+
+
+def _swapped_blocks(draft: PlanDraft) -> int:
+    return sum([len(swap.source_blocks) for swap in draft.swaps])

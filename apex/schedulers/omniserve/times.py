@@ -1,0 +1,98 @@
+"""The times that decide whether targets hold: one function per formula of OmniServe (SIGMOD'26), section 3.3.
+
+In the paper each module of a layer has its own fitted model: f_PA and f_DA for the attention of prompts and decodes,
+f_D for the dense modules, gamma for communication; d is the number of layers. Here a profile table has them all. f_D of
+a machine with several GPUs includes gamma.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import PerfModel
+from apex.schedulers.cpu_decodes import longest_run
+
+
+def riders_s(model: PerfModel, lane_tokens: int, lane_rows: int, riders: Mapping[int, int]) -> float:
+    """What rows that ride the lane's boundaries add to an iteration (omega, sections 3.3.4 to 3.3.6), in seconds.
+
+    Args:
+        lane_tokens, lane_rows: rows of the lane, and those of them that get a token.
+        riders: rows by boundary, from -1 to the number of layers - 1.
+    """
+    last, seconds = model.num_layers - 1, 0.0
+    for boundary, rows in riders.items():
+        if boundary < 0:
+            seconds += model.first_boundary_s(lane_tokens + rows) - model.first_boundary_s(lane_tokens)
+        elif boundary < last:
+            seconds += model.linear_s(lane_tokens + rows) - model.linear_s(lane_tokens)
+        else:
+            seconds += model.last_boundary_s(lane_rows + rows) - model.last_boundary_s(lane_rows)
+        if boundary < last:  # its ticket for the next layer
+            seconds += model.hand_over_s(rows)
+    return seconds
+
+
+def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | None = None, swapped: int = 0) -> float:
+    """An iteration of a lane with riders and swaps: d (f_PA + f_DA + f_D) and its ends (section 3.3.1), in seconds.
+
+    Args:
+        riders: rows that ride, by boundary.
+        swapped: blocks moved between the tiers, which the lane waits for.
+    """
+    layer_s = model.linear_s(load.tokens) + load.gpu_attention_s(model)
+    seconds = model.num_layers * layer_s + model.ends_s(load.requests)
+    if riders:
+        seconds += riders_s(model, load.tokens, load.requests, riders)
+    return seconds + model.swap_s(swapped)
+
+
+def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int) -> LaneLoad:
+    """The load with the next ``tokens`` of ``prompts``: (tokens left, tokens cached) of each, in order of service."""
+    chunks = []
+    for left, cached in prompts:
+        if tokens <= 0:
+            break
+        chunk = min(left, tokens)
+        chunks.append((chunk, cached))
+        tokens -= chunk
+    added = sum([chunk for chunk, _ in chunks])
+    return replace(
+        load, tokens=load.tokens + added, requests=load.requests + len(chunks), chunks=(*load.chunks, *chunks)
+    )
+
+
+def with_decodes(load: LaneLoad, decodes: int, context_tokens: int) -> LaneLoad:
+    """The load with more decodes, whose contexts sum to ``context_tokens``."""
+    return replace(
+        load,
+        tokens=load.tokens + decodes,
+        requests=load.requests + decodes,
+        decodes=load.decodes + decodes,
+        decode_context=load.decode_context + context_tokens,
+    )
+
+
+def most_prompt_tokens(
+    model: PerfModel,
+    load: LaneLoad,
+    prompts: Sequence[tuple[int, int]],
+    limit_s: float,
+    most: int,
+    riders: Mapping[int, int] | None = None,
+    swapped: int = 0,
+) -> int:
+    """Chunked prefill under a target (section 3.3.4): max q with f_PA + f_DA + f_D(n + q) <= S_d / d.
+
+    Args:
+        load: the lane so far.
+        prompts: tokens left and tokens cached of each prompt, in order of service.
+        limit_s: the longest iteration.
+        most: the most tokens.
+    """
+    most = min(most, sum([left for left, _ in prompts]))
+    return longest_run(
+        lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), riders, swapped), limit_s, most
+    )
