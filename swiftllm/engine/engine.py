@@ -151,7 +151,7 @@ class Engine:
             RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
         self.scheduler.check_targets(request)
-        self.scheduler.add_request(request)
+        self.requeue_request(request)
 
     def requeue_request(self, request: Request) -> None:
         """Queue a request from :meth:`recover`, whatever its targets."""

@@ -24,6 +24,7 @@ from swiftllm.core.request import (
     Tier,
     append_tokens,
 )
+from swiftllm.core.slo import Slo
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
@@ -44,6 +45,8 @@ class Scheduler:
     """
 
     decode_tiers: tuple[Tier, ...] = (Tier.GPU,)
+    slo: Slo | None = None
+    """The targets that plans keep, in schedulers that have any."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
         self.limits = limits

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, with_prompts
-from apex.slo import Slo
+from swiftllm.core.slo import Slo
 
 
 @dataclass(frozen=True)

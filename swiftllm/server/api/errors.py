@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +22,7 @@ ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-FAILURE_STATUS = {"deadline": 504, "shutdown": 503}
+FAILURE_STATUS = {"deadline": 504, "shutdown": 503, "slo_unattainable": 429}
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for logs
 
 
@@ -58,7 +59,9 @@ def as_api_error(error: Exception) -> ApiError:
         case ServiceStopping():
             return ApiError(503, str(error), code="not_serving")
         case RequestFailed():
-            return ApiError(FAILURE_STATUS.get(error.reason, 500), str(error), code=error.reason)
+            wait_s = error.retry_after_s
+            headers = {} if wait_s is None else {"retry_after": str(max(1, math.ceil(wait_s)))}
+            return ApiError(FAILURE_STATUS.get(error.reason, 500), str(error), code=error.reason, **headers)
         case HTTPException(status_code=404):
             return ApiError(404, "there is no such path: text is made by /v1/completions and /v1/chat/completions")
         case HTTPException():  # 405: the path does not have this method

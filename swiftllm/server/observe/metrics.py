@@ -112,6 +112,7 @@ class Metrics(Collector):
         self._service = service
         self._labels = {"model_name": model_name}
         self._refused: Counter[int] = Counter()
+        self._slo_outcomes: Counter[tuple[str, str]] = Counter()  # by target and outcome
         self._lock = threading.Lock()  # the engine's thread writes, the server's reads
         self._histograms: list[Histogram | ClassHistograms] = []
         add, lengths = self._add_histogram, one_two_five(service.engine.scheduler.limits.max_model_len)
@@ -192,6 +193,13 @@ class Metrics(Collector):
                 self._queued.observe(admissions_s[0] - request.arrival_s)
             if len(times_s) > 1:
                 self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
+            slo = self._service.engine.scheduler.slo
+            if slo is None or request.service_class is not ServiceClass.LATENCY_SENSITIVE:
+                return
+            if reason == "slo_unattainable":
+                self._slo_outcomes["ttft", "refused"] += 1
+            for target, is_met in slo.met_by(request).items():
+                self._slo_outcomes[target, "met" if is_met else "missed"] += 1
 
     # -- on a scrape -----------------------------------------------------------------------------------------------
 
@@ -203,8 +211,11 @@ class Metrics(Collector):
         with self._lock:
             refused = {str(status): count for status, count in sorted(self._refused.items())}
             families = [histogram.family(self._labels) for histogram in self._histograms]
+            outcomes: Labelled = (("slo", "outcome"), dict(self._slo_outcomes))
         now = self._service.snapshot()
-        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, counters(now, refused))):
+        rows_of_targets = [("apex:slo_requests", "Latency-sensitive requests that ended, by target.", outcomes)]
+        all_counters = counters(now, refused) + (rows_of_targets if outcomes[1] else [])
+        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, all_counters)):
             families += [self._family(kind, *row) for row in rows]
         return iter(families)
 

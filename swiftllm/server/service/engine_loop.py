@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput
+from swiftllm.core.request import Request, RequestOutput, RequestRefusedForNow
 from swiftllm.engine.engine import Engine, EngineStalled
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.server.service.fault_isolation import FaultIsolation
@@ -122,6 +122,8 @@ class EngineLoop:
                 continue
             try:
                 self._engine.queue_request(order.request)
+            except RequestRefusedForNow as refusal:
+                self.fail_requests([order], "slo_unattainable", str(refusal), refusal.retry_after_s)
             except BaseException as error:
                 self.fail_requests([order], "engine_error", f"{type(error).__name__}: {error}")
                 raise
@@ -158,14 +160,16 @@ class EngineLoop:
         for dispatcher in deltas:
             dispatcher.apply_backpressure()
 
-    def fail_requests(self, entries: Iterable[OpenRequest], reason: str, message: str) -> None:
+    def fail_requests(
+        self, entries: Iterable[OpenRequest], reason: str, message: str, retry_after_s: float | None = None
+    ) -> None:
         """End the streams of these requests with an error and abort them in the engine. From any thread."""
         deltas: dict[DeltaDispatcher, list[StreamDelta]] = {}
         with self._open_requests.lock:
             for entry in entries:
                 if self._open_requests.end_request(entry, reason):
                     self._open_requests.abort_requests([entry.request.request_id])
-                    delta = Delta(error=RequestFailed(reason, message))
+                    delta = Delta(error=RequestFailed(reason, message, retry_after_s))
                     deltas.setdefault(entry.stream.dispatcher, []).append((entry.stream, delta))
             self._post(deltas)
 

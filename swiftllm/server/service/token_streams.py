@@ -17,12 +17,14 @@ MAX_LAG_S = 0.05
 class RequestFailed(RuntimeError):
     """The engine failed a request that the service had accepted.
 
-    ``reason`` is one of ``deadline``, ``engine_error``, ``stalled`` and ``shutdown``; the message has the details.
+    ``reason`` is one of ``deadline``, ``engine_error``, ``slo_unattainable``, ``stalled`` and ``shutdown``; the message
+    has the details. ``retry_after_s`` says when the request could be served, where that is known.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class Delta(NamedTuple):

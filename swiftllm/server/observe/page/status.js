@@ -13,7 +13,7 @@ const TIMELINE_LEGEND = [
 ];
 const FINISHED = {
   stop: "ended by a stop", length: "ended at their length limit", abort: "aborted by the client", deadline: "past their deadline",
-  engine_error: "failed", stalled: "stalled", shutdown: "ended by shutdown",
+  engine_error: "failed", stalled: "stalled", shutdown: "ended by shutdown", slo_unattainable: "refused for their targets",
 };
 
 const OPERATIONS = { lane: "the lane", cpu_attention: "CPU attention" };
@@ -73,9 +73,10 @@ function corrections(factors) {
   return parts.length ? ` Operations take as long as in the profile, times ${parts.join(" and ")}.` : "";
 }
 
-// A row for each service class, once there has been a best-effort request.
-function showClasses(classes) {
+// A row for each service class, once there has been a best-effort request, and the targets of systems that have any.
+function showClasses(classes, slo) {
   const rows = Object.entries(classes);
+  byId("targets").textContent = slo ? `Targets: first token within ${slo.ttft_s} s, then ${slo.tpot_s} s a token.` : "";
   byId("classes").hidden = !rows.length;
   byId("class-rows").replaceChildren(...rows.map(([name, counts]) => {
     const row = htmlElement("tr"), title = htmlElement("th", "", name);
@@ -105,7 +106,7 @@ function showNow({ model, engine, now }) {
   showBig("running-cpu", now.running_cpu);
   showTier("gpu", now.gpu_blocks_used, engine.num_gpu_blocks);
   showTier("cpu", now.cpu_blocks_used, engine.num_cpu_blocks);
-  showClasses(now.classes);
+  showClasses(now.classes, engine.slo);
   const finished = Object.entries(now.finished).map(([reason, count]) => [`requests ${FINISHED[reason] || reason}`, count]);
   const totals = [
     ["prompt tokens", now.prompt_tokens], ["output tokens", now.output_tokens], ["iterations", now.iterations], ...finished,

@@ -1,19 +1,24 @@
 """The service class of a request: the fields that set it, the tier that the answer names, and room in the queue."""
 
+import asyncio
 import json
 import threading
+import time
 
 import pytest
 
+from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
+from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.protocol import CompletionRequest
+from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.service.open_requests import QueueFull
 from swiftllm.server.service.service import NewRequest, ServiceLimits
-from tests.reference.fake_engine import fake_engine
+from tests.reference.fake_engine import fake_engine, flat_table
 from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, wait_for
 from tests.swiftllm.server.http_server import Gate
-from tests.swiftllm.server.serving import read_all, with_service
+from tests.swiftllm.server.serving import TIMEOUT_S, read_all, with_service
 
 CHAT = "/v1/chat/completions"
 LS, BE = ServiceClass
@@ -60,7 +65,9 @@ def test_the_openai_client_sets_the_class(server):
         model="tiny-chat", messages=[{"role": "user", "content": "Hello"}], max_tokens=3, service_tier="flex"
     )
     assert answer.service_tier == "flex"
-    counts = server.service.snapshot().classes
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (counts := server.service.snapshot().classes) and time.monotonic() < deadline_s:  # it follows the answer
+        time.sleep(0.01)
     assert counts["best-effort"].output_tokens > 0
 
 
@@ -102,5 +109,38 @@ def test_five_thousand_best_effort_requests_refuse_no_other():
         await read_all(urgent)
         assert service.snapshot().classes["best-effort"].waiting > 4000
         await read_all(backlog)
+
+    with_service(engine, client)
+
+
+def test_a_request_that_cannot_keep_its_target_is_told_when_to_come_again():
+    """The first token is due in a second. A pass takes 0.09 s and two of the prompts, so 200 are too many."""
+    strategy, table = StrategyConfig(ttft_slo_s=1.0, tpot_slo_s=0.2), flat_table(linear_s=0.03)
+    engine = fake_engine(
+        "omniserve", num_gpu_blocks=4000, num_cpu_blocks=10, max_tokens=64, strategy=strategy, table=table
+    )
+    short = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    async def client(service):
+        metrics = Metrics(service, "tiny")
+        prompt = (4, 5) * 16
+        outcomes = await read_all(service.submit([NewRequest(f"u{i}", prompt, short) for i in range(200)]))
+        refusals = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
+        assert 0 < len(refusals) < 200
+        for refusal in map(as_api_error, refusals):
+            assert (refusal.status, refusal.code) == (429, "slo_unattainable")
+            assert int(refusal.headers["retry-after"]) >= 1
+        rest = await read_all(service.submit([NewRequest("rest", prompt, short, service_class=BE)]))
+        assert rest["rest"].error is None
+        counts = {}
+        while sum(counts.values()) < 200 + 200 - len(refusals):  # those not refused are judged by both targets
+            await asyncio.sleep(0.01)
+            counts = {
+                (sample.labels["slo"], sample.labels["outcome"]): sample.value
+                for family in metrics.collect()
+                for sample in family.samples
+                if sample.name == "apex:slo_requests_total"
+            }
+        assert counts["ttft", "refused"] == len(refusals)
 
     with_service(engine, client)
