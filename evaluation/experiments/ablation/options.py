@@ -10,9 +10,9 @@ import tyro
 
 from evaluation.experiments.options import Folder, Names, check_counts, flags
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.config import DeviceName, DtypeName
+from swiftllm.config import DeviceName, DtypeName, LoadFormat
 
-MEASURED_ONLY = ("model", "gpu_requests", "repeats", "device", "dtype", "cpu_threads")
+MEASURED_ONLY = ("model", "load_format", "gpu_requests", "repeats", "device", "dtype", "cpu_threads")
 SIMULATED_ONLY = ("setting", "jobs")
 
 
@@ -31,8 +31,10 @@ class Options:
     """Machine, model and pools to simulate: a setting of configs/experiments/papers.yaml; by default apex-a10."""
     model: Folder = None
     """Hugging Face folder of a Llama-family model; by default SmolLM2-135M-Instruct from the cache. Measured only."""
+    load_format: LoadFormat = "auto"
+    """dummy: random weights in the shapes of config.json, as for configs/models/attention-heavy. Measured only."""
     rows: Names = None
-    """Rows of the table to run; by default all. A simulation has no row synchronous."""
+    """Rows of the table to run; by default all. A simulation has no synchronous rows."""
     num_requests: int | None = None
     """Number of requests, all sent at the start; by default 64, simulated 300."""
     input_len: int | None = None

@@ -35,13 +35,14 @@ ROWS = {
         Row("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
         Row("synchronous", "apex", synchronous=True),
         Row("adaptive", "adaptive"),
+        Row("adaptive-synchronous", "adaptive", synchronous=True),
         *(Row(f"adaptive-no-{idea}", "adaptive", strategy) for idea, strategy in IDEAS.items()),
     )
 }
 MEANINGS = (
     "neo, fastdecode and apex are as in their papers; the rows up to synchronous are variants of apex. force-*: one "
     "strategy forced (overlap without its threshold); no-*: one strategy disabled; no-threshold: overlap with any "
-    "number of CPU requests; synchronous: CPU attention inline, no overlap. adaptive is this project's own scheduler; "
+    "number of CPU requests; *synchronous: CPU attention inline, no overlap. adaptive is this project's own scheduler; "
     "adaptive-no-*: without one of its three ideas"
 )
 
