@@ -128,12 +128,14 @@ class OmniServeScheduler(OffloadScheduler):
         decodes = self._grown_gpu_decodes(draft, REST)
         ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
         riding, starting = self._choose_riders(draft, ready, limit_s)
-        riders = _rows(riding, starting)
+        self._fill(draft, decodes, _rows(riding, starting), limit_s)
+        return self._finish(draft, riding, starting, limit_s)
+
+    def _fill(self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float) -> None:
+        """Best-effort work of the lane beside ``riders``: prompts before decodes (section 3.3.2)."""
         self._add_prompts(draft, REST, riders, limit_s)
         self._add_decodes(draft, decodes, riders, limit_s)
-        if not draft.swaps and self._may_offload():
-            self._recall(draft, riders, limit_s)
-        return self._finish(draft, riding, starting, limit_s)
+        self._recall(draft, riders, limit_s)
 
     def _best_effort_limit_s(self) -> float:
         """The longest iteration with best-effort work, in seconds: the target, or less where memory is short.
@@ -196,6 +198,8 @@ class OmniServeScheduler(OffloadScheduler):
 
         Only those between two tokens, since a token that is under way would be lost (section 3.2.4).
         """
+        if draft.swaps or not self._may_offload():
+            return
         for request in self.decoding[Tier.CPU].of_class(REST):
             if not self._at_rest(request) or not can_hold(self.kv, Tier.GPU, request):
                 continue

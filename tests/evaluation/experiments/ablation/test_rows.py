@@ -25,6 +25,9 @@ def test_adaptive_goes_without_each_of_its_ideas():
 def test_rows_are_chosen_by_name_and_inline_attention_is_not_simulated():
     assert [row.name for row in chosen_rows(("apex", "swiftllm"), simulated=True)] == ["apex", "swiftllm"]
     assert [row.name for row in chosen_rows(None, simulated=False)] == list(ROWS)
-    assert {row.name for row in chosen_rows(None, simulated=True)} == ROWS.keys() - {"synchronous", "adaptive-synchronous"}
+    assert {row.name for row in chosen_rows(None, simulated=True)} == ROWS.keys() - {
+        "synchronous",
+        "adaptive-synchronous",
+    }
     with pytest.raises(ValueError, match="no rows synchronous that can be simulated; there are swiftllm, neo"):
         chosen_rows(("synchronous",), simulated=True)
