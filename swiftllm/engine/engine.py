@@ -151,10 +151,10 @@ class Engine:
             RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
         self.scheduler.check_targets(request)
-        self.scheduler.add_request(request)
+        self.requeue_request(request)
 
     def requeue_request(self, request: Request) -> None:
-        """Queue a request from :meth:`recover`, whatever its targets."""
+        """Queue a request, whatever its targets: one from :meth:`recover`."""
         self.scheduler.add_request(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from apex.schedulers.base import CohortState
 from apex.schedulers.omniserve.scheduler import OmniServeScheduler
+from apex.schedulers.omniserve.times import riders_s
 from swiftllm.core.plan import CohortPlan, SteppingRule
 
 
@@ -20,11 +21,20 @@ class OmniServeSteppingScheduler(OmniServeScheduler):
     def _most_cohorts(self) -> int:
         return self.config.max_cohorts
 
-    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> list[CohortPlan]:
-        plans = []
+    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> tuple[list[CohortPlan], float]:
+        plans, added_s = [], 0.0
         for cohort in sorted(cohorts, key=lambda cohort: -len(cohort.members)):
-            step_s = self._step_s(len(cohort.members))
-            steps = max(0, min(int(spare_s / step_s), self.model.num_layers - 1 - cohort.layer))
-            spare_s -= steps * step_s
-            plans.append(cohort.to_plan(SteppingRule.FREE_RUNNING, 1 + steps))
-        return plans
+            rows, steps_s = len(cohort.members), [0.0]
+            for boundary in range(cohort.layer, self.model.num_layers):
+                # A step is a ride beside an empty lane. Some crossings will be cheaper rides.
+                seconds = steps_s[-1] + riders_s(self.model, 0, 0, {boundary: rows})
+                if added_s + seconds > spare_s:
+                    break
+                steps_s.append(seconds)
+            crossings = len(steps_s) - 1
+            if crossings > 1:
+                added_s += steps_s[-1]
+                plans.append(cohort.to_plan(SteppingRule.FREE_RUNNING, crossings))
+            else:
+                plans.append(cohort.to_plan(SteppingRule.RIDE_IF_READY))
+        return plans, added_s
