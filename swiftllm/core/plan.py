@@ -70,7 +70,7 @@ class LaneItem(NamedTuple):
 class CohortPlan:
     """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done.
 
-    A free-running cohort crosses at most ``most_crossings`` boundaries in the iteration.
+    Beside a lane, a free-running cohort crosses at most ``most_crossings`` boundaries in the iteration.
     """
 
     cohort_id: int

@@ -154,7 +154,7 @@ class Engine:
         self.requeue_request(request)
 
     def requeue_request(self, request: Request) -> None:
-        """Queue a request from :meth:`recover`, whatever its targets."""
+        """Queue a request, whatever its targets: one from :meth:`recover`."""
         self.scheduler.add_request(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 

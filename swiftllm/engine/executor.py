@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -151,8 +152,11 @@ class OverlapExecutor:
             if cohort_plan.rule is SteppingRule.STEP_AND_WAIT:
                 steppers.append(cohort)
             else:  # waiting delays nothing when the lane is empty
-                rule = SteppingRule.RIDE_AND_WAIT if lane is None else cohort_plan.rule
-                most = 1 if rule is SteppingRule.RIDE_IF_READY else cohort_plan.most_crossings
+                rule, most = cohort_plan.rule, cohort_plan.most_crossings
+                if lane is None:
+                    rule, most = SteppingRule.RIDE_AND_WAIT, math.inf
+                elif rule is SteppingRule.RIDE_IF_READY:
+                    most = 1
                 riders.append(_Rider(cohort, rule, most))
         return riders, steppers
 
@@ -178,15 +182,18 @@ class OverlapExecutor:
     def _advance(self, cohorts: Sequence[Cohort], end_s: float, run: _Run) -> None:
         """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
 
-        It ends late by one ticket at most. Each ticket is waited for in its turn, so that no cohort stays behind.
+        It ends late by one ticket at most, since at least one cohort crosses a boundary. Each ticket is waited for in
+        its turn, so that no cohort stays behind.
         """
         queue = list(cohorts)
-        while queue and self.backend.now() < end_s:
+        while queue:
             cohort = next(filter(_is_ready, queue), queue[0])
             queue.remove(cohort)
             self._step(cohort, run)
             if cohort.layer < self.backend.num_layers:
                 queue.append(cohort)
+            if self.backend.now() >= end_s:
+                break
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
         """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""

@@ -19,6 +19,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Strategy
 from swiftllm.core.request import Request, ServiceClass, TokenLogprob
 from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.engine.engine import EngineStats
 from swiftllm.files import cache_dir
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.fake_engine import flat_table
@@ -26,6 +27,7 @@ from tests.reference.logit_rules import by_the_rules, plain
 from tests.reference.tiny_model import make_tiny_llama
 
 OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
+WITHIN_TARGETS = StrategyConfig(disable_admission_control=True)  # real requests at made-up speed would be refused
 MADE_UP_PROFILE = flat_table(cpu_token_s=2e-6)  # decisions must not depend on how busy this machine is
 VARIANTS = {
     "vllm": ("vllm", StrategyConfig(), False),
@@ -41,7 +43,21 @@ VARIANTS = {
     "adaptive-lockstep": ("adaptive", StrategyConfig(strategy="asymmetric-pipelining"), False),
     "adaptive-free-running": ("adaptive", OVERLAP, False),
     "adaptive-free-running-synchronous": ("adaptive", OVERLAP, True),
+    "sarathi": ("sarathi", WITHIN_TARGETS, False),
+    "omniserve": ("omniserve", WITHIN_TARGETS, False),
+    "omniserve-synchronous": ("omniserve", WITHIN_TARGETS, True),
+    "omniserve-stepping": ("omniserve-stepping", WITHIN_TARGETS, False),
+    "omniserve-stepping-synchronous": ("omniserve-stepping", WITHIN_TARGETS, True),
 }
+
+
+GPU_ONLY = ("vllm", "swiftllm", "sarathi")
+FOR_BEST_EFFORT = ("omniserve", "omniserve-stepping")
+"""Systems that offload best-effort requests only."""
+
+
+def offloading_iterations(stats: EngineStats) -> int:
+    return sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY)
 
 
 def judge(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int, **how: float) -> list[tuple[int, ...]]:
@@ -123,8 +139,8 @@ def test_tiny_model_equals_transformers(tiny, variant: str) -> None:
     model_dir, prompts, expected = tiny
     outputs, stats = serve(model_dir, variant, prompts, 24, block_size=4, num_gpu_blocks=60, num_cpu_blocks=1000)
     assert outputs == expected
-    if variant not in ("vllm", "swiftllm"):
-        assert sum(stats.strategy_iterations[s.value] for s in Strategy if s is not Strategy.GPU_ONLY) > 20
+    if VARIANTS[variant][0] not in (*GPU_ONLY, *FOR_BEST_EFFORT):
+        assert offloading_iterations(stats) > 20
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,9 +148,11 @@ def test_requests_of_both_classes_equal_transformers(tiny, variant: str) -> None
     model_dir, prompts, expected = tiny
     classes = random.Random(7).choices(list(ServiceClass), k=32)
     pools = {"block_size": 4, "num_gpu_blocks": 60, "num_cpu_blocks": 1000}
-    requests, _ = run(model_dir, variant, prompts[:32], [SamplingParams(24)] * 32, classes, **pools)
+    requests, stats = run(model_dir, variant, prompts[:32], [SamplingParams(24)] * 32, classes, **pools)
     assert [tuple(request.output_token_ids) for request in requests] == expected[:32]
     assert [request.service_class for request in requests] == classes
+    if VARIANTS[variant][0] not in GPU_ONLY:
+        assert offloading_iterations(stats) > 20
 
 
 def test_generate_takes_a_class_for_all_prompts_or_for_each(tiny) -> None:

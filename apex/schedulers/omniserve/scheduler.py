@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
@@ -85,11 +86,13 @@ class OmniServeScheduler(OffloadScheduler):
         )
         waited_s = self.now() - request.arrival_s
         expected_s = waited_s + first_token_s(self.model, self.slo, backlog, self.limits.max_num_batched_tokens)
-        if expected_s > self.slo.ttft_s:
+        late_s = expected_s - self.slo.ttft_s
+        if late_s > 0:
+            about = f"about {expected_s:.1f} s, " if isfinite(late_s) else ""
             raise RequestRefusedForNow(
-                f"the first token would take about {expected_s:.1f} s, more than the target of {self.slo.ttft_s:g} s: "
+                f"the first token would take {about}more than the target of {self.slo.ttft_s:g} s: "
                 "try again later, or ask for best effort",
-                retry_after_s=expected_s - self.slo.ttft_s,
+                retry_after_s=late_s if isfinite(late_s) else self.slo.ttft_s,
             )
 
     def _missing_blocks(self, request: Request) -> int:
@@ -125,10 +128,13 @@ class OmniServeScheduler(OffloadScheduler):
         self._schedule_gpu_decodes(draft, URGENT)
         self._add_prompts(draft, URGENT, {}, self.slo.iteration_s)
         limit_s = self._best_effort_limit_s()
-        decodes = self._grown_gpu_decodes(draft, REST)
+        # Growing may swap, so best-effort decodes rest where others fill the time already.
+        decodes = self._grown_gpu_decodes(draft, REST) if self._iteration_s(draft, {}) <= limit_s else []
         ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
         riding, starting = self._choose_riders(draft, ready, limit_s)
         self._fill(draft, decodes, _rows(riding, starting), limit_s)
+        if not (draft.decodes or draft.prefills or riding):
+            starting = starting or ready[:1]  # nothing else goes on, so the least does, whatever the target
         return self._finish(draft, riding, starting, limit_s)
 
     def _fill(self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float) -> None:
@@ -162,15 +168,20 @@ class OmniServeScheduler(OffloadScheduler):
     ) -> None:
         """Prompt chunks of a class within the target (section 3.3.4).
 
-        Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end.
+        Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end:
+        latency-sensitive ones by as many as cost little more than one, best-effort ones where not even one fits.
         """
         waiting = self.waiting.of_class(service_class)[:PROMPTS_LOOKED_AT]
-        requests = [*self.prefilling.of_class(service_class), *waiting]
+        running = self.prefilling.of_class(service_class)
+        requests = [*sorted(running, key=lambda request: self.decode_tiers.index(request.tier)), *waiting]
         prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
         load, most = LaneLoad.from_draft(draft), draft.tokens_left
         tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, _swapped_blocks(draft))
-        if service_class is URGENT or not (draft.decodes or draft.prefills or riders):
-            tokens = max(tokens, min(most, max(1, self.model.linear_knee_tokens - load.tokens)))
+        least = min(most, max(1, self.model.linear_knee_tokens - load.tokens))
+        if service_class is URGENT:
+            tokens = max(tokens, least)
+        elif not (draft.decodes or draft.prefills or riders):
+            tokens = tokens or least
         draft.prompt_limit = tokens
         self._schedule_running_prefills(draft, service_class)
         self._admit(draft, service_class)
@@ -249,9 +260,12 @@ class OmniServeScheduler(OffloadScheduler):
         """Cohorts under way at once: one at each boundary."""
         return self.model.num_layers + 1
 
-    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> list[CohortPlan]:
-        """How cohorts cross boundaries; ``spare_s`` is the time left if each rides once."""
-        return [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in cohorts]
+    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> tuple[list[CohortPlan], float]:
+        """How cohorts cross boundaries, and the seconds that this takes beside one ride of each.
+
+        ``spare_s`` is the time left if each rides once.
+        """
+        return [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in cohorts], 0.0
 
     def _finish(
         self, draft: PlanDraft, riding: list[CohortState], starting: Sequence[Request], limit_s: float
@@ -260,19 +274,15 @@ class OmniServeScheduler(OffloadScheduler):
         starting = [request for request in starting if request.request_id not in recalled]
         expected_s = self._iteration_s(draft, _rows(riding, starting))
         cohorts = [*riding, self._open_cohort(starting)] if starting else riding
-        plans = self._cohort_plans(cohorts, limit_s - expected_s)
-        for plan in plans:
-            if plan.rule is SteppingRule.FREE_RUNNING:
-                expected_s += (plan.most_crossings - 1) * self._step_s(len(plan.requests))
+        plans, added_s = self._cohort_plans(cohorts, limit_s - expected_s)
+        # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
+        time_limit_s = self.slo.iteration_s
+        expected_s += added_s
+        if not (draft.decodes or draft.prefills):
+            expected_s = min(expected_s, time_limit_s)
         self._mean_iteration_s += (expected_s - self._mean_iteration_s) / min(self._iteration, RESIDENCE)
         strategy = Strategy.ASYNCHRONOUS_OVERLAP if plans else Strategy.GPU_ONLY
-        # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
-        return draft.build_plan(
-            strategy, plans, self._leaving, {"iteration_s": expected_s}, time_limit_s=self.slo.iteration_s
-        )
-
-    def _step_s(self, rows: int) -> float:
-        return self.model.linear_s(rows) + self.model.hand_over_s(rows)
+        return draft.build_plan(strategy, plans, self._leaving, {"iteration_s": expected_s}, time_limit_s)
 
 
 def _rows(riding: Sequence[CohortState], starting: Sequence[Request]) -> Mapping[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from apex.perf.lane_load import context_tokens
 from apex.schedulers.base import CohortState
 from apex.schedulers.omniserve.scheduler import REST, OmniServeScheduler
+from apex.schedulers.omniserve.times import riders_s
 from swiftllm.core.plan import CohortPlan, SteppingRule
 from swiftllm.core.request import Request
 from swiftllm.scheduling.plan_draft import PlanDraft
@@ -38,13 +39,23 @@ class OmniServeSteppingScheduler(OmniServeScheduler):
         round_s = sum([self.model.cpu_attention_s(*load) for load in loads])  # of the worker, for a layer of each
         rounds = limit_s / round_s if round_s else 0.0
         steps = [max(0.0, min(rounds, self.model.num_layers - cohort.layer) - 1) for cohort in cohorts]
-        return sum([count * self._step_s(rows) for count, (rows, _) in zip(steps, loads, strict=True)])
+        each_s = [self.model.linear_s(rows) + self.model.hand_over_s(rows) for rows, _ in loads]
+        return sum([count * step_s for count, step_s in zip(steps, each_s, strict=True)])
 
-    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> list[CohortPlan]:
-        plans = []
+    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> tuple[list[CohortPlan], float]:
+        plans, added_s = [], 0.0
         for cohort in sorted(cohorts, key=lambda cohort: -len(cohort.members)):
-            step_s = self._step_s(len(cohort.members))
-            steps = max(0, min(int(spare_s / step_s), self.model.num_layers - 1 - cohort.layer))
-            spare_s -= steps * step_s
-            plans.append(cohort.to_plan(SteppingRule.FREE_RUNNING, 1 + steps))
-        return plans
+            rows, steps_s = len(cohort.members), [0.0]
+            for boundary in range(cohort.layer, self.model.num_layers):
+                # A step is a ride beside an empty lane. Some crossings will be cheaper rides.
+                seconds = steps_s[-1] + riders_s(self.model, 0, 0, {boundary: rows})
+                if added_s + seconds > spare_s:
+                    break
+                steps_s.append(seconds)
+            crossings = len(steps_s) - 1
+            if crossings > 1:
+                added_s += steps_s[-1]
+                plans.append(cohort.to_plan(SteppingRule.FREE_RUNNING, crossings))
+            else:
+                plans.append(cohort.to_plan(SteppingRule.RIDE_IF_READY))
+        return plans, added_s

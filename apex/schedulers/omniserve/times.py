@@ -26,6 +26,7 @@ def riders_s(model: PerfModel, lane_tokens: int, lane_rows: int, riders: Mapping
     for boundary, rows in riders.items():
         if boundary < 0:
             seconds += model.first_boundary_s(lane_tokens + rows) - model.first_boundary_s(lane_tokens)
+            seconds += model.host_work_s(rows) - model.host_work_s(0)  # opening the cohort
         elif boundary < last:
             seconds += model.linear_s(lane_tokens + rows) - model.linear_s(lane_tokens)
         else:
