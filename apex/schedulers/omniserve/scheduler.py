@@ -1,8 +1,8 @@
-"""OmniServe (SIGMOD'26, section 3.3): latency-sensitive requests first, best-effort requests in the time that is left.
+"""OmniServe (SIGMOD'26, section 3.3): latency-sensitive requests first, best-effort requests in what is left.
 
-An iteration is filled in the order of section 3.3.2: latency-sensitive decodes and prompts, then best-effort prompts and
-decodes. Best-effort requests in the CPU tier decode in cohorts that ride the lane. Every iteration with best-effort work
-is predicted to end within the target for a token.
+An iteration is filled in the order of section 3.3.2: latency-sensitive decodes and prompts, then best-effort prompts
+and decodes. Best-effort requests in the CPU tier decode in cohorts that ride the lane. Every iteration with best-effort
+work is predicted to end within the target for a token.
 """
 
 from __future__ import annotations
