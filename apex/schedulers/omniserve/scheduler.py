@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import isfinite
 from operator import attrgetter
 
@@ -149,10 +150,10 @@ class OmniServeScheduler(OffloadScheduler):
         (Not in the paper.)
         """
         urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
-        wanted = sum([self.kv.blocks_for(request.num_tokens) for request in urgent])
+        wanted = context_tokens(urgent)
         if not wanted:
             return self.slo.iteration_s
-        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU)
+        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size
         return min(self.slo.iteration_s, self._mean_iteration_s * allowed / wanted)
 
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
@@ -190,9 +191,7 @@ class OmniServeScheduler(OffloadScheduler):
         """Best-effort decodes on the GPU, as many as the target allows (section 3.3.5); the others rest."""
         decodes = decodes[: draft.tokens_left]
         load, swapped = LaneLoad.from_draft(draft), _swapped_blocks(draft)
-        contexts = [0]
-        for request in decodes:
-            contexts.append(contexts[-1] + request.num_tokens)
+        contexts = [0, *accumulate([request.num_tokens for request in decodes])]
         count = longest_run(
             lambda count: iteration_s(self.model, with_decodes(load, count, contexts[count]), riders, swapped),
             limit_s,
@@ -245,11 +244,10 @@ class OmniServeScheduler(OffloadScheduler):
 
     def _added_s(self, load: LaneLoad, rows_before: int, rows: int, boundary: int) -> float:
         """What more rows at a boundary add to the iteration, in seconds."""
-        before_s, after_s = (
-            riders_s(self.model, load.tokens, load.requests, {boundary: number})
-            for number in (rows_before, rows_before + rows)
-        )
-        return after_s - before_s
+        after_s = riders_s(self.model, load.tokens, load.requests, {boundary: rows_before + rows})
+        if not rows_before:
+            return after_s
+        return after_s - riders_s(self.model, load.tokens, load.requests, {boundary: rows_before})
 
     @property
     def _most_cohorts(self) -> int:
