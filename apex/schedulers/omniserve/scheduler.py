@@ -82,7 +82,7 @@ class OmniServeScheduler(OffloadScheduler):
             decode_context=context_tokens(decodes),
             prompts=[(r.num_uncomputed, r.num_computed_tokens) for r in (*prompts, request)],
             missing_blocks=self._missing_blocks(request),
-            held_blocks=sum(map(self.kv.num_held, decodes)),
+            prompt_blocks=sum([self.kv.blocks_for(r.prompt_len) for r in decodes]),
             mean_output=self.lengths.mean_output([r.output_len for r in decodes]),
         )
         waited_s = self.now() - request.arrival_s
@@ -97,10 +97,13 @@ class OmniServeScheduler(OffloadScheduler):
             )
 
     def _missing_blocks(self, request: Request) -> int:
-        """GPU blocks that this request and those before it lack, if all best-effort requests made way."""
-        queue = [*self.waiting.of_class(URGENT), request]
-        wanted = sum(self.kv.blocks_for(r.num_tokens) + 1 for r in queue)
-        yielded = sum(map(self.kv.num_held, self.running[Tier.GPU].of_class(REST)))
+        """GPU blocks that this request and those before it lack, if all best-effort requests made way.
+
+        Every running request is left room to grow by one, as in ``_has_room``.
+        """
+        queue, running = [*self.waiting.of_class(URGENT), request], self.running[Tier.GPU]
+        wanted = sum([self.kv.blocks_for(r.num_tokens) + 1 for r in queue]) + len(running.of_class(URGENT))
+        yielded = sum(map(self.kv.num_held, running.of_class(REST)))
         return max(0, wanted - yielded - self.kv.num_free(Tier.GPU))
 
     def _retire(self, request: Request) -> None:

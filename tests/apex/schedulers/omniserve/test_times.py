@@ -132,13 +132,13 @@ def test_the_most_prompt_tokens_are_the_most_that_fit() -> None:
 
 
 def backlog(**changes: object) -> Backlog:
-    none = Backlog(4, 2000, [(100, 0)], missing_blocks=0, held_blocks=500, mean_output=100.0)
+    none = Backlog(4, 2000, [(100, 0)], missing_blocks=0, prompt_blocks=500, mean_output=100.0)
     return replace(none, **changes)
 
 
 def test_the_first_token_of_a_lone_prompt_takes_one_iteration() -> None:
     """10 layers of 1.0 + 0.1 ms linear and 0.2 ms attention; the ends of one row and the host's work."""
-    alone = Backlog(0, 0, [(100, 0)], missing_blocks=0, held_blocks=0, mean_output=100.0)
+    alone = Backlog(0, 0, [(100, 0)], missing_blocks=0, prompt_blocks=0, mean_output=100.0)
     expected = 10 * (1.1e-3 + 2e-4) + 3.1e-3 + 0.202e-3
     assert first_token_s(MODEL, SLO, alone, budget=512) == pytest.approx(expected)
 
@@ -160,11 +160,13 @@ def test_many_prompts_take_iterations_filled_to_the_limit() -> None:
 
 
 def test_blocks_come_free_as_decodes_end() -> None:
-    """500 blocks are freed over 100 tokens of 40 ms each: 125 a second."""
+    """Prompts of 500 blocks are freed over 100 tokens of 40 ms each: 125 blocks a second. The prompt itself follows."""
     assert blocks_s(MODEL, SLO, backlog()) == 0.0
     assert blocks_s(MODEL, SLO, backlog(missing_blocks=250)) == pytest.approx(2.0)
-    assert first_token_s(MODEL, SLO, backlog(missing_blocks=250), budget=512) == pytest.approx(2.0)
-    assert blocks_s(MODEL, SLO, backlog(missing_blocks=1, held_blocks=0)) == float("inf")
+    alone_s = first_token_s(MODEL, SLO, backlog(), budget=512)
+    waiting = backlog(missing_blocks=250, prompts=[(50, 0), (100, 0)])
+    assert first_token_s(MODEL, SLO, waiting, budget=512) == pytest.approx(2.0 + alone_s)
+    assert blocks_s(MODEL, SLO, backlog(missing_blocks=1, prompt_blocks=0)) == float("inf")
 
 
 def test_no_decode_takes_less_than_its_iteration() -> None:
