@@ -30,11 +30,12 @@ from rich.progress import track
 
 from apex.cli.parser import parse_options
 from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
 from benchmarks.bench_simulator import NUM_LAYERS, example_table
 from evaluation.results.folder import ResultFolder, flat_record
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.provenance import git_state
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.machine import cpu_model
 from swiftllm.systems import find_system, systems
@@ -44,6 +45,7 @@ WARM_UP_ITERATIONS = 1200
 ROUNDS = 8
 ITERATIONS = 50  # per round
 BLOCK_SIZE = 16
+OF_TWO_CLASSES = ("omniserve", "omniserve-stepping", "sarathi")
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,27 @@ class Options:
 
 @dataclass(frozen=True)
 class Mix:
-    """Numbers of requests that fit the tiers at full length, and the ranges from which lengths are drawn."""
+    """Numbers of requests that fit the tiers at full length, and the ranges from which lengths are drawn.
+
+    With ``systems``, only those are measured, and requests beyond the first ``gpu_requests`` are best-effort ones.
+    """
 
     name: str
     gpu_requests: int
     cpu_requests: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
+    systems: tuple[str, ...] = ()
 
 
 MIXES = (
     Mix("all on the GPU", 1000, 0, (200, 400), (2000, 2000)),
     Mix("GPU and CPU", 200, 800, (200, 400), (2000, 2000)),
     Mix("GPU and CPU, prompts all the time", 200, 800, (200, 400), (200, 1400)),
+    Mix("400 latency-sensitive, 600 best-effort", 400, 600, (200, 400), (2000, 2000), OF_TWO_CLASSES),
 )
+TARGETS = StrategyConfig(tpot_slo_s=1.0, disable_admission_control=True)
+"""Long enough for all requests of a mix at once."""
 
 
 class Stopwatch:
@@ -101,11 +110,15 @@ def running_engine(system: str, mix: Mix) -> Engine:
         num_cpu_blocks=num_requests * blocks_each,
         max_num_batched_tokens=8192,
         max_num_seqs=num_requests,
+        strategy=TARGETS if mix.systems else None,
     )
     draw = random.Random(0)
     for i in range(6 * num_requests):
         prompt = (0,) * draw.randint(*mix.prompt_tokens)
-        engine.add_request(str(i), prompt, SamplingParams(max_tokens=draw.randint(*mix.output_tokens)))
+        sampling = SamplingParams(max_tokens=draw.randint(*mix.output_tokens))
+        is_best_effort = mix.systems and i >= mix.gpu_requests
+        service_class = ServiceClass.BEST_EFFORT if is_best_effort else ServiceClass.LATENCY_SENSITIVE
+        engine.add_request(str(i), prompt, sampling, service_class=service_class)
     for _ in range(WARM_UP_ITERATIONS):
         engine.step()
     return engine
@@ -208,7 +221,7 @@ def main(options: Options) -> None:
     folder.record_invocation()
     state = git_state()
     print(f"{cpu_model()}, commit {state['commit']}{' with changes' if state['dirty'] else ''}", flush=True)
-    cases = [Case(system, mix) for mix in MIXES for system in systems()]
+    cases = [Case(system, mix) for mix in MIXES for system in mix.systems or systems()]
     try:
         for case in track(cases, "starting"):
             case.start()

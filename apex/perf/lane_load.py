@@ -30,7 +30,8 @@ class LaneLoad:
 
     @staticmethod
     def from_draft(draft: PlanDraft | IterationPlan) -> LaneLoad:
-        return LaneLoad._from_parts(len(draft.decodes), context_tokens(draft.decodes), draft.prefills)
+        context = draft.decode_context if isinstance(draft, PlanDraft) else context_tokens(draft.decodes)
+        return LaneLoad._from_parts(len(draft.decodes), context, draft.prefills)
 
     @staticmethod
     def _from_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
@@ -18,12 +19,16 @@ from swiftllm.engine.backend import Backend, Batch, Ticket
 
 @dataclass(eq=False)
 class Cohort:
-    """A cohort under way. ``layer`` is the boundary it crosses next, ``ticket`` the attention that precedes it."""
+    """A cohort under way. ``layer`` is the boundary it crosses next, ``ticket`` the attention that precedes it.
+
+    ``submission`` ranks the tickets by time: the CPU worker serves them in this order.
+    """
 
     batch: Batch
     request_ids: tuple[str, ...]
     layer: int = -1
     ticket: Ticket | None = None
+    submission: int = 0
 
 
 @dataclass
@@ -75,6 +80,7 @@ class OverlapExecutor:
         self.backend = backend
         self._cohorts: dict[int, Cohort] = {}
         self._plan = IterationPlan()
+        self._submissions = itertools.count(1)
         self._at_work: tuple[bool, Sequence[Sequence[str]]] = (False, ())  # the lane, and groups of request ids
 
     @property
@@ -116,7 +122,6 @@ class OverlapExecutor:
             for rider in riding:
                 rider.crossings_left -= 1
                 self._submit_next(rider.cohort)
-            riders = [rider for rider in riders if rider.crossings_left > 0]
             if lane is not None and layer < last:
                 self._at_work = (True, ())
                 backend.gpu_attention(layer + 1, lane)
@@ -127,6 +132,7 @@ class OverlapExecutor:
                 if rider.crossings_left > 0 and rider.cohort.layer != layer + 1 and _is_ready(rider.cohort):
                     rider.crossings_left -= 1
                     self._step(rider.cohort, run)
+            riders = [rider for rider in riders if rider.crossings_left > 0]
         self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
         cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
@@ -182,10 +188,10 @@ class OverlapExecutor:
     def _advance(self, cohorts: Sequence[Cohort], end_s: float, run: _Run) -> None:
         """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
 
-        It ends late by one ticket at most, since at least one cohort crosses a boundary. Each ticket is waited for in
-        its turn, so that no cohort stays behind.
+        It ends late by one ticket at most, since at least one cohort crosses a boundary. Tickets are waited for in the
+        order in which the worker serves them, so that no cohort stays behind.
         """
-        queue = list(cohorts)
+        queue = sorted(cohorts, key=attrgetter("submission"))
         while queue:
             cohort = next(filter(_is_ready, queue), queue[0])
             queue.remove(cohort)
@@ -214,6 +220,7 @@ class OverlapExecutor:
         cohort.layer += 1
         if cohort.layer < self.backend.num_layers:
             cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
+            cohort.submission = next(self._submissions)
 
     def _remove_leaving(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
         """Remove leaving requests from cohorts whose attention is done; wait for it only in an otherwise empty plan."""

@@ -21,10 +21,18 @@ class PlanDraft:
         self.tokens_left = self.prompt_limit = token_budget
         self.admitted: set[str] = set()  # requests that left the waiting queue for this plan
         self.recomputed: list[Request] = []  # requests that lost their blocks to others
+        self._decode_context = self._num_counted = 0
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
         self.decodes += requests
         self.tokens_left -= len(requests)
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens that the decodes attend to. Each decode is counted once, since there may be a thousand of them."""
+        self._decode_context += sum([request.num_tokens for request in self.decodes[self._num_counted :]])
+        self._num_counted = len(self.decodes)
+        return self._decode_context
 
     @property
     def prompt_tokens_left(self) -> int:

@@ -59,7 +59,8 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
     lane. It also includes a boundary of its own for each that a cohort may have crossed without the lane.
     """
     load = LaneLoad.from_draft(plan)
-    lane = [way for way in ways if way.cohort.rule is not SteppingRule.STEP_AND_WAIT]
+    apart = [way for way in ways if _crosses_alone(plan, way.cohort)]
+    lane = [way for way in ways if not _crosses_alone(plan, way.cohort)]
     base, sampled = load.tokens, load.decodes + sum([item.samples for item in plan.prefills])
     extra: Counter[int] = Counter()  # rows that ride some boundaries, by boundary
     possible_s = 0.0
@@ -78,12 +79,18 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
         seconds -= _boundaries_s(model, base, sampled, layer, layer + 1)
     for cohort, start, end in ways:
         rows = len(cohort.requests)
-        if cohort.rule is SteppingRule.STEP_AND_WAIT:
-            seconds += _boundaries_s(model, rows, rows, start, end)
         submitted = min(end, model.num_layers - 1) - start
         seconds += submitted * model.hand_over_s(rows)
+    for cohort, start, end in apart:
+        seconds += _boundaries_s(model, len(cohort.requests), len(cohort.requests), start, end)
     seconds += model.num_layers * load.gpu_attention_s(model)
     return Span(seconds, seconds + possible_s + _host_s(model, load, ways) + _swaps_s(model, plan))
+
+
+def _crosses_alone(plan: IterationPlan, cohort: CohortPlan) -> bool:
+    """Whether each boundary that the cohort crosses reads the weights for it alone."""
+    without_lane = not (plan.decodes or plan.prefills)
+    return cohort.rule is SteppingRule.STEP_AND_WAIT or (without_lane and plan.time_limit_s is not None)
 
 
 def _boundaries_s(model: PerfModel, rows: int, sampled: int, start: int, end: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
@@ -22,8 +22,8 @@ class Backlog:
     """Tokens left and tokens cached of each prompt, in order of service, the request's own last."""
     missing_blocks: int
     """GPU blocks that those who wait lack now."""
-    held_blocks: int
-    """GPU blocks of the decodes."""
+    prompt_blocks: int
+    """GPU blocks of the decodes' prompts."""
     mean_output: float
     """Output tokens after which a decode ends, on average."""
 
@@ -34,12 +34,13 @@ class Backlog:
 
 
 def first_token_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
-    """Seconds until the last of the prompts has its token: the time for the prompts, or for their blocks.
+    """Seconds until the last of the prompts has its token: the time for all prompts, or for their blocks and itself.
 
     Args:
         budget: the most tokens of an iteration.
     """
-    return max(prefill_s(model, slo, backlog, budget), blocks_s(model, slo, backlog))
+    alone_s = prefill_s(model, slo, replace(backlog, prompts=backlog.prompts[-1:]), budget)
+    return max(prefill_s(model, slo, backlog, budget), blocks_s(model, slo, backlog) + alone_s)
 
 
 def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
@@ -58,11 +59,16 @@ def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> floa
 
 
 def blocks_s(model: PerfModel, slo: Slo, backlog: Backlog) -> float:
-    """Seconds until the decodes have freed the missing blocks, if they end at their mean rate. (Not in the paper.)"""
+    """Seconds until the decodes have freed the missing blocks, if they end at their mean rate. (Not in the paper.)
+
+    Those that go on grow by as many tokens as those that end have put out. So what comes free are the prompts' blocks.
+    Iterations count as long as the target allows, although they may be shorter: when decodes end is a matter of chance,
+    and of requests for which the mean is in time half would be late.
+    """
     if not backlog.missing_blocks:
         return 0.0
-    if not backlog.held_blocks:
+    if not backlog.prompt_blocks:
         return float("inf")  # prompts hold them all, and end later than their first token
     token_s = max(slo.iteration_s, iteration_s(model, backlog.load))
-    freed_per_s = backlog.held_blocks / (backlog.mean_output * token_s)
+    freed_per_s = backlog.prompt_blocks / (backlog.mean_output * token_s)
     return backlog.missing_blocks / freed_per_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from math import isfinite
 from operator import attrgetter
 
@@ -81,7 +82,7 @@ class OmniServeScheduler(OffloadScheduler):
             decode_context=context_tokens(decodes),
             prompts=[(r.num_uncomputed, r.num_computed_tokens) for r in (*prompts, request)],
             missing_blocks=self._missing_blocks(request),
-            held_blocks=sum(map(self.kv.num_held, decodes)),
+            prompt_blocks=sum([self.kv.blocks_for(r.prompt_len) for r in decodes]),
             mean_output=self.lengths.mean_output([r.output_len for r in decodes]),
         )
         waited_s = self.now() - request.arrival_s
@@ -96,10 +97,13 @@ class OmniServeScheduler(OffloadScheduler):
             )
 
     def _missing_blocks(self, request: Request) -> int:
-        """GPU blocks that this request and those before it lack, if all best-effort requests made way."""
-        queue = [*self.waiting.of_class(URGENT), request]
-        wanted = sum(self.kv.blocks_for(r.num_tokens) + 1 for r in queue)
-        yielded = sum(map(self.kv.num_held, self.running[Tier.GPU].of_class(REST)))
+        """GPU blocks that this request and those before it lack, if all best-effort requests made way.
+
+        Every running request is left room to grow by one, as in ``_has_room``.
+        """
+        queue, running = [*self.waiting.of_class(URGENT), request], self.running[Tier.GPU]
+        wanted = sum([self.kv.blocks_for(r.num_tokens) + 1 for r in queue]) + len(running.of_class(URGENT))
+        yielded = sum(map(self.kv.num_held, running.of_class(REST)))
         return max(0, wanted - yielded - self.kv.num_free(Tier.GPU))
 
     def _retire(self, request: Request) -> None:
@@ -151,10 +155,10 @@ class OmniServeScheduler(OffloadScheduler):
         (Not in the paper.)
         """
         urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
-        wanted = sum([self.kv.blocks_for(request.num_tokens) for request in urgent])
+        wanted = context_tokens(urgent)
         if not wanted:
             return self.slo.iteration_s
-        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU)
+        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size
         return min(self.slo.iteration_s, self._mean_iteration_s * allowed / wanted)
 
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
@@ -192,9 +196,7 @@ class OmniServeScheduler(OffloadScheduler):
         """Best-effort decodes on the GPU, as many as the target allows (section 3.3.5); the others rest."""
         decodes = decodes[: draft.tokens_left]
         load, swapped = LaneLoad.from_draft(draft), _swapped_blocks(draft)
-        contexts = [0]
-        for request in decodes:
-            contexts.append(contexts[-1] + request.num_tokens)
+        contexts = [0, *accumulate([request.num_tokens for request in decodes])]
         count = longest_run(
             lambda count: iteration_s(self.model, with_decodes(load, count, contexts[count]), riders, swapped),
             limit_s,
@@ -249,11 +251,10 @@ class OmniServeScheduler(OffloadScheduler):
 
     def _added_s(self, load: LaneLoad, rows_before: int, rows: int, boundary: int) -> float:
         """What more rows at a boundary add to the iteration, in seconds."""
-        before_s, after_s = (
-            riders_s(self.model, load.tokens, load.requests, {boundary: number})
-            for number in (rows_before, rows_before + rows)
-        )
-        return after_s - before_s
+        after_s = riders_s(self.model, load.tokens, load.requests, {boundary: rows_before + rows})
+        if not rows_before:
+            return after_s
+        return after_s - riders_s(self.model, load.tokens, load.requests, {boundary: rows_before})
 
     @property
     def _most_cohorts(self) -> int:

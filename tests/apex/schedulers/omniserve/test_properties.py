@@ -26,7 +26,7 @@ from tests.apex.schedulers.omniserve.random_load import (
     simulated_engine,
 )
 
-SEEDS = range(60 if os.environ.get("APEX_SLOW_TESTS") else 2)
+SEEDS = range(20 if os.environ.get("APEX_SLOW_TESTS") else 2)
 OMNISERVE = ("omniserve", "omniserve-stepping")
 AS_PROFILED = {"disable_online_correction": True, "disable_admission_control": True}
 ENDLESS = 1e9
