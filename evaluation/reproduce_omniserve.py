@@ -135,7 +135,7 @@ def name_of(section: str) -> str:
 def show(section: Mapping[str, Any], name: str, summary: Sequence[FlatRecord], folder: Path, console: Console) -> None:
     print_omniserve(section["shows"], summary, console)
     if claims := load_claims(name_of(name)):
-        print_claims(claims, summary, console)
+        print_claims(claims, summary, console, with_assumptions=False)
         for line in section.get("differs", ()):
             console.print(f"Why it differs: {line}", highlight=False, markup=False, soft_wrap=True)
     png, _ = save_figure(draw_omniserve(section, summary), folder)

@@ -46,7 +46,8 @@ def place_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _compared(row: FlatRecord, other: Any) -> FlatRecord:
     tokens, attained = "best_effort_output_tokens_per_s", row["slo_attainment"]
-    one_host, uncontrolled = other(row, cpu_hosts=1), other(row, admission_control=False)
+    one_host = other(row, cpu_hosts=1) if row["cpu_hosts"] > 1 else {}
+    uncontrolled = other(row, admission_control=False) if row["admission_control"] else {}
     alone = alone_row(row, other) if row["best_effort"] else {}
     without = alone.get("slo_attainment")
     known = attained is not None and without is not None

@@ -54,14 +54,15 @@ def draw_omniserve(section: Mapping[str, Any], records: Records) -> plt.Figure:
 
 
 def draw_lines(section: Mapping[str, Any], records: Records) -> plt.Figure:
-    """A row of panels for each metric, a column for each panel of the section."""
-    letters = unique_values(records, "panel")
-    panels = []
-    for metric in section["metrics"]:
-        for letter in letters:
-            here = [row for row in records if row["panel"] == letter and row["best_effort"]]
-            panels.append(line_panel(here, section["x"], metric))
-    return line_figure(panels, figure_text(section["shows"], records), columns=len(letters))
+    """A row for each metric and a column for each panel of the section; one row if there is one panel."""
+    drawn = [row for row in records if row["best_effort"]]
+    letters = unique_values(drawn, "panel")
+    panels = [
+        line_panel([row for row in drawn if row["panel"] == letter], section["x"], metric)
+        for metric in section["metrics"]
+        for letter in letters
+    ]
+    return line_figure(panels, figure_text(section["shows"], records), len(letters) if len(letters) > 1 else 3)
 
 
 def line_panel(records: Records, x: str, metric: str) -> LinePanel:

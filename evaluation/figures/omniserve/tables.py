@@ -53,7 +53,8 @@ def print_omniserve(shows: str, summary: Records, console: Console) -> None:
     varied = {field for _, field, _ in SWEPT if len({row.get(field) for row in summary}) > 1}
     columns = [column for column in SWEPT if column[1] in varied] + list(COLUMNS)
     columns += OF_HOSTS if "cpu_hosts" in varied else ()
-    columns += OF_ADMISSION if "admission_control" in varied else ()
+    if "admission_control" in varied:
+        columns = [column for column in columns if column[0] not in ("ratio", "p99", "TPOT p50")] + list(OF_ADMISSION)
     for title, rows in groups.items():
         shown = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
         cells = [tuple(number(row.get(field), form) for _, field, form in shown) for row in rows]
