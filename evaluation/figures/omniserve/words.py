@@ -33,7 +33,7 @@ SHARES = (ATTAINMENT, "ttft_attainment", "ttft_attainment_admitted")
 def line_label(record: FlatRecord, *, with_admission: bool) -> str:
     """Name of a row's line: its system, or how it admits requests where rows differ in that."""
     if not with_admission:
-        return record["system"]
+        return record["system"].removeprefix("omniserve-")
     return "admission" if record["admission_control"] else "admit all"
 
 
@@ -55,10 +55,11 @@ def figure_text(shows: str, records: Records, subtitle: str = "") -> FigureText:
         "in each CPU host"
         for row in records
     )
+    durations = span_text([f"{value:g}" for value in sorted(distinct(records, "window_s"))])
     notes = [
         f"Latency-sensitive requests: {trace_title(first)}, {first['trace_origin']} lengths. {trace_note(records)} "
         "Best-effort lengths are synthetic shapes with the stated means, or Dolphin-r1's.",
-        f"{span_text(sorted(distinct(records, 'window_s')))} virtual seconds a point, seed {first['seed']}; tokens are "
+        f"{durations} virtual seconds a point, seed {first['seed']}; tokens are "
         "counted within them, from the start, while CPU memory still fills. A refused request misses its targets.",
         "; ".join(pools) + ".",
         *system_notes(records),
@@ -76,5 +77,8 @@ def system_notes(records: Records) -> list[str]:
     if "neo" in there:
         notes.append("neo knows one class of requests, and serves them in the order of arrival.")
     if "omniserve-stepping" in there:
-        notes.append("omniserve-stepping is this project's own scheduler; the paper does not have it.")
+        text = (
+            "omniserve-stepping (a line's name: stepping) is this project's own scheduler; the paper does not have it."
+        )
+        notes.append(text)
     return notes

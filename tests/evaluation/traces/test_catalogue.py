@@ -101,6 +101,18 @@ def test_bad_file_is_named(tmp_path, text, message):
         read_rows(path)
 
 
+@pytest.mark.parametrize(("name", "means"), [("dailymails", (1964, 397)), ("longbench-v2", (8952, 136))])
+def test_shapes_meet_the_stated_means_and_their_longest_length(name, means, no_files):
+    trace = load_trace(name)
+    rows = trace.sample(5000, seed=1)
+    assert trace.origin.kind == "synthetic" and rows == trace.sample(5000, seed=1) != trace.sample(5000, seed=2)
+    assert np.mean([row.input_tokens for row in rows]) == pytest.approx(means[0], rel=0.02)
+    assert np.mean([row.output_tokens for row in rows]) == pytest.approx(means[1], rel=0.02)
+    assert max(row.input_tokens for row in rows) <= 12000
+    with pytest.raises(ValueError, match="no arrivals"):
+        trace.window(3, seed=0)
+
+
 def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="known: azure-conv"):
         load_trace("no-such-workload")
