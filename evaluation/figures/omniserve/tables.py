@@ -50,13 +50,18 @@ def print_omniserve(shows: str, summary: Records, console: Console) -> None:
     groups: dict[str, list] = {}
     for row in summary:
         groups.setdefault(panel_words(row), []).append(row)
-    varied = {field for _, field, _ in SWEPT if len({row.get(field) for row in summary}) > 1}
+    for title, rows in groups.items():
+        columns = shown_columns(rows)
+        cells = [tuple(number(row.get(field), form) for _, field, form in columns) for row in rows]
+        console.print(title, style="bold", highlight=False)
+        console.print(table([name for name, _, _ in columns], cells))
+
+
+def shown_columns(rows: Records) -> list[tuple[str, str, str]]:
+    """What differs among the rows, and what is known of them."""
+    varied = {field for _, field, _ in SWEPT if len({row.get(field) for row in rows}) > 1}
     columns = [column for column in SWEPT if column[1] in varied] + list(COLUMNS)
     columns += OF_HOSTS if "cpu_hosts" in varied else ()
     if "admission_control" in varied:
         columns = [column for column in columns if column[0] not in ("ratio", "p99", "TPOT p50")] + list(OF_ADMISSION)
-    for title, rows in groups.items():
-        shown = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
-        cells = [tuple(number(row.get(field), form) for _, field, form in shown) for row in rows]
-        console.print(title, style="bold", highlight=False)
-        console.print(table([name for name, _, _ in shown], cells))
+    return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
