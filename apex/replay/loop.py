@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from apex.replay.records import Replay, ReplayRequest, RequestRecord, record_of
+from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
 from swiftllm.core.request import Request, RequestRefused
 from swiftllm.core.sampling_params import SamplingParams
 
@@ -74,7 +74,7 @@ def replay_requests(
                         service_class=request.service_class,
                     )
                 except RequestRefused as refusal:
-                    failures[request.request_id] = f"refused: {refusal}"
+                    failures[request.request_id] = f"{REFUSED}{refusal}"
             if engine.has_unfinished():
                 outputs = engine.step()
                 tokens += sum(len(output.new_token_ids) for output in outputs)

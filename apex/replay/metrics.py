@@ -135,6 +135,33 @@ def window_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics
     }
 
 
+def attainment_metrics(records: Sequence[RequestRecord], window_s: float, targets: Targets) -> Metrics:
+    """The shares of latency-sensitive requests that meet their targets in the first ``window_s`` seconds.
+
+    ``offered`` are those that arrive early enough to have a first token in time; ``refused`` are those of them that the
+    engine did not admit, which miss their targets. A request under way counts with the tokens that it has.
+    ``slo_attainment`` is the share of offered requests that meet both targets, ``ttft_attainment`` the first alone;
+    the names that end in ``admitted`` are shares of admitted requests.
+    """
+    urgent = ServiceClass.LATENCY_SENSITIVE.value
+    offered = [r for r in records if r.service_class == urgent and r.arrival_s <= window_s - targets.ttft_s]
+    num_admitted = len(offered) - sum(record.refused for record in offered)
+    both = first = 0
+    for record in offered:
+        times = [time_s for time_s in record.token_times_s if time_s <= window_s]
+        if times and times[0] - record.arrival_s <= targets.ttft_s:
+            first += 1
+            both += times[-1] - times[0] <= targets.tpot_s * (len(times) - 1)
+    return {
+        "offered": len(offered),
+        "refused": len(offered) - num_admitted,
+        "slo_attainment": both / len(offered) if offered else None,
+        "slo_attainment_admitted": both / num_admitted if num_admitted else None,
+        "ttft_attainment": first / len(offered) if offered else None,
+        "ttft_attainment_admitted": first / num_admitted if num_admitted else None,
+    }
+
+
 def busy_fraction(busy_s: float | None, wall_s: float) -> float | None:
     """The fraction of the replay in which a resource was computing."""
     return None if busy_s is None or wall_s <= 0 else busy_s / wall_s
@@ -155,7 +182,7 @@ def compute_metrics(
     """All metrics of one replay of ``wall_s`` seconds.
 
     ``window_s`` is the duration of a run that is cut after it. Such runs, and those with best-effort requests, also
-    have :func:`class_metrics`.
+    have :func:`class_metrics` and :func:`attainment_metrics`.
 
     ``stats`` are the engine's counters over the replay. ``lane_busy_s`` is the time the lane computed, without
     waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
@@ -164,7 +191,10 @@ def compute_metrics(
     done = [record for record in records if record.completed]
     gaps = [gap for record in done if (gap := time_per_output_token_s(record)) is not None]
     has_classes = any(record.service_class == ServiceClass.BEST_EFFORT.value for record in records)
-    by_class = class_metrics(records, window_s or wall_s) if has_classes or window_s is not None else {}
+    by_class: Metrics = {}
+    if has_classes or window_s is not None:
+        window = wall_s if window_s is None else window_s
+        by_class = class_metrics(records, window) | attainment_metrics(records, window, targets)
     return {
         "output_tokens_per_s": output_tokens_per_s(records),
         "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),

@@ -10,6 +10,8 @@ from typing import Any
 from swiftllm.core.request import Request, ServiceClass
 
 LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE.value
+REFUSED = "refused: "
+"""How the failure of a request begins that the engine did not admit."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class RequestRecord:
     @property
     def completed(self) -> bool:
         return self.failure is None
+
+    @property
+    def refused(self) -> bool:
+        return self.failure is not None and self.failure.startswith(REFUSED)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
-from apex.replay.metrics import compute_metrics
-from apex.replay.records import ReplayRequest
+from apex.replay.metrics import Targets, compute_metrics
+from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
@@ -20,6 +20,7 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
+from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class SimulatedTask:
     stall_timeout_s: float = STALL_TIMEOUT_S
     believed: ProfileTable | None = None
     """From which the scheduler predicts, where that is not the hardware's table."""
+    one_class: bool = False
+    """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
 
@@ -92,10 +95,12 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        requests = open_loop_requests(placeholder_workload(task.lengths))
+        requests = open_loop_requests(placeholder_workload(told_lengths(task)))
         limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
         result = replay_requests(engine, requests, progress.update, **limits)
+    records = with_classes(result.records, task.lengths)
     busy, wall_s = engine.backend.busy, result.wall_s
+    targets = Targets(task.strategy.ttft_slo_s, task.strategy.tpot_slo_s)
     values = {
         "system": task.system,
         "backend": "simulated",
@@ -110,14 +115,30 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "prompts": "placeholder token ids",
         "cpu_bandwidth_gb_s": None,
         **task.values,
-        **compute_metrics(result.records, wall_s, result.stats, window_s=task.duration_s),
+        **compute_metrics(records, wall_s, result.stats, targets, task.duration_s),
         "iterations": result.stats["iterations"],
         "preemptions": result.stats["preemptions"],
         "swapped_blocks": result.stats["swapped_blocks"],
         "gpu_busy_fraction": busy.gpu_s / wall_s if wall_s else None,
         "extrapolated": ", ".join(sorted(engine.backend.extrapolated)) or None,
     }
-    return PointResult(values, result.records, {"engine": engine.describe(), "engine_stats": dict(result.stats)})
+    return PointResult(values, records, {"engine": engine.describe(), "engine_stats": dict(result.stats)})
+
+
+def told_lengths(task: SimulatedTask) -> Lengths:
+    """The workload as the system sees it."""
+    if not task.one_class:
+        return task.lengths
+    rows = (replace(row, service_class=ServiceClass.LATENCY_SENSITIVE) for row in task.lengths.rows)
+    return replace(task.lengths, rows=tuple(rows))
+
+
+def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[RequestRecord, ...]:
+    """The records, which are in the order of the rows, with the classes of these."""
+    return tuple(
+        replace(record, service_class=row.service_class.value)
+        for record, row in zip(records, lengths.rows, strict=True)
+    )
 
 
 def placeholder_workload(lengths: Lengths) -> Workload:

@@ -223,6 +223,8 @@ def _described(point: Point, task: SimulatedTask) -> dict[str, Any]:
         "limits": asdict(task.limits),
         "strategy": asdict(task.strategy),
         **({"remote_hosts": asdict(remote)} if remote is not None else {}),
+        **({"duration_s": task.duration_s} if task.duration_s is not None else {}),
+        **({"one_class": True} if task.one_class else {}),
         "workload": asdict(task.lengths.spec),
         "trace": {**asdict(task.lengths.origin), "lengths": task.lengths.digest()},
     }

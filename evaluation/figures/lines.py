@@ -73,8 +73,8 @@ class LinePanel:
     """A value that a linear y axis reaches at least."""
 
 
-def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
-    """Panels beside each other, up to three in a row.
+def line_figure(panels: Sequence[LinePanel], text: FigureText, columns: int = 3) -> plt.Figure:
+    """Panels beside each other, up to ``columns`` in a row.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -82,7 +82,7 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText) -> plt.Figure:
     panels = [panel for panel in panels if any(series.points for series in panel.series)]
     if not panels:
         raise ValueError("nothing to draw: no point is finished")
-    columns = min(len(panels), 3)
+    columns = min(len(panels), columns)
     rows = -(-len(panels) // columns)
     panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
     width = columns * panel_width

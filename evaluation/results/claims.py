@@ -20,6 +20,8 @@ from evaluation.results.paths import CLAIMS_FILE, python_command
 # The system that replaces one that was not run: the other GPU-only baseline.
 STAND_INS = {"vllm": "swiftllm"}
 SWEPT = ("output_len", "request_rate")
+OF_SERVICE = ("best_effort", "rate_interval_s", "tpot_slo_s", "cpu_hosts", "admission_control")
+"""What else distinguishes the points of figures with two classes of service."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Claim:
     """A paper's claim: ``systems[0]`` over ``systems[1]`` in ``metric`` is ``ratio``, or at best ``ratio`` (``up_to``).
 
     ``ratio`` is None for a claim in ``words`` only. ``workload`` None means any. ``setting`` is the paper's machine
-    (papers.yaml). ``output_lens`` are the first and last average output length to which the claim applies.
+    (papers.yaml). ``output_lens`` are the first and last average output length to which the claim applies, ``at`` are
+    values of fields to which it is limited. A claim about one system is about a metric that is a ratio or a share.
     """
 
     figure: str
@@ -35,12 +38,13 @@ class Claim:
     hardware: str
     workload: str | None
     metric: str
-    systems: tuple[str, str]
+    systems: tuple[str, ...]
     ratio: float | None
     up_to: bool
     setting: str | None = None
     output_lens: tuple[float, float] | None = None
     words: str | None = None
+    at: Mapping[str, Any] | None = None
 
     @property
     def lower_is_better(self) -> bool:
@@ -51,6 +55,8 @@ class Claim:
         if self.workload is not None and record["workload"] != self.workload:
             return False
         if self.setting is not None and record.get("setting") not in (None, self.setting):
+            return False
+        if any(record.get(field) != value for field, value in (self.at or {}).items()):
             return False
         return self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1]
 
@@ -63,11 +69,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim and our ratios for it by point (:func:`place_of`); ``systems`` are the two that are compared."""
+    """A claim and our ratios for it by point (:func:`place_of`); ``systems`` are those that are compared.
+
+    ``ran`` says whether there are rows about the claim. They may have no ratio: the other system's value is 0.
+    """
 
     claim: Claim
-    systems: tuple[str, str]
+    systems: tuple[str, ...]
     by_place: Mapping[tuple[Any, ...], float]
+    ran: bool = False
 
     @property
     def ours(self) -> tuple[float, ...]:
@@ -78,8 +88,12 @@ class Comparison:
         """The point of the best ratio of an "up to" claim, in words."""
         if not self.claim.up_to or len(self.by_place) < 2:
             return ""
-        _, workload, output_len, rate = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
+        _, workload, output_len, rate, *others = next(
+            place for place, ratio in self.by_place.items() if ratio == self.summary
+        )
         where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
+        interval_s = others[OF_SERVICE.index("rate_interval_s")]
+        where = f"every {interval_s:g} s" if interval_s is not None else where
         return where if self.claim.workload else f"{workload}, {where}"
 
     @property
@@ -123,29 +137,37 @@ def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> li
         systems_run = {record.get("system") for record in points} or set(claim.systems)
         pair = tuple(name if name in systems_run else STAND_INS.get(name, name) for name in claim.systems)
         ratios = ratios_by_point(points, claim.metric, *pair)
-        compared.append(Comparison(claim, pair, ratios))
+        compared.append(Comparison(claim, pair, ratios, ran=bool(points)))
     return compared
 
 
 def place_of(record: FlatRecord) -> tuple[Any, ...]:
     """A record's point in its sweep: the values that all systems of the point share."""
-    return (record.get("setting"), record["workload"], *(record.get(name) for name in SWEPT))
+    return (record.get("setting"), record["workload"], *(record.get(name) for name in (*SWEPT, *OF_SERVICE)))
 
 
 def ratios_by_point(
-    records: Iterable[FlatRecord], metric: str, system: str, other: str
+    records: Iterable[FlatRecord], metric: str, system: str, other: str | None = None
 ) -> dict[tuple[Any, ...], float]:
-    """``system`` over ``other`` in ``metric``, by point, where both have a value."""
+    """``system`` over ``other`` in ``metric``, by point, where both have a value.
+
+    Without ``other`` it is the value itself.
+    """
     records = list(records)
 
     def values(name: str) -> dict[tuple[Any, ...], float]:
         return {place_of(r): r[metric] for r in records if r["system"] == name and r.get(metric)}
 
-    ours, theirs = values(system), values(other)
+    ours = values(system)
+    if other is None:
+        return ours
+    theirs = values(other)
     return {place: ours[place] / theirs[place] for place in ours if place in theirs}
 
 
-def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console) -> None:
+def print_claims(
+    claims: Sequence[Claim], summary: Sequence[FlatRecord], console: Console, *, with_assumptions: bool = True
+) -> None:
     """Print claims, our ratios and the differences per comparison, then the assumptions behind simulated ratios.
 
     Rehearsals and the like are left out, see :func:`claimable`.
@@ -166,13 +188,13 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
                     f"{claim.section}: {where_of(claim)}",
                     "/".join(item.systems),
                     claim.stated(),
-                    "not run" if ours is None else f"{ours:.2f}",
+                    ("no ratio" if item.ran else "not run") if ours is None else f"{ours:.2f}",
                     f"{min(item.ours):.2f}-{max(item.ours):.2f}" if len(item.ours) > 1 else "",
                     item.best_at,
                     "" if item.difference is None else f"{item.difference:+.0%}",
                 )
             console.print(table)
-        if simulated and claims:
+        if simulated and claims and with_assumptions:
             script = f"{python_command()} evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
             for line in assumptions(records, script):
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -180,6 +202,14 @@ def print_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord], console
 
 METRIC_WORDS = {
     "output_tokens_per_s": "throughput",
+    "slo_attainment": "share of requests within targets",
+    "best_effort_output_tokens_per_s": "best-effort throughput",
+    "best_effort_over_one_host": "best-effort throughput over that with one CPU host",
+    "tpot_over_one_host": "median time per token over that with one CPU host",
+    "attainment_over_alone": "share within targets over that without best-effort requests",
+    "ttft_attainment_admitted": "share of first tokens in time",
+    "ttft_over_uncontrolled": "share of first tokens in time over that without admission control",
+    "throughput_over_uncontrolled": "throughput over that without admission control",
     "request_rate_at_latency": "request rate at which latency gets there",
     "per_token_latency_s_mean": "mean per-token latency",
     "per_token_latency_s_p50": "median per-token latency",
@@ -192,6 +222,7 @@ def where_of(claim: Claim) -> str:
     parts = [claim.hardware.split(" + ")[0], claim.workload or "any workload"]
     if claim.output_lens is not None:
         parts.append("{:g}-{:g} out".format(*claim.output_lens))
+    parts += [f"{value:g} s" for field, value in (claim.at or {}).items() if field == "tpot_slo_s"]
     return ", ".join(parts)
 
 

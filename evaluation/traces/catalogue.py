@@ -1,13 +1,15 @@
 """Request lengths and arrivals of the workloads, each with its origin.
 
-A trace is read from a file if there is one, else drawn from quantile tables; its origin says which. Everything is
-deterministic by seed.
+A trace is read from a file if there is one, else drawn from quantile tables or a shape; its origin says which.
+Everything is deterministic by seed.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -159,6 +161,41 @@ class UniformTrace:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
 
 
+@dataclass(frozen=True)
+class LogNormal:
+    """A log-normal distribution of lengths in tokens: its mean, the deviation of the logarithm, the longest length."""
+
+    mean: float
+    sigma: float
+    longest: int
+
+    def sample(self, num_requests: int, rng: np.random.Generator) -> list[int]:
+        """One draw from each of ``num_requests`` equal slices of the distribution, shuffled."""
+        levels = (np.arange(num_requests) + rng.random(num_requests)) / num_requests
+        normal = statistics.NormalDist(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        tokens = [math.exp(normal.inv_cdf(level)) for level in rng.permutation(levels).tolist()]
+        return [min(max(1, round(length)), self.longest) for length in tokens]
+
+
+@dataclass(frozen=True)
+class ShapedTrace:
+    """Lengths drawn from a shape around published means, inputs and outputs independently."""
+
+    name: str
+    title: str
+    origin: Origin
+    inputs: LogNormal
+    outputs: LogNormal
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        rng = np.random.default_rng(seed)
+        inputs, outputs = (shape.sample(num_requests, rng) for shape in (self.inputs, self.outputs))
+        return [TraceRow(given, out) for given, out in zip(inputs, outputs, strict=True)]
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        raise ValueError(f"trace {self.name} is drawn from a shape and has no arrivals; give a request rate (Poisson)")
+
+
 @functools.cache
 def load_catalogue() -> dict[str, Any]:
     """The workloads by name, as described in configs/experiments/workloads.yaml."""
@@ -166,7 +203,7 @@ def load_catalogue() -> dict[str, Any]:
 
 
 def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
-    """The trace of a workload: the first file in the trace folders, else its quantile tables.
+    """The trace of a workload: the first file in the trace folders, else its quantile tables or its shape.
 
     Raises:
         ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
@@ -182,6 +219,10 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
             if path.is_file():
                 origin = Origin(source["kind"], source["note"], source["file"])
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
+    if "lognormal" in entry:
+        shape = entry["lognormal"]
+        given, out = (LogNormal(**shape[key]) for key in ("input_tokens", "output_tokens"))
+        return ShapedTrace(name, entry["title"], Origin("synthetic", shape["note"]), given, out)
     fitted = entry["fitted"]
     tables = [tuple((level, tokens) for level, tokens in fitted[key]) for key in ("input_tokens", "output_tokens")]
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)

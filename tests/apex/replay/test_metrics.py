@@ -115,3 +115,27 @@ def test_a_record_names_its_class_if_it_is_not_the_default() -> None:
     of_class = replace(record("a", 0.0, 1.0), service_class="best-effort")
     assert record_values(of_class)["service_class"] == record_values(summary_of(of_class))["service_class"]
     assert "service_class" not in record_values(record("a", 0.0, 1.0))
+
+
+def test_attainment_is_a_share_of_offered_requests_and_of_admitted_ones() -> None:
+    records = [
+        record("good", 0.0, 1.0, 2.0),
+        record("slow tokens", 0.0, 1.0, 4.0, 7.0),
+        record("late", 0.0, 3.0, 3.5),
+        record("single token", 1.0, 3.0),
+        record("no token yet", 2.0, failure="0 of 3 tokens"),
+        replace(record("refused", 0.0), failure="refused: later"),
+        record("too near the end", 8.5, 9.0),
+        replace(record("best effort", 0.0, 9.0), service_class="best-effort"),
+    ]
+    metrics = compute_metrics(records, 10.0, targets=Targets(2.0, 1.0), window_s=10.0)
+    assert (metrics["offered"], metrics["refused"]) == (6, 1)
+    assert metrics["slo_attainment"] == pytest.approx(2 / 6) and metrics["ttft_attainment"] == pytest.approx(3 / 6)
+    assert metrics["slo_attainment_admitted"] == 2 / 5 and metrics["ttft_attainment_admitted"] == 3 / 5
+
+
+def test_attainment_counts_nothing_after_the_window() -> None:
+    metrics = compute_metrics([record("a", 0.0, 1.0, 2.0, 30.0)], 40.0, targets=Targets(2.0, 1.0), window_s=10.0)
+    assert metrics["slo_attainment"] == 1.0
+    nobody = compute_metrics([], 1.0, window_s=1.0)
+    assert nobody["slo_attainment"] is None and nobody["ttft_attainment_admitted"] is None

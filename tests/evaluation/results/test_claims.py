@@ -28,9 +28,21 @@ def test_every_claim_of_the_file_is_whole():
     claims = load_claims(*{entry["figure"] for entry in entries})
     assert len(claims) == len(entries)
     for item in claims:
-        assert item.section and (item.ratio or item.words) and len(item.systems) == 2
+        assert item.section and (item.ratio or item.words) and len(item.systems) in (1, 2)
         if item.setting and item.section.startswith("APEX"):
             assert load_setting(item.setting).title.startswith(item.hardware)
+
+
+def test_a_claim_about_one_system_is_about_a_share_and_may_be_limited_to_points() -> None:
+    rows = [
+        record("neo", 1.0, share=share, tpot_slo_s=target) for share, target in ((0.9, 0.1), (0.7, 0.2), (0.0, 0.3))
+    ]
+    everywhere, there, nowhere = compare_claims(
+        [claim(systems=("neo",), metric="share", at=at) for at in (None, {"tpot_slo_s": 0.2}, {"tpot_slo_s": 0.3})],
+        rows,
+    )
+    assert (everywhere.summary, there.summary, nowhere.summary) == (0.9, 0.7, None)
+    assert nowhere.ran  # its value is 0, so that there is no ratio
 
 
 def test_an_up_to_is_held_against_the_best_and_another_against_the_mean():

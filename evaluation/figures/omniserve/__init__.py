@@ -1,0 +1,1 @@
+"""Figures and tables of two classes of service."""
