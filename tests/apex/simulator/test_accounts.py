@@ -12,6 +12,7 @@ import pytest
 
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_path import Interconnect
+from apex.strategy import StrategyConfig
 from swiftllm.core.plan import StepResult
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.engine.engine import Engine
@@ -29,6 +30,7 @@ def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple
         max_num_seqs=32,
         launch_s=1e-4,
         interconnect=interconnect,
+        strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
     requests = [
