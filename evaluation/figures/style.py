@@ -23,10 +23,10 @@ COLOURS = {
     "neo": "#E69F00",
     "apex": "#0B5CAD",
     "adaptive": "#7A0019",
-    "llumnix": "#56B4E9",
-    "sarathi": "#6B6B6B",
+    "llumnix": "#A6D8F5",
+    "sarathi": "#1A1A1A",
     "omniserve": "#D55E00",
-    "omniserve-stepping": "#7A4FA3",
+    "omniserve-stepping": "#5A3A8C",
 }
 OTHER_COLOURS = ("#56B4E9", "#D55E00", "#C9B800", "#7A4FA3")
 """Colours of systems with other names, such as servers: each takes the next one when first drawn."""

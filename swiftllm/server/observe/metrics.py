@@ -213,9 +213,8 @@ class Metrics(Collector):
             families = [histogram.family(self._labels) for histogram in self._histograms]
             outcomes: Labelled = (("slo", "outcome"), dict(self._slo_outcomes))
         now = self._service.snapshot()
-        rows_of_targets = [("apex:slo_requests", "Latency-sensitive requests that ended, by target.", outcomes)]
-        all_counters = counters(now, refused) + (rows_of_targets if outcomes[1] else [])
-        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, all_counters)):
+        targets = ("apex:slo_requests", "Latency-sensitive requests that ended, by target and outcome.", outcomes)
+        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, [*counters(now, refused), targets])):
             families += [self._family(kind, *row) for row in rows]
         return iter(families)
 

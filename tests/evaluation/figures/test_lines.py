@@ -66,8 +66,12 @@ def grey(colour: str) -> float:
 
 
 def test_systems_can_be_told_apart_in_grey_and_servers_by_any_name():
-    shades = sorted(grey(shade) for shade in COLOURS.values())
-    assert min(after - before for before, after in itertools.pairwise(shades)) > 25
+    one_class = ("vllm", "swiftllm", "fastdecode", "neo", "apex", "adaptive")
+    two_classes = ("llumnix", "sarathi", "neo", "omniserve", "omniserve-stepping")
+    assert {*one_class, *two_classes} == COLOURS.keys()
+    for together in (one_class, two_classes):  # in one figure
+        shades = sorted(grey(COLOURS[system]) for system in together)
+        assert min(after - before for before, after in itertools.pairwise(shades)) > 25
     assert len({system_colour(name) for name in ("vllm", "my-vllm", "my-apex")}) == 3
     assert system_colour("my-apex") == system_colour("my-apex")
 

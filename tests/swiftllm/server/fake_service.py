@@ -23,7 +23,9 @@ class FakeService:
     def __init__(self) -> None:
         self.state = Snapshot(gpu_blocks_total=8, cpu_blocks_total=64)
         self.observers: list[Any] = []
-        self.engine = SimpleNamespace(scheduler=SimpleNamespace(limits=LIMITS), describe=lambda: dict(DESCRIPTION))
+        self.engine = SimpleNamespace(
+            scheduler=SimpleNamespace(limits=LIMITS, slo=None), describe=lambda: dict(DESCRIPTION)
+        )
 
     def add_observer(self, observer: object) -> None:
         self.observers.append(observer)

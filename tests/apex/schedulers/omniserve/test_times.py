@@ -11,7 +11,7 @@ from apex.perf.lane_load import LaneLoad
 from apex.perf.model import Curve, PerfModel, Surface
 from apex.schedulers.omniserve.admission import Backlog, blocks_s, first_token_s, prefill_s
 from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, riders_s, with_decodes, with_prompts
-from apex.slo import Slo
+from swiftllm.core.slo import Slo
 from tests.reference.fake_engine import flat_table
 
 LAYERS = 10
