@@ -122,7 +122,7 @@ def drive(
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_random_load(system: str, table: str) -> None:
-    for seed in range(12):
+    for seed in range(5):
         rng = random.Random(seed)
         engine = fake_engine(
             system,
@@ -140,7 +140,7 @@ def test_random_load(system: str, table: str) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("table", TABLES)
 def test_strategies(name: str, table: str, system: str) -> None:
-    for seed in range(8):
+    for seed in range(4):
         rng = random.Random(seed)
         engine = fake_engine(
             system,
