@@ -9,6 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from evaluation.experiments.adaptive.cases import SUBJECT
+from evaluation.figures.adaptive.tables import rows_by_case
 from evaluation.figures.style import (
     FAINT,
     INK,
@@ -34,11 +35,7 @@ def draw_cases(summary: Records) -> plt.Figure:
     Raises:
         ValueError: there is nothing to draw.
     """
-    cases: dict[str, list[FlatRecord]] = {}
-    for row in summary:
-        cases.setdefault(row["case"], []).append(row)
-    if not cases:
-        raise ValueError("nothing to draw: no case is finished")
+    cases = rows_by_case(summary)
     systems = tuple(dict.fromkeys(row["system"] for row in summary))
     groups = list(cases.values())
     half = math.ceil(len(groups) / 2)

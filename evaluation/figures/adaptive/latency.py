@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from evaluation.experiments.adaptive.cases import SUBJECT
 from evaluation.experiments.adaptive.latency import RATIOS
+from evaluation.figures.adaptive.tables import rows_by_case
 from evaluation.figures.style import (
     FAINT,
     FigureText,
@@ -41,11 +42,7 @@ def draw_latency(summary: Records) -> plt.Figure:
     Raises:
         ValueError: there is nothing to draw.
     """
-    cases: dict[str, list[FlatRecord]] = {}
-    for row in summary:
-        cases.setdefault(row["case"], []).append(row)
-    if not cases:
-        raise ValueError("nothing to draw: no case is finished")
+    cases = rows_by_case(summary)
     systems = tuple(dict.fromkeys(row["system"] for row in summary))
     text = latency_text(summary)
     columns = CASES_IN_A_ROW * len(METRICS)

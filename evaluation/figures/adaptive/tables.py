@@ -135,6 +135,20 @@ def subject_rows(summary: Records) -> list[FlatRecord]:
     return [row for row in summary if row["system"] == SUBJECT and row["ratio_to_best_published"] is not None]
 
 
+def rows_by_case(summary: Records) -> dict[str, list[FlatRecord]]:
+    """The rows of each case, in the order of the summary.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    cases: dict[str, list[FlatRecord]] = {}
+    for row in summary:
+        cases.setdefault(row["case"], []).append(row)
+    if not cases:
+        raise ValueError("nothing to draw: no case is finished")
+    return cases
+
+
 def as_table(summary: Records, columns: Columns) -> Table:
     rows = [tuple(number(record.get(field), form) for _, field, form in columns) for record in summary]
     left = [title for title, _, form in columns if form == "s"]

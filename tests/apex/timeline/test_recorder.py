@@ -4,62 +4,26 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from apex.cli import main
-from apex.simulator.build import build_simulated
-from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.cpu_path import Interconnect
-from apex.simulator.hardware import load_gpu, load_host, load_model_config
 from apex.strategy import StrategyConfig
-from apex.timeline.figure import box_text, chart_rows, draw_timeline, zoom_window
 from apex.timeline.files import write_timeline
 from apex.timeline.perfetto import trace_json
 from apex.timeline.recorder import recording
 from apex.timeline.recording_backend import RecordingBackend
-from apex.timeline.spans import CohortTag, Kind, Span, Timeline
+from apex.timeline.spans import CohortTag, Kind, Timeline
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import Executor
 from swiftllm.server.service.state_dump import dump_state
+from tests.apex.timeline.recorded import EVERYTHING, LINK, OVERLAP, record, simulated_engine
 from tests.reference.tiny_model import make_tiny_llama
 
-LAYERS = 12
-LINK = Interconnect(1e10, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, latency_s=1e-5, dram_bytes_per_s=4e10)
-EVERYTHING = 10**6  # iterations: more than any run here has
 GPU_KINDS = (Kind.LINEAR, Kind.ATTENTION, Kind.STEP)
-OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
-
-
-def simulated_engine(
-    system: str, strategy: StrategyConfig | None = None, link: Interconnect | None = None, cpu_gb_s: float = 10
-) -> Engine:
-    """More requests than the GPU tier holds, of all kinds of lengths."""
-    model = replace(load_model_config("llama-3.1-8b"), num_layers=LAYERS)
-    table = hardware_profile(load_gpu("a10"), load_host("g5-4xlarge"), model, cpu_bandwidth_gb_s=cpu_gb_s)
-    engine = build_simulated(
-        system, table, LAYERS, num_gpu_blocks=60, num_cpu_blocks=800, strategy=strategy, interconnect=link
-    )
-    draw_number = random.Random(5)
-    for index in range(24):
-        lengths = draw_number.randint(1, 300), draw_number.randint(1, 40)
-        engine.add_request(str(index), (1,) * lengths[0], SamplingParams(max_tokens=lengths[1]))
-    return engine
-
-
-def record(engine: Engine, **window: int | None) -> Timeline:
-    total = sum(request.sampling.max_tokens for request in engine.scheduler.requests.values())
-    window = {"num_iterations": EVERYTHING, **window}
-    with recording(engine, **window, progress=lambda: engine.stats().output_tokens / total) as recorder:
-        while engine.has_unfinished():
-            engine.step()
-    return recorder.timeline(engine.describe()["system"], "here", simulated=True)
 
 
 def sum_s(timeline: Timeline, *kinds: Kind, iteration: int | None = None) -> float:
@@ -282,22 +246,6 @@ def test_bench_writes_a_timeline_of_what_it_measures(tiny_model, tmp_path, capsy
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def overlap() -> Timeline:
-    return record(simulated_engine("apex", OVERLAP, LINK), num_iterations=3)
-
-
-@pytest.fixture(scope="module")
-def pipelining() -> Timeline:
-    strategy = StrategyConfig(strategy="asymmetric-pipelining")
-    return record(simulated_engine("neo", strategy), num_iterations=3)
-
-
-@pytest.fixture(scope="module")
-def free_running() -> Timeline:
-    return record(simulated_engine("adaptive", link=LINK), num_iterations=3)
-
-
 @pytest.mark.parametrize("name", ["overlap", "pipelining", "free_running"])
 def test_the_trace_is_in_the_trace_event_format(name: str, request, tmp_path) -> None:
     timeline: Timeline = request.getfixturevalue(name)
@@ -350,20 +298,6 @@ def test_times_in_the_trace_are_microseconds_of_the_window(pipelining: Timeline)
     assert first["dur"] == pytest.approx((iteration.end_s - iteration.start_s) * 1e6, abs=0.01)
 
 
-def test_the_picture_says_what_it_shows(overlap: Timeline, pipelining: Timeline) -> None:
-    words = " ".join(text.get_text() for text in draw_timeline(overlap).texts)
-    assert "apex: asynchronous overlap" in words and "SIMULATED" in words
-    measured = draw_timeline(replace(overlap, simulated=False))
-    words = " ".join(text.get_text() for text in measured.texts)
-    assert "measured" in words and "SIMULATED" not in words
-    assert "milliseconds" in measured.axes[1].get_xlabel()
-    titles = [row.title for row in chart_rows(overlap)]
-    assert "PCIe\nto host" in titles and "CPU:\nattention" in titles
-    assert any("own steps" in row.title for row in chart_rows(pipelining))
-    boxes = [text.get_text() for text in draw_timeline(pipelining).axes[1].texts]
-    assert len(boxes) > 10 and any(text.startswith("A ") for text in boxes)
-
-
 def test_a_free_running_cohort_rides_at_the_lane_s_layer_and_steps_elsewhere(free_running: Timeline) -> None:
     assert all(i.free_running for i in free_running.iterations[:2]) and len(free_running.iterations) == 3
     lane = [span for span in free_running.spans if span.kind is Kind.LINEAR]
@@ -376,46 +310,3 @@ def test_a_free_running_cohort_rides_at_the_lane_s_layer_and_steps_elsewhere(fre
         assert step.layer != before[-1].layer + 1
     several = [sum(span.iteration == i.index for span in steps) for i in free_running.iterations]
     assert max(several) > 1, "no cohort crossed several layers while the lane passed once"
-
-
-def test_the_picture_tells_riding_from_stepping(free_running: Timeline, overlap: Timeline) -> None:
-    figure = draw_timeline(free_running)
-    words = " ".join(text.get_text() for text in figure.texts)
-    assert "asynchronous overlap (free running)" in words and "rides at the lane's layer and steps elsewhere" in words
-    assert any("(free-running)" in text.get_text() for text in figure.axes[0].texts)
-    labels = " ".join(text.get_text() for text in figure.legends[0].get_texts())
-    rides, steps = (free_running.crossings(0, kind) for kind in (Kind.LINEAR, Kind.STEP))
-    assert f"; {rides} rides, {steps} steps" in labels
-    assert any("own steps" in row.title for row in chart_rows(free_running))
-    start_s, end_s = zoom_window(free_running)
-    shown = [span for span in free_running.spans if span.cohorts and start_s <= span.start_s < end_s]
-    assert {Kind.LINEAR, Kind.STEP} <= {span.kind for span in shown}, "one of the two is not enlarged"
-    assert legend_inches(figure) < figure.get_size_inches()[0]
-    cohorts = [tuple(replace(tag, slot=span.index % 3) for tag in span.cohorts) for span in free_running.spans]
-    spans = tuple(replace(span, cohorts=tags) for span, tags in zip(free_running.spans, cohorts, strict=True))
-    crowded = draw_timeline(replace(free_running, spans=spans))
-    assert legend_inches(crowded) < crowded.get_size_inches()[0] and len(crowded.legends[0].get_texts()) >= 5
-    other = draw_timeline(overlap)
-    assert "free" not in " ".join(text.get_text() for text in (*other.texts, *other.legends[0].get_texts()))
-
-
-def legend_inches(figure: Figure) -> float:
-    return figure.legends[0].get_window_extent(FigureCanvasAgg(figure).get_renderer()).width / figure.dpi
-
-
-def test_the_enlarged_part_lies_in_one_iteration_and_has_a_crossing(overlap: Timeline) -> None:
-    start_s, end_s = zoom_window(overlap)
-    inside = [span for span in overlap.spans if span.kind is Kind.LINEAR and start_s <= span.start_s < end_s]
-    assert len({span.iteration for span in inside}) == 1 and len(inside) == 8
-    assert any(span.cohorts for span in inside)
-
-
-def test_labels_fit_their_boxes() -> None:
-    span = Span(0, Kind.LINEAR, 0.0, 1.0, 0, layer=17)
-    assert box_text(span, LAYERS * 2, 100.0) == "17" and box_text(span, LAYERS * 2, 5.0) == ""
-    assert box_text(replace(span, layer=-1), LAYERS, 100.0) == "E"
-
-
-def test_an_empty_timeline_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_timeline(Timeline("apex", "here", True, LAYERS, (), (), ()))
