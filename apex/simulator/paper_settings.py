@@ -66,6 +66,11 @@ class PaperSetting:
         return replace(self, figures={**self.figures, **changed})
 
     @property
+    def gpus(self) -> str:
+        """The GPUs in a word: "a10", or "2xh100" for two."""
+        return self.gpu if self.tensor_parallel == 1 else f"{self.tensor_parallel}x{self.gpu}"
+
+    @property
     def model_config(self) -> ModelConfig:
         return _model(self.model)
 

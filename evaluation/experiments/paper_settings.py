@@ -28,7 +28,7 @@ def simulated_task(
     row = {
         "setting": setting.name,
         "setting_title": setting.title,
-        "gpu_option": setting.gpu,
+        "gpu_option": setting.gpus,
         "host": load_host(setting.host).name,
         "num_gpu_blocks_status": setting.figures["num_gpu_blocks"].status,
         "max_gpu_blocks": setting.max_gpu_blocks,
@@ -118,4 +118,5 @@ def _hardware(
         tensor_parallel=tensor_parallel,
         link=None if link is None else load_link(link),
     )
-    return SimulatedHardware(load_gpu(gpu).name, model, dtype, table, config.num_layers)
+    cards = load_gpu(gpu).name if tensor_parallel == 1 else f"{tensor_parallel}x {load_gpu(gpu).name}"
+    return SimulatedHardware(cards, model, dtype, table, config.num_layers)

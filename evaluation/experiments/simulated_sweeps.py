@@ -83,12 +83,12 @@ def make_sweep(
         lists = {name: tuple(raw.get(name, ())) for name in ("output_lens", "request_rates", "sensitivity_at")}
         panels.append(Panel(**{**raw, "setting": load_setting(raw["setting"]), **lists}))
     panels = select_by_workload(panels, workloads)
-    gpus = sorted({panel.setting.gpu for panel in panels})
+    gpus = sorted({panel.setting.gpus for panel in panels})
     if gpu is not None:
         if gpu not in gpus:
             of_these = " of these workloads" if workloads else ""
             raise ValueError(f"the figure has no panel{of_these} on {gpu!r}; it has {', '.join(gpus)}")
-        panels = [panel for panel in panels if panel.setting.gpu == gpu]
+        panels = [panel for panel in panels if panel.setting.gpus == gpu]
     if num_requests is not None:
         panels = [replace(panel, num_requests=num_requests) for panel in panels]
     chosen = tuple(systems or settings["systems"])

@@ -12,11 +12,8 @@ from evaluation.experiments.simulated_sweeps import Panel, Sweep
 from swiftllm.machine import Card
 
 GB = 1e9
-SEVERAL_CARDS = "2x"
-"""Prefix of the names of several cards that are taken for one."""
 SAME_MEMORY = 0.15
 """Relative difference of host memory within which a host is taken for one of the papers'."""
-
 
 REHEARSED_REQUESTS = 32
 
@@ -68,7 +65,7 @@ def panels_for_rehearsal(sweep: Sweep, faster: float) -> Sweep:
 
 def _has_several_cards(setting: PaperSetting) -> bool:
     """Whether a setting needs more GPUs than the one that an engine uses."""
-    return setting.tensor_parallel > 1 or setting.gpu.startswith(SEVERAL_CARDS)
+    return setting.tensor_parallel > 1
 
 
 def _ends(values: Sequence[float]) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ from apex.simulator.hardware import (
 )
 from swiftllm.model.config import ModelConfig
 
-GPUS = ("2xh100", "a10", "a100", "a30", "a40", "h100", "h200", "t4")
+GPUS = ("a10", "a100", "a30", "a40", "h100", "h200", "t4")
 HOSTS = (
     "dual-xeon-6130", "dual-xeon-6342", "g4dn-4xlarge", "g5-16xlarge", "g5-2xlarge", "g5-4xlarge", "g5-8xlarge",
     "hgx-numa-node", "xeon-6342",
