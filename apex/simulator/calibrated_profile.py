@@ -268,6 +268,20 @@ def with_read_gb_s(host: Host, gb_s: float) -> Host:
     return replace(host, figures={**host.figures, "peak_bandwidth_gb_s": other})
 
 
+def share_of_host(host: Host, engines: int) -> Host:
+    """What each of ``engines`` engines on a host has of it: cores, memory and bandwidth in equal parts.
+
+    PCIe is not divided, since each has GPUs, and so slots, of its own.
+    """
+    if engines == 1:
+        return host
+    divided = {
+        name: replace(host.figures[name], value=host[name] / engines, origin=f"1/{engines} of the host")
+        for name in ("cores", "core_share", "memory_gb")
+    }
+    return replace(host, name=f"1/{engines} of {host.name}", figures={**host.figures, **divided})
+
+
 # -- transfers --------------------------------------------------------------------------------------------------------
 
 
