@@ -13,7 +13,7 @@ from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_kv_manager, scheduler_limits
+from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_backend, make_kv_manager, scheduler_limits
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
@@ -65,7 +65,7 @@ def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchB
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
     """
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
-    backend = TorchBackend(config, InlineWorker if config.synchronous else CpuWorker)
+    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker)
     with closed_on_failure(backend):
         divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
         if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:

@@ -18,6 +18,7 @@ WHOLE_NUMBERS = (
     "max_model_len",
     "lane_threads",
     "cpu_threads",
+    "tensor_parallel",
     "seed",
 )
 
@@ -53,6 +54,8 @@ class EngineConfig:
     """Threads of the CPU attention worker; by default the cores that the lane leaves, or all if it leaves none."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
+    tensor_parallel: int = 1
+    """Processes (ranks) that divide heads, FFN and vocabulary: one for each GPU; without a GPU they share the cores."""
     seed: int = 0
     """Seed of dummy weights, and of requests without their own sampling seed."""
     synchronous: bool = False
@@ -65,7 +68,7 @@ class EngineConfig:
         for name in WHOLE_NUMBERS:
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_gpu_blocks", "num_cpu_blocks"):

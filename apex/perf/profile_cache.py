@@ -54,7 +54,7 @@ def make_profiler(
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
     if backend.kv_pools.num_written < MOST_BLOCKS:
         with progress_bar("touching the KV cache's memory") as progress:
-            backend.kv_pools.write(MOST_BLOCKS, progress)
+            backend.write_blocks(MOST_BLOCKS, progress)
     return Workbench(
         backend,
         num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
@@ -77,7 +77,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "cpu_kernel": backend.cpu_kernel,
         "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],
         "dtype": str(backend.dtype).removeprefix("torch."),
-        "tensor_parallel": "1",
+        "tensor_parallel": str(config.tensor_parallel),
         "block_size": str(backend.block_size),
         # The sizes that can be measured depend on the pools; a power of two tells pools apart well enough.
         "gpu_pool": f"2^{backend.num_gpu_blocks.bit_length()} blocks",

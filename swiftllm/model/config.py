@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,27 @@ class ModelConfig:
         layer = attention + (3 * self.intermediate_size + 2) * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    def shard(self, ranks: int) -> ModelConfig:
+        """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.
+
+        Raises:
+            ValueError: heads, KV heads or FFN do not divide; the message names the numbers that work.
+        """
+        common = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
+        if common % ranks:
+            works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise ValueError(
+                f"tensor_parallel={ranks} does not divide the model's {self.num_heads} heads, {self.num_kv_heads} KV "
+                f"heads and FFN of {self.intermediate_size}: take one of {works}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+            vocab_size=-(-self.vocab_size // ranks),
+        )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token in all layers, at ``itemsize`` bytes per element."""

@@ -8,7 +8,6 @@ attentions in between. Each row has a residual, to which both halves of a layer 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.providers import BoundaryWeights, FfnWeights, WeightProvider
@@ -28,6 +27,7 @@ class LlamaModel:
         self.config = config
         self.ops = ops
         self._weights = weights
+        self.num_logits = weights.num_logits
         self._last = config.num_layers - 1
         table = rotary_table(
             max_model_len or config.max_position_embeddings,
@@ -35,11 +35,11 @@ class LlamaModel:
             config.rope_theta,
             config.rope_scaling,
         )
-        self.rotary_table = table.to(weights.boundary(-1).embedding.device)
+        self.rotary_table = table.to(weights.boundary(-1).norm.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
-        return F.embedding(token_ids, self._weights.boundary(-1).embedding)
+        return self._weights.boundary(-1).embed(token_ids)
 
     def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions
@@ -69,7 +69,7 @@ class LlamaModel:
         return self._qkv(weights, normed, rotary_rows, out)
 
     def leave(self, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The rest of the last layer, final norm and vocabulary: logits ``[rows, vocab_size]`` in the model's dtype.
+        """The rest of the last layer, final norm and vocabulary: logits ``[rows, num_logits]`` in the model's dtype.
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
         """

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights, load_weights
+from swiftllm.model.weights import LayerWeights, LlamaWeights, ModelPart, dummy_weights, load_weights
 from swiftllm.ops.interface import Linear, Ops
 
 
@@ -27,8 +30,8 @@ class FfnWeights:
 class BoundaryWeights:
     """A boundary: tokens are embedded or a layer is completed, then comes a norm and one more matrix."""
 
-    embedding: torch.Tensor | None
-    """``[vocab_size, hidden_size]``; of boundary -1 alone."""
+    embed: Callable[[torch.Tensor], torch.Tensor] | None
+    """From token ids ``[rows]`` to hidden ``[rows, hidden_size]``; of boundary -1 alone."""
     ffn: FfnWeights | None
     """Of all boundaries but -1."""
     norm: torch.Tensor
@@ -40,6 +43,9 @@ class BoundaryWeights:
 
 class WeightProvider(Protocol):
     """Boundary ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all."""
+
+    num_logits: int
+    """Columns of the last boundary's projection."""
 
     def boundary(self, layer: int) -> BoundaryWeights:
         """The matrices that the compute stream's next work uses, until the next call.
@@ -54,15 +60,16 @@ class ResidentWeights:
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops) -> None:
         """Takes ``weights`` over: its layers are gone afterwards, so that packed matrices don't double the memory."""
+        self.num_logits = config.vocab_size
         lm_head = ops.make_linear(weights.lm_head, None)
         self._boundaries: list[BoundaryWeights] = []
-        embedding, ffn = weights.embedding, None
+        embed, ffn = partial(F.embedding, weight=weights.embedding), None
         while weights.layers:
             layer = weights.layers.pop(0)
             qkv = ops.make_linear(layer.qkv, layer.qkv_bias)
             norms = _head_norms(layer, config)
-            self._boundaries.append(BoundaryWeights(embedding, ffn, layer.input_norm, qkv, norms))
-            embedding, ffn = None, _ffn(layer, ops)
+            self._boundaries.append(BoundaryWeights(embed, ffn, layer.input_norm, qkv, norms))
+            embed, ffn = None, _ffn(layer, ops)
             del layer
         self._boundaries.append(BoundaryWeights(None, ffn, weights.final_norm, lm_head, None))
 
@@ -71,14 +78,22 @@ class ResidentWeights:
 
 
 def open_weights(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, ops: Ops
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    part: ModelPart | None = None,
 ) -> WeightProvider:
-    """The weights that a configuration names; raises what :func:`~swiftllm.model.weights.load_weights` does."""
+    """The weights that a configuration names, or a ``part`` of them.
+
+    Raises what :func:`~swiftllm.model.weights.load_weights` does.
+    """
     if config.load_format == "dummy":
-        weights = dummy_weights(model, device, dtype, config.seed)
+        weights = dummy_weights(model, device, dtype, config.seed, part)
     else:
-        weights = load_weights(config.model, model, device, dtype)
-    return ResidentWeights(model, weights, ops)
+        weights = load_weights(config.model, model, device, dtype, part)
+    return ResidentWeights(model if part is None else part.sizes, weights, ops)
 
 
 def _ffn(layer: LayerWeights, ops: Ops) -> FfnWeights:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,27 @@ DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix s
 
 class WeightsError(ValueError):
     """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
+
+
+class ModelPart(Protocol):
+    """What one rank holds of each tensor of a checkpoint."""
+
+    sizes: ModelConfig
+    """Of the matrices of the part."""
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
+        part, the other rows are zero."""
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The one part of a model that is not divided."""
+
+    sizes: ModelConfig
+
+    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+        return (slice(None),)
 
 
 @dataclass
@@ -105,16 +127,23 @@ class LlamaWeights:
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    folder: str | Path,
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
 ) -> LlamaWeights:
     """Read ``model.safetensors`` or its shards, converting to ``dtype``; one tensor at a time beside the result.
+
+    Of each tensor only ``part`` is read, by default all.
 
     Raises:
         FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
-    weights = LlamaWeights.empty(config, device, dtype)
-    places = weights.by_checkpoint_name(config)
+    part = part or WholeModel(config)
+    weights = LlamaWeights.empty(part.sizes, device, dtype)
+    places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -122,15 +151,15 @@ def load_weights(
     for name, tensor in _read_tensors(Path(folder)):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):
             continue
-        target = places.get(name)
-        if target is None:
+        shape = tensor.get_shape()
+        if name not in places:
             unknown.append(name)
-        elif target.shape != tensor.shape:
-            raise WeightsError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}"
-            )
+        elif shape != shapes[name]:
+            raise WeightsError(f"{folder}: {name} has shape {shape}, config.json asks for {shapes[name]}")
         else:
-            target.copy_(tensor)
+            rows = tensor[part.slices(name, shape)]
+            places[name][: len(rows)].copy_(rows)
+            places[name][len(rows) :].zero_()
             seen.add(name)
     missing = sorted(places.keys() - seen)
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
@@ -140,29 +169,55 @@ def load_weights(
     return weights
 
 
-def dummy_weights(config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> LlamaWeights:
+def dummy_weights(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    part: ModelPart | None = None,
+) -> LlamaWeights:
     """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
     All tensors repeat one sequence of random numbers, each from another offset. So filling takes no longer than writing
-    the memory: seconds for billions of parameters.
+    the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there.
     """
+    part = part or WholeModel(config)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(device, dtype)
-    weights = LlamaWeights.empty(config, device, dtype)
-    for name, tensor in weights.by_checkpoint_name(config).items():
+    weights, shapes = LlamaWeights.empty(part.sizes, device, dtype), _whole_shapes(config)
+    for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith("bias"):
             tensor.zero_()
         else:
             offset = int(torch.randint(DUMMY_PERIOD, (), generator=generator))
-            shifted = noise.roll(offset)
-            for part in tensor.view(-1).split(DUMMY_PERIOD):
-                part.copy_(shifted[: part.numel()])
+            _fill(tensor, noise, offset, shapes[name], part.slices(name, shapes[name]))
     return weights
 
 
-def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _fill(
+    target: torch.Tensor, noise: torch.Tensor, offset: int, shape: Sequence[int], slices: Sequence[slice]
+) -> None:
+    """Fill a matrix with the ``slices`` of one of ``shape``, which repeats ``noise`` from ``offset`` on row by row."""
+    period, (height, width) = len(noise), shape
+    rows, columns = (range(height)[slices[0]], slices[1] if len(slices) > 1 else slice(None))
+    step = max(1, period // width)
+    for first in range(0, len(rows), step):
+        count = min(step, len(rows) - first)
+        numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
+        target[first : first + count].copy_(numbers.view(count, width)[:, columns])
+    target[len(rows) :].zero_()
+
+
+def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """The shape of each tensor of a checkpoint."""
+    whole = LlamaWeights.empty(config, "meta", torch.float32).by_checkpoint_name(config)
+    return {name: list(tensor.shape) for name, tensor in whole.items()}
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names of tensors, and what reads slices of each: ``get_shape()`` and ``[...]``."""
     from safetensors import SafetensorError, safe_open  # not needed for dummy weights
 
     index = folder / INDEX_FILE
@@ -182,6 +237,6 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, tensors.get_tensor(name)
+                    yield name, tensors.get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{path} is no readable safetensors file: {error}") from None

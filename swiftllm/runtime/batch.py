@@ -1,17 +1,20 @@
-"""Lanes and cohorts as tensors. What is the same in all layers is made once, when they open."""
+"""Lanes and cohorts as tensors. What is the same in all layers is made once, when they open.
+
+A batch is opened in two halves: requests and block tables become a description of plain values
+(:mod:`swiftllm.runtime.description`), and the description becomes tensors on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
+from swiftllm.runtime.description import Chunk, CohortDescription, LaneDescription
 from swiftllm.sampling.logprobs import PromptRows
 
 
@@ -20,20 +23,26 @@ class Rows:
     """One row per token. Between two boundaries a batch holds ``residual``, and ``qkv`` or ``attention_out``; all are
     on the device.
 
-    ``sampling_rows`` (None: all) are the rows that get a token at the last boundary, for ``sampling_requests``.
+    ``sampling_rows`` (None: all) are the rows that get a token at the last boundary, for ``sampling_requests``. A rank
+    that chooses no tokens has no requests.
     """
 
     token_ids: torch.Tensor  # int64 [rows]
     rotary_rows: torch.Tensor  # float32 [rows, 2, head_dim]
     attention_out: torch.Tensor  # [rows, num_heads, head_dim]
     sampling_rows: torch.Tensor | None
-    sampling_requests: list[Request]
+    sampling_requests: list[Request] = field(default_factory=list, kw_only=True)
     residual: torch.Tensor | None = None  # [rows, hidden_size]
     qkv: torch.Tensor | None = None  # [rows, num_heads + 2 num_kv_heads, head_dim]
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that get a token."""
+        return self.num_rows if self.sampling_rows is None else self.sampling_rows.shape[0]
 
 
 @dataclass
@@ -72,10 +81,14 @@ class DecodeGroup:
 
 @dataclass(eq=False)
 class LaneBatch(Rows):
-    """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes."""
+    """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes.
+
+    ``scored_rows`` give log-probabilities of prompts, which go to the requests of ``prompts``.
+    """
 
     prefills: tuple[PrefillGroup, ...] = ()
     decodes: DecodeGroup | None = None
+    scored_rows: tuple[slice, ...] = ()
     prompts: tuple[PromptRows, ...] = ()
 
 
@@ -92,7 +105,7 @@ class CohortBatch(Rows):
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Opens lanes and cohorts. ``rotary_table`` float32 ``[positions, 2, head_dim]`` is on ``device``."""
+    """Makes batches of descriptions. ``rotary_table`` float32 ``[positions, 2, head_dim]`` is on ``device``."""
 
     device: Device
     dtype: torch.dtype
@@ -100,65 +113,40 @@ class BatchBuilder:
     num_heads: int
     rotary_table: torch.Tensor
 
-    def open_lane(self, items: Sequence[LaneItem], tables: Mapping[str, Sequence[int]]) -> LaneBatch:
-        stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
-        if stray is not None:
-            raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a cohort")
-        prefill_items = [item for tier in Tier for item in items if item.is_prefill and item.tier is tier]
-        decode_items = [item for item in items if not item.is_prefill]
-        items = prefill_items + decode_items
-        token_ids = [t for item in items for t in item.request.token_ids(item.start, item.context_len)]
-        positions = [p for item in items for p in range(item.start, item.context_len)]
-        sampling, prompts, num_rows = [], [], 0
-        for item in items:
-            if item.is_prefill and item.request.sampling.prompt_logprobs is not None:
-                prompts += _prompt_rows(item, num_rows)
-            num_rows += item.num_tokens
-            if item.samples:
-                sampling.append((num_rows - 1, item.request))
-
+    def open_lane(self, lane: LaneDescription) -> LaneBatch:
         groups, first_row = [], 0
-        for tier, run in groupby(prefill_items, key=lambda item: item.tier):
-            groups.append(self._prefill_group(tier, list(run), first_row, tables))
-            first_row = groups[-1].rows.stop
-        decodes = None
-        if decode_items:
-            lens = [item.context_len for item in decode_items]
-            block_tables = self._block_tables((item.request for item in decode_items), lens, tables)
-            seq_lens = torch.tensor(lens, dtype=torch.int32)
-            rows = slice(first_row, num_rows)
-            decodes = DecodeGroup(rows, self._upload(block_tables), self._upload(seq_lens))
-        is_all = len(sampling) == num_rows
-        sampling_rows = torch.tensor([row for row, _ in sampling], dtype=torch.int64)
+        for tier, chunks in ((Tier.GPU, lane.gpu_prefills), (Tier.CPU, lane.cpu_prefills)):
+            if chunks:
+                groups.append(self._prefill_group(tier, chunks, first_row))
+                first_row = groups[-1].rows.stop
+        num_rows, decodes = len(lane.token_ids), None
+        if lane.decode_lens:
+            block_tables = self._upload(_tables(lane.decode_tables, len(lane.decode_lens)))
+            seq_lens = self._upload(torch.tensor(lane.decode_lens, dtype=torch.int32))
+            decodes = DecodeGroup(slice(first_row, num_rows), block_tables, seq_lens)
+        is_all = len(lane.sampling_rows) == num_rows
         return LaneBatch(
-            **self._rows(token_ids, positions),
-            attention_out=torch.empty(
-                self._out_shape(len(token_ids)), dtype=self.dtype, device=self.device.torch_device
-            ),
-            sampling_rows=None if is_all else self._upload(sampling_rows),
-            sampling_requests=[request for _, request in sampling],
+            **self._rows(lane.token_ids, lane.positions),
+            attention_out=torch.empty(self._out_shape(num_rows), dtype=self.dtype, device=self.device.torch_device),
+            sampling_rows=None if is_all else self._upload(torch.tensor(lane.sampling_rows, dtype=torch.int64)),
             prefills=tuple(groups),
             decodes=decodes,
-            prompts=tuple(prompts),
+            scored_rows=tuple(slice(*rows) for rows in lane.scored_rows),
         )
 
-    def open_cohort(self, requests: Sequence[Request], tables: Mapping[str, Sequence[int]]) -> CohortBatch:
-        lens = [request.num_tokens for request in requests]
-        token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
-        host_out = self.device.pinned(self._out_shape(len(requests)), self.dtype)
+    def open_cohort(self, cohort: CohortDescription) -> CohortBatch:
+        host_out = self.device.pinned(self._out_shape(len(cohort.lens)), self.dtype)
         return CohortBatch(
-            **self._rows(token_ids, [n - 1 for n in lens]),
+            **self._rows(cohort.token_ids, [n - 1 for n in cohort.lens]),
             attention_out=self.device.mirror(host_out),
             sampling_rows=None,
-            sampling_requests=list(requests),
-            block_tables=self._block_tables(requests, lens, tables),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=_tables(cohort.block_tables, len(cohort.lens)),
+            seq_lens=torch.tensor(cohort.lens, dtype=torch.int32),
             host_out=host_out,
         )
 
-    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
-        """The cohort without some of its requests. No attention of it may be under way."""
-        kept = [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
+    def keep_rows(self, cohort: CohortBatch, kept: Sequence[int]) -> CohortBatch:
+        """The cohort with some of its rows. No attention of it may be under way."""
         index = torch.tensor(kept, dtype=torch.int64)
         on_device = self._upload(index)
 
@@ -172,7 +160,7 @@ class BatchBuilder:
             rotary_rows=keep(cohort.rotary_rows),
             attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),
             sampling_rows=None,
-            sampling_requests=[cohort.sampling_requests[row] for row in kept],
+            sampling_requests=[cohort.sampling_requests[row] for row in kept] if cohort.sampling_requests else [],
             residual=keep(cohort.residual),
             qkv=keep(cohort.qkv),
             block_tables=cohort.block_tables.index_select(0, index),
@@ -192,25 +180,22 @@ class BatchBuilder:
             "rotary_rows": self.rotary_table[self._upload(torch.tensor(positions, dtype=torch.int64))],
         }
 
-    def _prefill_group(
-        self, tier: Tier, items: list[LaneItem], first_row: int, tables: Mapping[str, Sequence[int]]
-    ) -> PrefillGroup:
+    def _prefill_group(self, tier: Tier, items: Sequence[Chunk], first_row: int) -> PrefillGroup:
         """``first_row``: the lane's row where the group begins."""
         at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
         row, chunks, row_blocks, row_offsets = first_row, [], [], []
-        for item in items:
-            rows = slice(row, row + item.num_tokens)
+        for start, context_len, block_ids in items:
+            rows = slice(row, row + context_len - start)
             row = rows.stop
-            num_blocks = -(-item.context_len // self.block_size)
-            blocks = torch.tensor(tables[item.request.request_id][:num_blocks], dtype=torch.int64)
-            positions = torch.arange(item.start, item.context_len)
+            blocks = torch.tensor(block_ids, dtype=torch.int64)
+            positions = torch.arange(start, context_len)
             row_blocks.append(blocks[positions // self.block_size])
             row_offsets.append(positions % self.block_size)
-            if item.start == 0:
-                chunks.append(PrefillChunk(rows, item.context_len, None, None))
+            if start == 0:
+                chunks.append(PrefillChunk(rows, context_len, None, None))
             else:
-                mask = torch.arange(item.context_len) <= positions[:, None]
-                chunks.append(PrefillChunk(rows, item.context_len, at_tier(blocks), self._upload(mask)))
+                mask = torch.arange(context_len) <= positions[:, None]
+                chunks.append(PrefillChunk(rows, context_len, at_tier(blocks), self._upload(mask)))
         return PrefillGroup(
             tier,
             slice(first_row, row),
@@ -219,23 +204,8 @@ class BatchBuilder:
             chunks,
         )
 
-    def _block_tables(
-        self, requests: Iterable[Request], lens: list[int], tables: Mapping[str, Sequence[int]]
-    ) -> torch.Tensor:
-        counts = [-(-n // self.block_size) for n in lens]
-        table = np.zeros((len(lens), max(counts, default=0)), dtype=np.int32)
-        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            table[row, :count] = tables[request.request_id][:count]
-        return torch.from_numpy(table)
 
-
-def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
-    """Rows of a chunk that give log-probabilities the request lacks; the chunk begins at ``first_row``. Output tokens
-    got theirs when they were sampled."""
-    request = item.request
-    start = max(item.start, len(request.prompt_logprobs))
-    stop = min(item.context_len, request.prompt_len - 1)
-    if start >= stop:
-        return []
-    rows = slice(first_row + start - item.start, first_row + stop - item.start)
-    return [PromptRows(request, rows, request.prompt_token_ids[start + 1 : stop + 1])]
+def _tables(values: bytes, rows: int) -> torch.Tensor:
+    """Block tables of a description: int32 ``[rows, max_blocks]``."""
+    tables = np.frombuffer(values, dtype=np.int32)
+    return torch.from_numpy(tables.reshape(rows, tables.size // max(1, rows)).copy())

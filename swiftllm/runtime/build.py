@@ -12,7 +12,18 @@ from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.interface import MakeWorker
 from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+
+
+def make_backend(config: EngineConfig, make_worker: MakeWorker = InlineWorker) -> TorchBackend:
+    """The backend of one process, or of several ranks; see :class:`~swiftllm.runtime.torch_backend.TorchBackend`."""
+    if config.tensor_parallel == 1:
+        return TorchBackend(config, make_worker)
+    from swiftllm.parallel.backend import ShardedBackend  # not needed by one process
+
+    return ShardedBackend(config, make_worker)
 
 
 def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
@@ -51,6 +62,7 @@ def assemble_engine(
         "dtype": str(backend.dtype).removeprefix("torch."),
         "num_gpu_blocks": backend.num_gpu_blocks,
         "num_cpu_blocks": backend.num_cpu_blocks,
+        "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
         "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len),
@@ -74,6 +86,6 @@ def assemble_engine(
 
 def build_gpu_only(name: str, make_scheduler: Callable[..., Scheduler], config: EngineConfig) -> Engine:
     """An engine of the system ``name``, whose scheduler needs no predictions."""
-    backend = TorchBackend(config)
+    backend = make_backend(config)
     scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
     return assemble_engine(name, config, backend, scheduler)

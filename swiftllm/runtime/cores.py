@@ -38,8 +38,9 @@ def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivis
     A lane on a CPU has all cores, half of them or a quarter, since its linear layers are mostly the larger part of the
     work. The worker has the rest. If the lane has all cores, the worker has them too: each sleeps while it waits for
     the other, and the system schedules the excess threads. OMP_NUM_THREADS, if set, bounds the lane.
+    Each rank of several divides an equal share of the cores.
     """
-    cores = usable_cores()
+    cores = max(1, usable_cores() // config.tensor_parallel)
     if not lane_on_cpu:
         lanes, reason = [1], "a GPU computes it"
     elif config.lane_threads is not None:

@@ -107,7 +107,8 @@ class GraphKey(NamedTuple):
 class LayerGraphs:
     """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
 
-    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of device memory that the graphs take.
+    Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and ``all_agree``:
+    whether all ranks of several say so. They must capture the same graphs, since these hold their collectives.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class LayerGraphs:
     ) -> None:
         """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
         most ``max_blocks`` blocks."""
+        self.all_agree: Callable[[bool], bool] = lambda is_well: is_well
         self._device = device
         self._model = model
         self._last = model.config.num_layers - 1
@@ -125,7 +127,7 @@ class LayerGraphs:
         self._lanes, self._cohorts = (Frame(rows, model, dtype, widths) for _ in range(2))
         # One for both frames: the logits are sampled before the next boundary begins.
         torch_device = model.rotary_table.device
-        self._logits = torch.zeros(rows, model.config.vocab_size, dtype=dtype, device=torch_device)
+        self._logits = torch.zeros(rows, model.num_logits, dtype=dtype, device=torch_device)
         self._likeliest = torch.zeros(rows, dtype=torch.int64, device=torch_device)
         self._gpu_layers: Sequence[torch.Tensor] = ()
         self._graphs: dict[GraphKey, Graph] = {}
@@ -150,7 +152,7 @@ class LayerGraphs:
                 downwards = self._row_buckets[::-1]
                 for rows in (*downwards[::2], *downwards[1::2]):
                     self.num_bytes = free_bytes - self._device.free_bytes()
-                    if self._graphs and self.num_bytes > self._device.graph_bytes:
+                    if self._graphs and not self.all_agree(self.num_bytes <= self._device.graph_bytes):
                         self._row_buckets = tuple(sorted({key.rows for key in self._graphs}))
                         there = ", ".join(map(str, self._row_buckets))
                         taken = f"{len(self)} graphs take {self.num_bytes >> 20} MiB"
@@ -180,7 +182,7 @@ class LayerGraphs:
         return True
 
     def last_boundary(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Logits ``[rows, vocab_size]`` and the most likely token of each row, int64 ``[rows]``; valid until the next
+        """Logits ``[rows, num_logits]`` and the most likely token of each row, int64 ``[rows]``; valid until the next
         last boundary. None: some row gets no token, or no bucket holds the rows; nothing was done."""
         if any(batch.sampling_rows is not None for batch in batches):
             return None
@@ -242,12 +244,20 @@ class LayerGraphs:
         boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
         attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
         wholes = itertools.product((self._lanes,), (WHOLE,), (rows,), self._block_buckets)
-        for key in itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)):
+        keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
+        for key in keys:  # all, before a capture can fail: ranks launch the same collectives
             if -1 <= key.layer <= 0 or key.layer == self._last:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
                 # are empty, so this launch stores nothing.
                 self._launch(key)
-            self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
+        error = None
+        try:
+            for key in keys:
+                self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
+        except RuntimeError as failure:
+            error = failure
+        if not self.all_agree(error is None):
+            raise error or RuntimeError("another rank failed to capture")
 
     def _run(self, key: GraphKey) -> None:
         graph = self._graphs.get(key)

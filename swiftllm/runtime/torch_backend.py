@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,15 +16,16 @@ from swiftllm.device import open_device
 from swiftllm.device.device import Device, Event, Stream
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
-from swiftllm.kv.sizing import check_weights, plan_blocks
+from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import open_weights
+from swiftllm.model.providers import WeightProvider, open_weights
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers
@@ -46,6 +48,7 @@ class TorchBackend:
     Attributes:
         hardware: where the linear layers run.
         graphs: captured graphs; None on a host.
+        model_config: of the whole model.
         device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
@@ -72,21 +75,19 @@ class TorchBackend:
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
-        check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
-        weights = open_weights(config, self.model_config, self.device, self.dtype, self._ops)
-        self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
+        sizes = self._sizes()
+        check_weights(sizes, self.dtype, self._free_bytes())
+        self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
-        self.kv_bytes_per_block = self.model_config.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
+        self.kv_bytes_per_block = sizes.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
-        self.kv_plan = plan_blocks(
+        self.kv_plan = self._plan_blocks(
             config,
-            self.kv_bytes_per_block,
-            available_host_bytes(),
             self.hardware.left_free(lambda: widest_iteration(self._model, self._sampler, config, self.dtype)),
         )
-        self.kv_pools = KVPools(self.model_config, self.kv_plan, self.device, self.dtype)
+        self.kv_pools = KVPools(sizes, self.kv_plan, self.device, self.dtype)
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
         self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
         self.block_tables: Mapping[str, Sequence[int]] = {}
@@ -95,13 +96,35 @@ class TorchBackend:
         )
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
-            self.hardware, self.dtype, self.block_size, self.model_config.num_heads, self._model.rotary_table
+            self.hardware, self.dtype, self.block_size, sizes.num_heads, self._model.rotary_table
         )
-        if self.graphs is not None:
-            self.graphs.capture(self.kv_pools.layers[Tier.GPU])
+        self._capture_graphs()
         # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
         self._worker = make_worker(self._runner)
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
+
+    # -- what a rank of several does in another way: see swiftllm.parallel ---------------------------------------------
+
+    def _sizes(self) -> ModelConfig:
+        """The sizes of what this process computes of the model."""
+        return self.model_config
+
+    def _open_weights(self, config: EngineConfig) -> WeightProvider:
+        return open_weights(config, self.model_config, self.device, self.dtype, self._ops)
+
+    def _free_bytes(self) -> int:
+        """Memory of the device that this process may take."""
+        return self.hardware.free_bytes()
+
+    def _plan_blocks(self, config: EngineConfig, device_bytes: int | None) -> KVPlan:
+        """``device_bytes``: see :func:`~swiftllm.kv.sizing.plan_blocks`."""
+        return plan_blocks(config, self.kv_bytes_per_block, available_host_bytes(), device_bytes)
+
+    def _capture_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.capture(self.kv_pools.layers[Tier.GPU])
+
+    # -- setting up ----------------------------------------------------------------------------------------------------
 
     def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
         longest = config.max_model_len or self.model_config.max_position_embeddings
@@ -129,6 +152,10 @@ class TorchBackend:
             torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
+    def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
+        """See :meth:`~swiftllm.kv.pools.KVPools.write`."""
+        self.kv_pools.write(num_blocks, progress)
+
     @property
     def num_layers(self) -> int:
         return self.model_config.num_layers
@@ -150,16 +177,40 @@ class TorchBackend:
 
     @torch.inference_mode()
     def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        return self._builder.open_lane(items, self.block_tables)
+        description, requests, prompts = describe_lane(items, self.block_tables, self.block_size)
+        lane = self.build_lane(description)
+        lane.sampling_requests, lane.prompts = requests, tuple(prompts)
+        return lane
 
     @torch.inference_mode()
     def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
-        return self._builder.open_cohort(requests, self.block_tables)
+        cohort = self.build_cohort(describe_cohort(requests, self.block_tables, self.block_size))
+        cohort.sampling_requests = list(requests)
+        return cohort
 
     @torch.inference_mode()
     def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
+        return self.keep_rows(
+            cohort, [row for row, r in enumerate(cohort.sampling_requests) if r.request_id not in request_ids]
+        )
+
+    # -- batches without their requests --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def build_lane(self, description: LaneDescription) -> LaneBatch:
+        return self._builder.open_lane(description)
+
+    @torch.inference_mode()
+    def build_cohort(self, description: CohortDescription) -> CohortBatch:
+        return self._builder.open_cohort(description)
+
+    @torch.inference_mode()
+    def keep_rows(self, cohort: CohortBatch, kept: Sequence[int]) -> CohortBatch:
+        """The cohort with these of its rows; see :meth:`drop_rows`."""
         self._await_return(cohort)
-        return self._builder.drop_rows(cohort, request_ids)
+        return self._builder.keep_rows(cohort, kept)
+
+    # -- the work of an iteration --------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
@@ -280,9 +331,9 @@ class TorchBackend:
         """The last boundary, for the rows that get a token and those whose prompt's log-probabilities are asked for:
         the others are done once their K and V are stored."""
         for batch in batches:
-            if isinstance(batch, LaneBatch) and batch.prompts:
+            if isinstance(batch, LaneBatch) and batch.scored_rows:
                 self._score_prompts(batch)
-        batches = [batch for batch in batches if batch.sampling_requests]
+        batches = [batch for batch in batches if batch.num_samples]
         if not batches:
             return {}
 
@@ -297,14 +348,17 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
-        def logits(rows: slice) -> torch.Tensor:  # of a copy, since the lane has yet to cross this boundary
-            return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+        self._prompt_scorer.score_prompts(lane.prompts, partial(self._prompt_logits, lane))
 
-        self._prompt_scorer.score_prompts(lane.prompts, logits)
+    def _prompt_logits(self, lane: LaneBatch, rows: slice) -> torch.Tensor:
+        # Of a copy, since the lane has yet to cross this boundary.
+        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""
         requests = [request for batch in batches for request in batch.sampling_requests]
+        if not requests:
+            return {}
         tokens = self._sampler.sample(logits, requests, likeliest)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 

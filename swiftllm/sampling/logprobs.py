@@ -55,13 +55,14 @@ class PromptScorer:
             tokens = self._stream.send(torch.tensor(following, dtype=torch.int64))
             pieces = [
                 score_tokens(logits(piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)
-                for piece in self._pieces(rows)
+                for piece in self.pieces(rows)
             ]
             found = fetch_lists(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
             for token, logprob, rank, top_tokens, top_logprobs in zip(following, *found, strict=True):
                 top = tuple(zip(top_tokens, top_logprobs, strict=True))
                 request.prompt_logprobs.append(TokenLogprob(token, logprob, rank, top))
 
-    def _pieces(self, rows: slice) -> list[slice]:
+    def pieces(self, rows: slice) -> list[slice]:
+        """The rows in the pieces whose logits are computed at once."""
         starts = range(rows.start, rows.stop, self._rows_at_once)
         return [slice(start, min(start + self._rows_at_once, rows.stop)) for start in starts]

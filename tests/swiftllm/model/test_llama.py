@@ -1,9 +1,11 @@
 """The model against transformers on the same files."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
@@ -144,7 +146,7 @@ class OneSlotWeights:
         self._ops = ops
         first = self._weights.layers[0]
         self._slots = {name: torch.empty_like(t) for name, t in vars(first).items() if t is not None}
-        self.num_copied = 0
+        self.num_copied, self.num_logits = 0, model.vocab_size
 
     def boundary(self, layer: int) -> BoundaryWeights:
         self.num_copied += 1
@@ -153,7 +155,9 @@ class OneSlotWeights:
         if layer == len(whole.layers) - 1:
             return BoundaryWeights(None, ffn, whole.final_norm, self._ops.make_linear(whole.lm_head, None), None)
         norm, qkv = self._copy("input_norm", whole.layers[layer + 1]), self._linear("qkv", whole.layers[layer + 1])
-        return BoundaryWeights(whole.embedding if ffn is None else None, ffn, norm, qkv, None)
+        return BoundaryWeights(
+            partial(F.embedding, weight=whole.embedding) if ffn is None else None, ffn, norm, qkv, None
+        )
 
     def _ffn(self, layer: LayerWeights) -> FfnWeights:
         o, gate_up, down = (self._linear(name, layer) for name in ("o", "gate_up", "down"))

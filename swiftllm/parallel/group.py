@@ -1,0 +1,86 @@
+"""The collective operations of the ranks: NCCL between GPUs, gloo between CPUs.
+
+A group outlives its communicators. After a failure all ranks leave and join again; meanwhile, and before the first
+time, each rank computes alone, so that it can load and measure without waiting for others.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GatherOptions
+
+HOST = "127.0.0.1"  # all ranks are in one machine
+TIMEOUT = timedelta(seconds=60)  # of a collective, for a rank that is alive and does not answer
+
+
+class Group:
+    """One rank's access to all ranks.
+
+    Attributes:
+        rank, size: this rank, from 0, and how many there are.
+        port: of the store where ranks find each other; rank 0 holds it.
+        fails_by_itself: whether a collective raises once another rank has died. Else only :meth:`leave` releases it.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, port: int = 0) -> None:
+        self.rank = rank
+        self.size = size
+        self.fails_by_itself = device.type == "cpu"
+        self._device = device
+        self._store = dist.TCPStore(HOST, port, None, rank == 0, TIMEOUT, wait_for_workers=False)
+        self.port = self._store.port
+        self._ranks: dist.ProcessGroup | None = None
+
+    def join(self, epoch: int) -> None:
+        """Meet the ranks that join the same ``epoch``, a number not used before; returns when all have."""
+        store = dist.PrefixStore(f"epoch-{epoch}", self._store)
+        if self._device.type == "cpu":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+            options._threads, options._timeout = 1, TIMEOUT
+            self._ranks = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            self._ranks = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self.all_agree(True)  # NCCL connects in the first collective, which must not be captured
+
+    def leave(self) -> None:
+        """Break off: collectives under way raise, here and on the other ranks. From any thread."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.abort()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        if self._ranks is not None:
+            self._ranks.allreduce([tensor], _on_this_stream(dist.AllreduceOptions())).wait()
+        return tensor
+
+    def gather(self, columns: torch.Tensor, width: int) -> torch.Tensor:
+        """On rank 0 the columns of all ranks side by side, ``[rows, width]``: those beyond ``width`` are left out.
+        Elsewhere ``columns`` itself."""
+        if self.rank > 0:
+            if self._ranks is not None:
+                self._ranks.gather([], [columns], _on_this_stream(GatherOptions())).wait()
+            return columns
+        parts = [torch.zeros_like(columns) for _ in range(self.size)]
+        if self._ranks is not None:
+            self._ranks.gather([parts], [columns], _on_this_stream(GatherOptions())).wait()
+        parts[-1] = parts[-1][:, : width - (self.size - 1) * columns.shape[1]]
+        return torch.cat(parts, dim=1)
+
+    def all_agree(self, is_well: bool) -> bool:
+        """Whether all ranks say so."""
+        if self._ranks is None:
+            return is_well
+        answer = torch.tensor([int(not is_well)], device=self._device)
+        return not self.all_reduce(answer).item()
+
+
+def _on_this_stream(options: dist.AllreduceOptions | GatherOptions) -> dist.AllreduceOptions | GatherOptions:
+    options.asyncOp = False  # NCCL: in order with the work around it, and in a captured graph
+    return options

@@ -1,0 +1,61 @@
+"""How the processes of the other ranks begin and end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Protocol
+
+from swiftllm.parallel.channel import Channel
+
+STANDARD_ERROR = 2  # also for what ranks print: a command's output is the driver's alone
+ENTRY = "swiftllm.parallel.rank:rank_main"
+
+
+class RankProcess(Protocol):
+    """A rank's process: see :class:`subprocess.Popen`."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class RankLauncher(Protocol):
+    """Starts ranks."""
+
+    def start(self, rank: int, threads: int) -> tuple[RankProcess, Channel]:
+        """Start rank ``rank``, which has ``threads`` cores, and connect to it."""
+
+
+class SpawnedRanks:
+    """Starts each rank as a fresh Python of this machine. It ends when its end of the channel closes."""
+
+    def __init__(self, entry: str = ENTRY) -> None:
+        """``entry``: the function that the process runs, ``module:name``, called with the channel."""
+        self._entry = entry
+
+    def start(self, rank: int, threads: int) -> tuple[RankProcess, Channel]:
+        module, _, name = self._entry.partition(":")
+        own, its = socket.socketpair()
+        program = (  # ends without Python's clean-up, which takes a second
+            f"import os, socket; from swiftllm.parallel.channel import Channel; from {module} import {name}; "
+            f"{name}(Channel(socket.socket(fileno={its.fileno()}))); os._exit(0)"
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": str(threads),  # read when torch is imported
+        }
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[its.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=STANDARD_ERROR,
+            )
+        return process, Channel(own)

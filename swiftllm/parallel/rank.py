@@ -1,0 +1,216 @@
+"""The process of a rank other than the driver: carries out the driver's commands, and decides nothing itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.device import open_device
+from swiftllm.engine.backend import Ticket
+from swiftllm.kv.sizing import KVPlan
+from swiftllm.model.config import ModelConfig
+from swiftllm.parallel.channel import Channel, ChannelClosed
+from swiftllm.parallel.group import Group
+from swiftllm.parallel.rank_backend import RankBackend
+from swiftllm.parallel.shards import Shard
+from swiftllm.runtime.batch import LaneBatch, Rows
+from swiftllm.runtime.cores import CoreDivision
+from swiftllm.runtime.description import CohortDescription, LaneDescription
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.interface import AttentionWorker
+from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
+from swiftllm.runtime.workers.thread import CpuWorker
+
+AFTER_FAILURE = ("reset", "rejoin")  # the commands that a rank still obeys after one that failed
+
+
+class BlockMove(NamedTuple):
+    """What a transfer of blocks reads of a :class:`swiftllm.core.plan.Swap`."""
+
+    source: Tier
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+class ReportingRunner:
+    """Tells the driver of each CPU attention that is over; else the runner behind it."""
+
+    def __init__(self, runner: TaskRunner, channel: Channel) -> None:
+        self._runner = runner
+        self._channel = channel
+
+    def run_task(self, task: CpuTask) -> None:
+        try:
+            self._runner.run_task(task)
+        except BaseException as error:
+            self._channel.send("failed", _text(error))
+            raise
+        if isinstance(task, AttentionTask):
+            self._channel.send("ticket")
+
+
+class PeerBackend(RankBackend):
+    """Takes the number of KV blocks from the driver, and computes without requests."""
+
+    def __init__(
+        self, config: EngineConfig, channel: Channel, *, rank: int, size: int, port: int, threaded: bool
+    ) -> None:
+        """``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own."""
+        self._channel = channel
+        if torch.cuda.is_available() and config.device != "cpu":
+            torch.cuda.set_device(rank)
+        hardware = open_device(config.device)
+        group = Group(rank, size, hardware.torch_device, port)
+        shard = Shard(ModelConfig.from_folder(config.model), rank, size)
+        super().__init__(config, shard, group, self._make_worker(threaded), hardware)
+
+    def _make_worker(self, threaded: bool):
+        def make(runner: TaskRunner) -> AttentionWorker:
+            return (CpuWorker if threaded else InlineWorker)(ReportingRunner(runner, self._channel))
+
+        return make
+
+    def _plan_blocks(self, config: EngineConfig, device_bytes: int | None) -> KVPlan:
+        self._channel.send("loaded", device_bytes)
+        _, num_gpu_blocks, num_cpu_blocks, epoch = self._channel.receive()
+        self.group.join(epoch)
+        blocks = {Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}
+        return KVPlan(blocks, config.block_size, self.kv_bytes_per_block)
+
+    def _score_prompts(self, lane: LaneBatch) -> None:
+        for rows in lane.scored_rows:  # the driver does the same, and keeps the results
+            for piece in self._prompt_scorer.pieces(rows):
+                self._prompt_logits(lane, piece)
+
+
+class Rank:
+    """The driver's commands, by name. Batches have the numbers that the driver gives them.
+
+    A command that fails breaks the rank: it leaves the group, so that no other rank waits for it, and ignores all
+    commands until it is reset.
+    """
+
+    def __init__(self, backend: PeerBackend, channel: Channel) -> None:
+        self.backend = backend
+        self._channel = channel
+        self._batches: dict[int, Rows] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._is_broken = False
+
+    def serve(self) -> None:
+        """Obey until the driver says ``finish``."""
+        while (message := self._channel.receive())[0] != "finish":
+            name, *arguments = message
+            if self._is_broken and name not in AFTER_FAILURE:
+                continue
+            try:
+                getattr(self, name)(*arguments)
+            except ChannelClosed:
+                raise
+            except Exception as error:
+                self._is_broken = True
+                self._channel.send("failed", _text(error))
+                self.backend.group.leave()
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def open_lane(self, number: int, description: tuple) -> None:
+        self._batches[number] = self.backend.build_lane(LaneDescription(*description))
+
+    def open_cohort(self, number: int, description: tuple) -> None:
+        self._batches[number] = self.backend.build_cohort(CohortDescription(*description))
+
+    def keep_rows(self, number: int, new_number: int, kept: Sequence[int]) -> None:
+        self.wait_for_ticket(number)
+        self._batches[new_number] = self.backend.keep_rows(self._batches[number], kept)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._batches.pop(number, None)
+            self._tickets.pop(number, None)
+
+    # -- the work of an iteration --------------------------------------------------------------------------------------
+
+    def swap(self, moves: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
+        self.backend.swap([BlockMove(Tier(source), *blocks) for source, *blocks in moves])
+
+    def boundary(self, layer: int, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.wait_for_ticket(number)
+        self.backend.boundary(layer, [self._batches[number] for number in numbers])
+
+    def gpu_attention(self, layer: int, number: int) -> None:
+        self.backend.gpu_attention(layer, self._batches[number])
+
+    def whole_iteration(self, number: int) -> None:
+        self.backend.whole_iteration(self._batches[number])
+
+    def submit_cpu_attention(self, layer: int, number: int) -> None:
+        self._tickets[number] = self.backend.submit_cpu_attention(layer, self._batches[number])
+
+    def wait_for_ticket(self, number: int) -> None:
+        """The driver has chosen this cohort, whether or not this rank is done with it."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is not None:
+            ticket.wait()
+
+    # -- between iterations --------------------------------------------------------------------------------------------
+
+    def use_cores(self, lane_threads: int, cpu_threads: int) -> None:
+        self.backend.use_cores(CoreDivision(lane_threads, cpu_threads, "as the driver has it"))
+
+    def write_blocks(self, num_blocks: int) -> None:
+        self.backend.write_blocks(num_blocks, lambda done, what: None)
+
+    def reset(self, epoch: int) -> None:
+        """Drop all work under way. The answer says whether the rank is still in the group."""
+        for ticket in self._tickets.values():
+            with contextlib.suppress(Exception):  # reported when it happened
+                ticket.wait()
+        self._tickets.clear()
+        self._batches.clear()
+        self.backend.recover()
+        self._channel.send("done", epoch, not self._is_broken)
+
+    def rejoin(self, epoch: int) -> None:
+        self.backend.group.leave()
+        self.backend.rejoin(epoch)
+        self._is_broken = False
+        self._channel.send("done", epoch, True)
+
+
+def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
+    """Body of the process: set up as the first message says, then serve."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the driver finishes its requests first, and then this process
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_driver, args=[channel], daemon=True).start()
+    try:
+        _, epoch, settings, place = channel.receive()
+        try:
+            backend = PeerBackend(EngineConfig(**settings), channel, **place)
+        except Exception as error:
+            channel.send("failed", _text(error))
+            raise
+        channel.send("done", epoch, True)
+        rank_class(backend, channel).serve()
+        backend.close()
+        backend.group.leave()
+    except ChannelClosed:  # the driver is gone
+        pass
+
+
+def _end_with_driver(channel: Channel) -> None:
+    channel.wait_until_closed()
+    os._exit(0)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

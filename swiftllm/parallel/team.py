@@ -1,0 +1,151 @@
+"""The driver's view of the other ranks: their processes, what they report, and how they are replaced."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swiftllm.parallel.channel import ChannelClosed, Message
+from swiftllm.parallel.launch import RankLauncher
+
+logger = logging.getLogger(__name__)
+
+FINISH_S = 5.0  # that a rank gets to end by itself
+LAST_WORDS_S = 0.2  # after a collective has failed: for the reports of the ranks, which say why
+
+
+class RankFailed(RuntimeError):
+    """A rank has died or could not carry out a command. :meth:`Backend.recover` replaces it or resets it."""
+
+
+class Peer:
+    """Another rank.
+
+    Attributes:
+        finished: CPU attentions that it has finished since it was last reset.
+        failure: why it cannot go on; None if it can.
+        is_dead: its process has ended.
+    """
+
+    def __init__(self, rank: int, launcher: RankLauncher, threads: int, on_death: Callable[[], None]) -> None:
+        self.rank = rank
+        self.finished = 0
+        self.failure: str | None = None
+        self.is_dead = threading.Event()
+        self._answers: list[Message] = []
+        self._is_ending = False
+        self._on_death = on_death
+        self.process, self.channel = launcher.start(rank, threads)
+        threading.Thread(target=self._watch, name=f"rank-{rank}", daemon=True).start()
+
+    def _watch(self) -> None:
+        status = self.process.wait()
+        self.is_dead.set()
+        if not self._is_ending:
+            logger.error("rank %d (process %d) has ended with status %d", self.rank, self.process.pid, status)
+            self._on_death()
+
+    def send(self, *message: Any) -> None:
+        """
+        Raises:
+            RankFailed: the rank is gone.
+        """
+        try:
+            self.channel.send(*message)
+        except ChannelClosed:
+            self._fail("has died")
+
+    def take_in(self, timeout_s: float | None = 0.0) -> bool:
+        """Take in the next report; see :meth:`Channel.receive`. Returns whether there was one.
+
+        Raises:
+            RankFailed: the rank is gone, or reports a failure.
+        """
+        try:
+            message = self.channel.receive(timeout_s)
+        except ChannelClosed:
+            self._fail("has died")
+        match message:
+            case None:
+                return False
+            case ("ticket",):
+                self.finished += 1
+            case ("failed", why):
+                self._fail(f"failed: {why}")
+            case _:
+                self._answers.append(message)
+        return True
+
+    def _fail(self, why: str) -> None:
+        self.failure = self.failure or f"rank {self.rank} {why}"
+        raise RankFailed(self.failure)
+
+    def has_finished(self, count: int) -> bool:
+        """Whether it has finished so many CPU attentions; never blocks."""
+        while self.finished < count and self.take_in():
+            pass
+        return self.finished >= count
+
+    def wait_until_finished(self, count: int) -> None:
+        while self.finished < count:
+            self.take_in(None)
+
+    def answer(self, name: str, timeout_s: float | None = None) -> Message:
+        """What it answers by this name, without the name.
+
+        Raises:
+            RankFailed: it is gone, reports a failure, or does not answer in time.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._answers:
+            left_s = None if end_s is None else end_s - time.monotonic()
+            if left_s is not None and (left_s <= 0.0 or not self.take_in(left_s)):
+                self._fail(f"does not answer within {timeout_s:g} s")
+            elif left_s is None:
+                self.take_in(None)
+        found, *values = self._answers.pop(0)
+        if found != name:
+            self._fail(f"answers {found} instead of {name}")
+        return tuple(values)
+
+    def reset(self, epoch: int, timeout_s: float) -> bool:
+        """Have it drop all work. Returns whether it is still in the group.
+
+        Raises:
+            RankFailed: it is gone, or does not answer in time.
+        """
+        self.send("reset", epoch)
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self.failure = None  # of before the reset
+            try:
+                answered, is_well = self.answer("done", max(0.0, end_s - time.monotonic()))
+            except RankFailed:
+                if self.is_gone() or time.monotonic() >= end_s:
+                    raise
+                continue
+            if answered == epoch:
+                self.finished = 0
+                return is_well
+
+    def is_gone(self) -> bool:
+        """Whether it has died, or has no way to answer any more."""
+        return self.is_dead.is_set() or (self.failure or "").endswith("has died")
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End the process; returns when it has ended."""
+        self._is_ending = True
+        if not at_once:
+            try:
+                self.channel.send("finish")
+                self.process.wait(FINISH_S)
+            except (ChannelClosed, subprocess.TimeoutExpired):
+                pass
+        if not self.is_dead.wait(0.0 if at_once else 0.1):
+            self.process.kill()
+            self.is_dead.wait()
+        self.channel.close()
