@@ -1,0 +1,346 @@
+"""Engines of several ranks: the tokens of one rank, whatever is slow, and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Request
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.files import cache_dir
+from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
+from swiftllm.parallel.team import RankFailed
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.thread import CpuWorker
+from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
+from tests.reference.ranks import LAUNCHER, delay_tickets, fill_with_nan, tell_ranks
+from tests.reference.tiny_model import make_tiny_llama
+
+SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
+NOTICED_S, SERVING_S, CAUGHT_S = 0.5, 15.0, 10.0
+POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
+TOKENS = 8
+SYSTEMS = [name for name in VARIANTS if not name.endswith("-synchronous")]  # a group of its own each: slow
+FEW_SYSTEMS = ["swiftllm", "neo", "apex-overlap"]
+
+
+class Group:
+    """A model on several ranks, and engines of any system on them."""
+
+    def __init__(self, model_dir: Path, size: int, launcher=LAUNCHER, **options) -> None:
+        self.config = EngineConfig(
+            str(model_dir),
+            device="cpu",
+            dtype="float32",
+            max_num_batched_tokens=48,
+            lane_threads=1,
+            cpu_threads=1,
+            tensor_parallel=size,
+            **{**POOLS, **options},
+        )
+        draw = random.Random(5)
+        vocabulary = 100
+        self.prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(9)]
+        self.expected = judge(model_dir, self.prompts, TOKENS)
+        self.backend = ShardedBackend(self.config, CpuWorker, launcher)
+        fill_with_nan(self.backend)
+
+    def engine(self, variant: str) -> Engine:
+        system, strategy, _ = VARIANTS[variant]
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("apex.systems", "swiftllm.runtime.build"):
+                patch.setattr(f"{module}.make_backend", lambda *_: self.backend)
+            return build_system(system, self.config, strategy, profile=MADE_UP_PROFILE)
+
+    def add(self, engine: Engine, times: int = 1) -> list[Request]:
+        sampling = SamplingParams(TOKENS)
+        prompts = self.prompts * times
+        return [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+
+    def check(self, requests: list[Request]) -> None:
+        expected = self.expected * (len(requests) // len(self.expected))
+        assert [tuple(request.output_token_ids) for request in requests] == expected
+
+    def peers(self):
+        return self.backend._peers
+
+    def close(self) -> None:
+        processes = [peer.process for peer in self.peers()]
+        self.backend.close()
+        assert all(process.poll() is not None for process in processes)
+
+
+def run(engine: Engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
+    engine.kv.check_blocks()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+
+
+def run_on(engine: Engine) -> tuple[Exception, float]:
+    """Run until a step raises. Returns the error and when; then the engine has recovered."""
+    with pytest.raises(Exception) as caught:
+        run(engine)
+    at_s = time.monotonic()
+    for request in engine.recover():
+        engine.requeue_request(request)
+    return caught.value, at_s
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    group = Group(make_tiny_llama(tmp_path_factory.mktemp("llama"), vocab_size=129), 2)  # 129 tokens: one is padding
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("variant", SYSTEMS)
+def test_two_ranks_give_the_tokens_of_transformers(llama: Group, variant: str) -> None:
+    engine = llama.engine(variant)
+    requests = llama.add(engine)
+    run(engine)
+    llama.check(requests)
+
+
+def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
+    found = []
+    sampling = SamplingParams(4, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1)
+    alone = EngineConfig(**{**vars(llama.config), "tensor_parallel": 1})
+    for engine in (llama.engine("swiftllm"), build_system("swiftllm", alone)):
+        requests = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts[1:4])]
+        run(engine)
+        found.append(requests)
+    for two, one in zip(*found, strict=True):
+        assert two.output_token_ids == one.output_token_ids
+        for name in ("prompt_logprobs", "logprobs"):
+            logprobs = [[entry.logprob for entry in getattr(request, name)] for request in (two, one)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4) and logprobs[0]
+
+
+@pytest.mark.parametrize("variant", ["apex-overlap", "adaptive-free-running"])
+def test_tickets_that_are_late_on_either_rank_change_no_token(llama: Group, variant: str) -> None:
+    """Each ticket is delayed at random on each rank, so the ranks finish them in different iterations."""
+    engine, iterations = llama.engine(variant), 0
+    delay_tickets(llama.backend, 0.05, 1)
+    tell_ranks(llama.backend, "delay_tickets", 0.05, 2)
+    try:
+        while iterations < (300 if SLOW else 1):
+            requests = llama.add(engine)
+            before = engine.stats().iterations
+            run(engine)
+            llama.check(requests)
+            iterations += engine.stats().iterations - before
+    finally:
+        delay_tickets(llama.backend, 0.0, 1)
+        tell_ranks(llama.backend, "delay_tickets", 0.0, 2)
+
+
+def test_ranks_that_decide_for_themselves_are_found_out(llama: Group, monkeypatch) -> None:
+    """The fault against which the driver decides for all: each rank looks at its own tickets, and they cross a boundary
+    with unequal rows."""
+    engine = llama.engine("apex-overlap")
+    requests = llama.add(engine)
+    monkeypatch.setattr(ShardedTicket, "ready", lambda ticket: ticket.own.ready())
+    monkeypatch.setattr(ShardedTicket, "wait", lambda ticket: ticket.own.wait())
+    tell_ranks(llama.backend, "delay_tickets", 0.05, 2)
+    tell_ranks(llama.backend, "decide_alone", True)
+    outcome: list[Exception] = []
+
+    def serve() -> None:
+        try:
+            run(engine)
+            llama.check(requests)
+        except (Exception, AssertionError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=serve)
+    start_s = time.monotonic()
+    thread.start()
+    thread.join(CAUGHT_S)
+    hung = thread.is_alive()
+    assert hung or outcome, "the fault went unnoticed"
+    assert hung or time.monotonic() - start_s < CAUGHT_S
+    for peer in llama.peers():
+        peer.process.kill()  # which releases the driver
+    thread.join(CAUGHT_S)
+    assert not thread.is_alive() and outcome
+    monkeypatch.undo()
+    engine.recover()
+    requests = llama.add(engine)
+    run(engine)
+    llama.check(requests)
+
+
+@pytest.mark.parametrize("number", range(20 if SLOW else 2))
+def test_a_rank_that_is_killed_is_replaced(llama: Group, number: int) -> None:
+    variant = FEW_SYSTEMS[::-1][number % 3]
+    engine, draw, killed = llama.engine(variant), random.Random(number), []
+    requests = llama.add(engine)
+    (peer,) = llama.peers()
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.kill(peer.process.pid, signal.SIGKILL)
+
+    steps = draw.randrange(2, 8)
+    for _ in range(steps):
+        engine.step()
+    killer = threading.Timer(draw.uniform(0.0, 0.02), kill)
+    killer.start()
+    error, noticed_s = run_on(engine)
+    killer.join()
+    assert isinstance(error, RankFailed) and "rank 1 has died" in str(error)
+    assert peer.is_dead.is_set()
+    assert noticed_s - killed[0] < NOTICED_S
+    engine.step()
+    served_s = time.monotonic() - killed[0]
+    print(f"noticed after {noticed_s - killed[0]:.3f} s, serving after {served_s:.2f} s")
+    assert served_s < SERVING_S
+    run(engine)
+    llama.check(requests)
+    assert not Path(f"/proc/{peer.process.pid}").exists()
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_replaced(llama: Group) -> None:
+    (peer,) = llama.peers()
+    engine = llama.engine("swiftllm")
+    restarts = engine.stats().worker_restarts
+    os.kill(peer.process.pid, signal.SIGKILL)
+    assert peer.is_dead.wait(NOTICED_S)
+    requests = llama.add(engine)
+    error, _ = run_on(engine)
+    assert isinstance(error, RankFailed)
+    run(engine)
+    llama.check(requests)
+    assert engine.stats().worker_restarts == restarts + 1
+
+
+def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
+    """It leaves the group, which releases the driver, and keeps its weights."""
+    engine = llama.engine("apex-overlap")
+    requests = llama.add(engine)
+    before = llama.peers()[0].process.pid
+    engine.step()
+    tell_ranks(llama.backend, "fail_after", 9)
+    error, _ = run_on(engine)
+    assert isinstance(error, RankFailed)
+    assert str(error) == "rank 1 failed: ValueError: cannot digest this boundary"
+    run(engine)
+    llama.check(requests)
+    assert llama.peers()[0].process.pid == before
+
+
+def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, monkeypatch) -> None:
+    engine = llama.engine("apex-overlap")
+    requests = llama.add(engine)
+    before = llama.peers()[0].process.pid
+    engine.step()
+
+    def fail(self, *arguments) -> None:
+        raise OSError("failed for once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchBackend, "_cross", fail)  # after its command has been sent
+        with pytest.raises(OSError, match="failed for once"):
+            run(engine)
+    for request in engine.recover():
+        engine.requeue_request(request)
+    run(engine)
+    llama.check(requests)
+    assert llama.peers()[0].process.pid == before
+
+
+def test_recovering_without_need_keeps_the_group(llama: Group) -> None:
+    engine = llama.engine("adaptive-free-running")
+    requests = llama.add(engine)
+    before = llama.backend.group._ranks
+    for _ in range(6):
+        engine.step()
+    for request in engine.recover():
+        engine.requeue_request(request)
+    run(engine)
+    llama.check(requests)
+    assert llama.backend.group._ranks is before
+
+
+def test_idle_ranks_take_no_core(llama: Group) -> None:
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{llama.peers()[0].process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    before, start_s = cpu_s(), time.monotonic()
+    time.sleep(2.0)
+    assert cpu_s() - before <= 0.01 * (time.monotonic() - start_s)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config], ids=["qwen2", "qwen3"])
+def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
+    """Biases, and norms of Q and K."""
+    group = Group(make_tiny_llama(tmp_path, kind=kind), 2)
+    for variant in SYSTEMS if SLOW else FEW_SYSTEMS:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+def test_three_ranks_and_the_two_that_stay(tmp_path: Path) -> None:
+    """Tied embeddings, biases of every matrix; one of two other ranks dies."""
+    overrides = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    group = Group(make_tiny_llama(tmp_path, kind=LlamaConfig, **overrides, **heads), 3)
+    for victim in range(2):
+        engine = group.engine("apex-overlap")
+        requests = group.add(engine)
+        for _ in range(5):
+            engine.step()
+        pids = [peer.process.pid for peer in group.peers()]
+        os.kill(pids[victim], signal.SIGKILL)
+        run_on(engine)
+        run(engine)
+        group.check(requests)
+        assert [peer.process.pid == pid for peer, pid in zip(group.peers(), pids, strict=True)].count(True) == 1
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+def test_smollm2_on_three_ranks() -> None:
+    """Nine heads on three KV heads."""
+    model_dir = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+    if not (model_dir / "model.safetensors").is_file():
+        pytest.skip(f"{model_dir} is not there: run scripts/prepare_model.py")
+    group = Group(model_dir, 3)
+    for variant in SYSTEMS:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-synchronous")])
+def test_without_a_thread_for_cpu_attention(tmp_path: Path, variant: str) -> None:
+    model_dir = make_tiny_llama(tmp_path)
+    system, strategy, _ = VARIANTS[variant]
+    group_config = {"device": "cpu", "dtype": "float32", "tensor_parallel": 2, "synchronous": True, **POOLS}
+    draw = random.Random(5)
+    prompts = [[draw.randrange(3, 128) for _ in range(30)] for _ in range(9)]
+    engine = build_system(system, EngineConfig(str(model_dir), **group_config), strategy, profile=MADE_UP_PROFILE)
+    requests = [engine.add_request(str(i), prompt, SamplingParams(TOKENS)) for i, prompt in enumerate(prompts)]
+    run(engine)
+    engine.close()
+    assert [tuple(request.output_token_ids) for request in requests] == judge(model_dir, prompts, TOKENS)

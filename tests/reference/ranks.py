@@ -1,0 +1,73 @@
+"""A rank's process for tests: it can be told to be slow, to decide for itself, and to fail."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from swiftllm.parallel.backend import ShardedBackend
+from swiftllm.parallel.channel import Channel
+from swiftllm.parallel.launch import SpawnedRanks
+from swiftllm.parallel.rank import PeerBackend, Rank, rank_main
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.task import AttentionTask
+
+
+class TestedRank(Rank):
+    """Its pools are full of NaN at first, so whoever reads a slot that nobody wrote gets no tokens."""
+
+    def __init__(self, backend: PeerBackend, channel: Channel) -> None:
+        super().__init__(backend, channel)
+        fill_with_nan(backend)
+        self._polls = False
+        self._good_boundaries = -1
+
+    def delay_tickets(self, most_s: float, seed: int) -> None:
+        delay_tickets(self.backend, most_s, seed)
+
+    def decide_alone(self, polls: bool) -> None:
+        """The planted fault: cohorts that this rank has not finished stay behind, whatever the driver says."""
+        self._polls = polls
+
+    def fail_after(self, good_boundaries: int) -> None:
+        self._good_boundaries = good_boundaries
+
+    def boundary(self, layer: int, numbers: Sequence[int]) -> None:
+        if self._good_boundaries == 0:
+            self._good_boundaries = -1
+            raise ValueError("cannot digest this boundary")
+        self._good_boundaries -= 1
+        if self._polls:
+            numbers = [n for n in numbers if n not in self._tickets or self._tickets[n].ready()]
+        super().boundary(layer, numbers)
+
+
+def tested_rank(channel: Channel) -> None:
+    rank_main(channel, TestedRank)
+
+
+LAUNCHER = SpawnedRanks("tests.reference.ranks:tested_rank")
+
+
+def tell_ranks(backend: ShardedBackend, name: str, *arguments: Any) -> None:
+    """Have all ranks but the driver call one of the methods above."""
+    backend._on_all(lambda: None, name, *arguments)
+
+
+def fill_with_nan(backend: TorchBackend) -> None:
+    for pool in backend.kv_pools.tensors.values():
+        pool.fill_(float("nan"))
+
+
+def delay_tickets(backend: TorchBackend, most_s: float, seed: int) -> None:
+    """Each CPU attention of this process takes up to so many seconds longer; 0 ends that."""
+    runner, draw = backend._runner, random.Random(seed)
+
+    def run_task(task: Any) -> None:
+        if isinstance(task, AttentionTask):
+            time.sleep(draw.uniform(0.0, most_s))
+        type(runner).run_task(runner, task)
+
+    runner.run_task = run_task
