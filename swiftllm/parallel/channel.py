@@ -6,6 +6,7 @@ A message is a tuple of plain values: numbers, texts, bytes, and tuples and list
 from __future__ import annotations
 
 import marshal
+import os
 import select
 import socket
 import struct
@@ -87,6 +88,15 @@ class Channel:
         poll = select.poll()
         poll.register(self._end, select.POLLRDHUP)
         poll.poll()
+
+    def exit_when_closed(self) -> None:
+        """From now on this process exits as soon as the other end closes, whatever it is doing."""
+
+        def watch() -> None:
+            self.wait_until_closed()
+            os._exit(0)
+
+        threading.Thread(target=watch, name="exit-when-closed", daemon=True).start()
 
     def close(self) -> None:
         self._end.close()

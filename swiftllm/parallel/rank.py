@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -191,7 +189,7 @@ def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
     """Body of the process: set up as the first message says, then serve."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the driver finishes its requests first, and then this process
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_driver, args=[channel], daemon=True).start()
+    channel.exit_when_closed()
     try:
         _, epoch, settings, place = channel.receive()
         try:
@@ -205,11 +203,6 @@ def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
         backend.group.leave()
     except ChannelClosed:  # the driver is gone
         pass
-
-
-def _end_with_driver(channel: Channel) -> None:
-    channel.wait_until_closed()
-    os._exit(0)
 
 
 def _text(error: BaseException) -> str:

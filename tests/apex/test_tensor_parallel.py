@@ -30,9 +30,9 @@ from tests.reference.tiny_model import make_tiny_llama
 SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
 NOTICED_S, SERVING_S, CAUGHT_S = 0.5, 15.0, 10.0
 POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
-TOKENS = 8
+TOKENS = 6
 SYSTEMS = [name for name in VARIANTS if not name.endswith("-synchronous")]  # a group of its own each: slow
-FEW_SYSTEMS = ["swiftllm", "neo", "apex-overlap"]
+FEW_SYSTEMS = ["apex-overlap", "neo", "swiftllm"]
 
 
 class Group:
@@ -51,7 +51,7 @@ class Group:
         )
         draw = random.Random(5)
         vocabulary = 100
-        self.prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(9)]
+        self.prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
         self.expected = judge(model_dir, self.prompts, TOKENS)
         self.backend = ShardedBackend(self.config, CpuWorker, launcher)
         fill_with_nan(self.backend)
@@ -182,9 +182,9 @@ def test_ranks_that_decide_for_themselves_are_found_out(llama: Group, monkeypatc
     llama.check(requests)
 
 
-@pytest.mark.parametrize("number", range(20 if SLOW else 2))
+@pytest.mark.parametrize("number", range(20 if SLOW else 1))
 def test_a_rank_that_is_killed_is_replaced(llama: Group, number: int) -> None:
-    variant = FEW_SYSTEMS[::-1][number % 3]
+    variant = FEW_SYSTEMS[number % 3]
     engine, draw, killed = llama.engine(variant), random.Random(number), []
     requests = llama.add(engine)
     (peer,) = llama.peers()
@@ -280,7 +280,7 @@ def test_idle_ranks_take_no_core(llama: Group) -> None:
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     before, start_s = cpu_s(), time.monotonic()
-    time.sleep(2.0)
+    time.sleep(1.5)
     assert cpu_s() - before <= 0.01 * (time.monotonic() - start_s)
 
 
@@ -288,7 +288,7 @@ def test_idle_ranks_take_no_core(llama: Group) -> None:
 def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
     """Biases, and norms of Q and K."""
     group = Group(make_tiny_llama(tmp_path, kind=kind), 2)
-    for variant in SYSTEMS if SLOW else FEW_SYSTEMS:
+    for variant in SYSTEMS if SLOW else FEW_SYSTEMS[:1]:
         engine = group.engine(variant)
         requests = group.add(engine)
         run(engine)

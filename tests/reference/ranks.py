@@ -39,8 +39,8 @@ class TestedRank(Rank):
             self._good_boundaries = -1
             raise ValueError("cannot digest this boundary")
         self._good_boundaries -= 1
-        if self._polls:
-            numbers = [n for n in numbers if n not in self._tickets or self._tickets[n].ready()]
+        if self._polls:  # never without rows, so that it is this rank that gloo ends
+            numbers = [n for n in numbers if n not in self._tickets or self._tickets[n].ready()] or numbers
         super().boundary(layer, numbers)
 
 

@@ -192,6 +192,35 @@ def test_where_capturing_fails_everything_is_launched_piece_by_piece(model_dir, 
     assert tokens == decoded(make_driver(model_dir))
 
 
+def test_where_another_rank_fails_to_capture_there_are_no_graphs_here(model_dir, monkeypatch):
+    """Ranks must have the same graphs, as these hold their collectives. Both launch the same, captured or not."""
+    begin, refuse = TorchBackend._capture_graphs, CudaDevice.capture
+    shapes = []
+    for fails_here in (False, True):
+        with fake_gpu(0) as cuda, monkeypatch.context() as patch:
+
+            def capture(backend, fails_here=fails_here):
+                backend.graphs.all_agree = lambda is_well: is_well and backend.graphs._graphs == {}
+                begin(backend)
+
+            def raise_or_capture(device, work, fails_here=fails_here):
+                if fails_here:
+                    raise RuntimeError("out of memory")
+                return refuse(device, work)
+
+            patch.setattr(TorchBackend, "_capture_graphs", capture)
+            patch.setattr(CudaDevice, "capture", raise_or_capture)
+            why = "out of memory" if fails_here else "another rank failed to capture"
+            with pytest.warns(UserWarning, match=f"one by one, since they cannot be captured: {why}"):
+                driver = make_driver(model_dir, cuda)
+            assert not len(driver.backend.graphs)
+            shapes.append(attended(cuda))
+            tokens = decoded(driver)
+            assert not cuda.replays
+        assert tokens == decoded(make_driver(model_dir))
+    assert shapes[0] == shapes[1]
+
+
 def test_graphs_take_no_more_memory_than_they_may(model_dir, monkeypatch):
     with fake_gpu(0) as cuda:
         per_graph = cuda.total_bytes // 600
