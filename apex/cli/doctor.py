@@ -216,6 +216,10 @@ def gpus() -> Iterator[Finding]:
             f"{device.name}, capability {device.major}.{device.minor}, "
             f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB, CUDA {torch.version.cuda}",
         )
+    if (count := torch.cuda.device_count()) > 1:
+        has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        found = f"--tensor-parallel up to {count}" if has_nccl else "not with this build of torch, which lacks NCCL"
+        yield Finding("several GPUs", found, "ok" if has_nccl else "note")
 
 
 def settings() -> Iterator[Finding]:

@@ -65,7 +65,7 @@ def assemble_engine(
         "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
-        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len),
+        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len) + _about_ranks(config),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "lane_threads": backend.cores.lane_threads,
@@ -82,6 +82,12 @@ def assemble_engine(
         tokenizer=Tokenizer.from_folder(config.model),
         description=description,
     )
+
+
+def _about_ranks(config: EngineConfig) -> list[str]:
+    if config.tensor_parallel == 1:
+        return []
+    return [f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each"]
 
 
 def build_gpu_only(name: str, make_scheduler: Callable[..., Scheduler], config: EngineConfig) -> Engine:

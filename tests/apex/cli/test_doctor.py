@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -114,3 +115,17 @@ def test_page_for_terminals_and_lines_for_files():
     doctor.print_report(report, Console(file=plain))
     assert plain.getvalue().splitlines()[:2] == ["One: a: text in [brackets] [ok]", "One: b: gone [missing]"]
     assert "cannot run here yet" in plain.getvalue()
+
+
+@pytest.mark.parametrize(("has_nccl", "status", "words"), [(True, "ok", "up to 2"), (False, "note", "lacks NCCL")])
+def test_several_gpus_may_share_a_model(monkeypatch, has_nccl: bool, status: str, words: str):
+    import torch
+
+    card = SimpleNamespace(name="A10", major=8, minor=6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    finding = found(list(doctor.gpus()))["several GPUs"]
+    assert finding.status == status and words in finding.found
