@@ -15,7 +15,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -52,20 +53,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ShardedTicket:
-    """A CPU attention that every rank computes for its own heads. ``number``: how many the ranks have had by then."""
+    """A CPU attention that every rank computes for its own heads.
+
+    ``number``: how many the ranks have had by then. ``under_way`` surrounds what may wait for a rank.
+    """
 
     own: Ticket
     peers: Sequence[Peer]
     number: int
+    under_way: Callable[[], AbstractContextManager[None]]
 
     def ready(self) -> bool:
         return self.own.ready() and all(peer.has_finished(self.number) for peer in self.peers)
 
     def wait(self) -> float:
         """See :class:`~swiftllm.engine.backend.Ticket`; the seconds are those of the driver's own part."""
-        seconds = self.own.wait()
-        for peer in self.peers:
-            peer.wait_until_finished(self.number)
+        with self.under_way():
+            seconds = self.own.wait()
+            for peer in self.peers:
+                peer.wait_until_finished(self.number)
         return seconds
 
     def times(self) -> TicketTimes:
@@ -152,21 +158,27 @@ class ShardedBackend(RankBackend):
             RankFailed: another rank is the reason why the call failed.
         """
         self._is_whole = False
-        self._call = next(self._calls)
-        try:
-            if self._forgotten:
-                numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        with self._under_way():
+            try:
+                if self._forgotten:
+                    numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+                    for peer in self._peers:
+                        peer.send("forget", numbers)
                 for peer in self._peers:
-                    peer.send("forget", numbers)
-            for peer in self._peers:
-                peer.send(*command)
-            result = own()
-        except Exception as error:
-            raise self._explained(error) from error
-        finally:
-            self._call = 0
+                    peer.send(*command)
+                result = own()
+            except Exception as error:
+                raise self._explained(error) from error
         self._is_whole = True
         return result
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._call = next(self._calls)
+        try:
+            yield
+        finally:
+            self._call = 0
 
     def _explained(self, error: BaseException) -> BaseException:
         """The failure of another rank, if there is one behind the error."""
@@ -224,7 +236,7 @@ class ShardedBackend(RankBackend):
         own = partial(super().submit_cpu_attention, layer, cohort)
         ticket = self._on_all(own, "submit_cpu_attention", layer, self._numbers[cohort])
         self._num_tickets += 1
-        return ShardedTicket(ticket, tuple(self._peers), self._num_tickets)
+        return ShardedTicket(ticket, tuple(self._peers), self._num_tickets, self._under_way)
 
     def use_cores(self, division: CoreDivision) -> None:
         own = partial(super().use_cores, division)
@@ -290,10 +302,12 @@ class ShardedBackend(RankBackend):
         A gloo collective raises by itself. NCCL's must be aborted. If the call under way does not end then, the process
         cannot be saved: it exits, and whoever watches it starts it again.
         """
-        call = self._call
-        if self.group.fails_by_itself or not call:
+        if self.group.fails_by_itself:
             return
+        call = self._call
         self.group.leave()
+        if not call:  # the next one fails, as it cannot be sent
+            return
         time.sleep(RELEASE_S)
         if self._call == call:
             logger.critical("the GPU waits for a rank that has died, and cannot be released: this process exits")

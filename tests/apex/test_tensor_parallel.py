@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,10 +125,17 @@ def test_two_ranks_give_the_tokens_of_transformers(llama: Group, variant: str) -
         assert offloading_iterations(engine.stats())
 
 
+def test_a_rank_holds_its_share_of_the_kv_cache(llama: Group) -> None:
+    alone = TorchBackend(replace(llama.config, tensor_parallel=1))
+    for tier, pool in alone.kv_pools.tensors.items():
+        assert llama.backend.kv_pools.tensors[tier].nbytes * 2 == pool.nbytes
+    alone.close()
+
+
 def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
     found = []
     sampling = SamplingParams(4, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1)
-    alone = EngineConfig(**{**vars(llama.config), "tensor_parallel": 1})
+    alone = replace(llama.config, tensor_parallel=1)
     for engine in (llama.engine("swiftllm"), build_system("swiftllm", alone)):
         requests = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts[1:4])]
         run(engine)
