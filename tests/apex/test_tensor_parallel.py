@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,21 @@ def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
     run(engine)
     llama.check(requests)
     assert llama.peers()[0].process.pid == before
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+def test_a_rank_that_freezes_is_replaced(llama: Group, monkeypatch) -> None:
+    monkeypatch.setattr("swiftllm.parallel.group.TIMEOUT", timedelta(seconds=2))
+    llama.backend._regroup()  # with this timeout
+    engine = llama.engine("apex-overlap")
+    requests = llama.add(engine)
+    engine.step()
+    frozen = llama.peers()[0].process
+    os.kill(frozen.pid, signal.SIGSTOP)
+    run_on(engine)
+    run(engine)
+    llama.check(requests)
+    assert frozen.poll() is not None and llama.peers()[0].process is not frozen
 
 
 def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, monkeypatch) -> None:
