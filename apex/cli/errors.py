@@ -19,6 +19,7 @@ def input_errors() -> Iterator[None]:
     """
     try:
         import pacpu  # noqa: F401  fails before anything is read or measured
+        from swiftllm.engine.backend import RankFailed
         from swiftllm.machine import InsufficientMemory
     except ImportError as error:
         # Name the package: Python's own message may report a circular import where a file is missing.
@@ -27,5 +28,5 @@ def input_errors() -> Iterator[None]:
         ) from error
     try:
         yield
-    except (ValueError, OSError, InsufficientMemory) as error:
+    except (ValueError, OSError, InsufficientMemory, RankFailed) as error:
         raise InputError(str(error)) from error

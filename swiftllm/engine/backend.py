@@ -14,6 +14,11 @@ class WorkerDied(RuntimeError):
     """The CPU worker died before a ticket was done. :meth:`Backend.recover` restarts it."""
 
 
+class RankFailed(RuntimeError):
+    """Another process of a tensor-parallel engine has died, or could not carry out a call; the message says which.
+    :meth:`Backend.recover` replaces it or resets it."""
+
+
 @dataclass(frozen=True)
 class TicketTimes:
     """Times of one CPU attention task, in seconds of the backend's clock.

@@ -27,7 +27,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
-from swiftllm.engine.backend import Ticket, TicketTimes
+from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.sizing import KVPlan, plan_blocks
 from swiftllm.machine import available_host_bytes, usable_cores
 from swiftllm.model.config import ModelConfig
@@ -35,7 +35,7 @@ from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import RankLauncher, SpawnedRanks
 from swiftllm.parallel.rank_backend import RankBackend
 from swiftllm.parallel.shards import Shard
-from swiftllm.parallel.team import LAST_WORDS_S, Peer, RankFailed
+from swiftllm.parallel.team import LAST_WORDS_S, Peer
 from swiftllm.runtime.batch import CohortBatch, LaneBatch, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threads
 from swiftllm.runtime.description import CohortDescription, LaneDescription
@@ -99,7 +99,7 @@ class ShardedBackend(RankBackend):
                 "take device='cpu'"
             )
         shard = Shard(ModelConfig.from_folder(config.model), 0, size)
-        group = Group(0, size, hardware.torch_device)
+        self.group = group = Group(0, size, hardware.torch_device)
         division = core_divisions(config, lane_on_cpu=not on_gpu)[0]
         self._threads = most_lane_threads(max(1, usable_cores() // size))
         self._settings = asdict(replace(config, lane_threads=division.lane_threads, cpu_threads=division.cpu_threads))

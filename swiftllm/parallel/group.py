@@ -70,8 +70,7 @@ class Group:
         parts = [torch.zeros_like(columns) for _ in range(self.size)]
         if self._ranks is not None:
             self._ranks.gather([parts], [columns], _on_this_stream(GatherOptions())).wait()
-        parts[-1] = parts[-1][:, : width - (self.size - 1) * columns.shape[1]]
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1)[:, :width].contiguous()
 
     def all_agree(self, is_well: bool) -> bool:
         """Whether all ranks say so."""

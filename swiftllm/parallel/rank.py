@@ -14,6 +14,7 @@ from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.sizing import KVPlan
+from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.channel import Channel, ChannelClosed
 from swiftllm.parallel.group import Group
@@ -23,7 +24,7 @@ from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.description import CohortDescription, LaneDescription
 from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.interface import AttentionWorker
+from swiftllm.runtime.workers.interface import AttentionWorker, MakeWorker
 from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
 from swiftllm.runtime.workers.thread import CpuWorker
 
@@ -70,7 +71,7 @@ class PeerBackend(RankBackend):
         shard = Shard(ModelConfig.from_folder(config.model), rank, size)
         super().__init__(config, shard, group, self._make_worker(threaded), hardware)
 
-    def _make_worker(self, threaded: bool):
+    def _make_worker(self, threaded: bool) -> MakeWorker:
         def make(runner: TaskRunner) -> AttentionWorker:
             return (CpuWorker if threaded else InlineWorker)(ReportingRunner(runner, self._channel))
 
@@ -196,6 +197,8 @@ def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
             backend = PeerBackend(EngineConfig(**settings), channel, **place)
         except Exception as error:
             channel.send("failed", _text(error))
+            if isinstance(error, (ValueError, OSError, InsufficientMemory)):
+                return  # the driver's user can correct it, and needs no traceback
             raise
         channel.send("done", epoch, True)
         rank_class(backend, channel).serve()

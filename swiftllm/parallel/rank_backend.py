@@ -15,7 +15,9 @@ from swiftllm.runtime.workers.interface import MakeWorker
 class RankBackend(TorchBackend):
     """What all ranks have in common. A rank loads alone; it has joined the others before it allocates its KV cache."""
 
-    def __init__(self, config: EngineConfig, shard: Shard, group: Group, make_worker: MakeWorker, hardware: Device):
+    def __init__(
+        self, config: EngineConfig, shard: Shard, group: Group, make_worker: MakeWorker, hardware: Device
+    ) -> None:
         self.group = group
         self._shard = shard
         super().__init__(config, make_worker, hardware)

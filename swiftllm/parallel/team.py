@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.channel import ChannelClosed, Message
 from swiftllm.parallel.launch import RankLauncher
 
@@ -16,10 +17,6 @@ logger = logging.getLogger(__name__)
 
 FINISH_S = 5.0  # that a rank gets to end by itself
 LAST_WORDS_S = 0.2  # after a collective has failed: for the reports of the ranks, which say why
-
-
-class RankFailed(RuntimeError):
-    """A rank has died or could not carry out a command. :meth:`Backend.recover` replaces it or resets it."""
 
 
 class Peer:

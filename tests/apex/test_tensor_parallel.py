@@ -17,15 +17,15 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.engine.engine import Engine
+from swiftllm.engine.backend import RankFailed
 from swiftllm.files import cache_dir
 from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
-from swiftllm.parallel.team import RankFailed
+from swiftllm.parallel.launch import RankProcess, SpawnedRanks
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.thread import CpuWorker
 from swiftllm.server.service.service import EngineService, NewRequest
+from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
     FOR_BEST_EFFORT,
     GPU_ONLY,
@@ -34,79 +34,14 @@ from tests.apex.test_end_to_end import (
     judge,
     offloading_iterations,
 )
-from tests.reference.ranks import LAUNCHER, delay_tickets, fill_with_nan, tell_ranks
+from tests.reference.ranks import delay_tickets, tell_ranks
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.server.serving import serve
 
 SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
 NOTICED_S, SERVING_S, CAUGHT_S = 0.5, 15.0, 10.0
-POOLS = {"block_size": 4, "num_gpu_blocks": 24, "num_cpu_blocks": 400}
-TOKENS = 8
 SYSTEMS = [name for name in VARIANTS if not name.endswith("-synchronous")]  # a group of its own each: slow
 FEW_SYSTEMS = ["apex-overlap", "neo", "swiftllm"]
-
-
-class Group:
-    """A model on several ranks, and engines of any system on them."""
-
-    def __init__(self, model_dir: Path, size: int, launcher=LAUNCHER, **options) -> None:
-        self.config = EngineConfig(
-            str(model_dir),
-            device="cpu",
-            dtype="float32",
-            max_num_batched_tokens=48,
-            lane_threads=1,
-            cpu_threads=1,
-            tensor_parallel=size,
-            **{**POOLS, **options},
-        )
-        draw = random.Random(5)
-        vocabulary = 100
-        self.prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
-        self.expected = judge(model_dir, self.prompts, TOKENS)
-        self.backend = ShardedBackend(self.config, CpuWorker, launcher)
-        fill_with_nan(self.backend)
-
-    def engine(self, variant: str) -> Engine:
-        system, strategy, _ = VARIANTS[variant]
-        with pytest.MonkeyPatch.context() as patch:
-            for module in ("apex.systems", "swiftllm.runtime.build"):
-                patch.setattr(f"{module}.make_backend", lambda *_: self.backend)
-            return build_system(system, self.config, strategy, profile=MADE_UP_PROFILE)
-
-    def add(self, engine: Engine, times: int = 1) -> list[Request]:
-        sampling = SamplingParams(TOKENS)
-        prompts = self.prompts * times
-        return [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-
-    def check(self, requests: list[Request]) -> None:
-        expected = self.expected * (len(requests) // len(self.expected))
-        assert [tuple(request.output_token_ids) for request in requests] == expected
-
-    def peers(self):
-        return self.backend._peers
-
-    def close(self) -> None:
-        processes = [peer.process for peer in self.peers()]
-        self.backend.close()
-        assert all(process.poll() is not None for process in processes)
-
-
-def run(engine: Engine) -> None:
-    while engine.has_unfinished():
-        engine.step()
-    engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-
-
-def run_on(engine: Engine) -> tuple[Exception, float]:
-    """Run until a step raises. Returns the error and when; then the engine has recovered."""
-    with pytest.raises(Exception) as caught:
-        run(engine)
-    at_s = time.monotonic()
-    for request in engine.recover():
-        engine.requeue_request(request)
-    return caught.value, at_s
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +266,17 @@ def test_idle_ranks_take_no_core(llama: Group) -> None:
     before, start_s = cpu_s(), time.monotonic()
     time.sleep(1.5)
     assert cpu_s() - before <= 0.01 * (time.monotonic() - start_s)
+
+
+def test_a_rank_that_cannot_start_says_why(llama: Group, capfd) -> None:
+    launcher = SpawnedRanks("tests.reference.ranks:rank_without_memory")
+    started: list[RankProcess] = []
+    start = launcher.start
+    launcher.start = lambda *where: (pair := start(*where), started.append(pair[0]))[0]
+    with pytest.raises(RankFailed, match="rank 1 failed: InsufficientMemory: no room for me"):
+        ShardedBackend(llama.config, CpuWorker, launcher)
+    assert all(process.poll() is not None for process in started) and len(started) == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config], ids=["qwen2", "qwen3"])

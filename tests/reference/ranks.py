@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.backend import ShardedBackend
 from swiftllm.parallel.channel import Channel
 from swiftllm.parallel.launch import SpawnedRanks
@@ -46,6 +47,14 @@ class TestedRank(Rank):
 
 def tested_rank(channel: Channel) -> None:
     rank_main(channel, TestedRank)
+
+
+def rank_without_memory(channel: Channel) -> None:
+    def refuse(*_: object) -> None:
+        raise InsufficientMemory("no room for me")
+
+    PeerBackend._free_bytes = refuse
+    rank_main(channel)
 
 
 LAUNCHER = SpawnedRanks("tests.reference.ranks:tested_rank")

@@ -1,0 +1,83 @@
+"""A model on several ranks, for tests: engines of any system take turns on them, as a rank takes seconds to start."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Request
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.engine.engine import Engine
+from swiftllm.parallel.backend import ShardedBackend
+from swiftllm.parallel.team import Peer
+from swiftllm.runtime.workers.thread import CpuWorker
+from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
+from tests.reference.ranks import LAUNCHER, fill_with_nan
+
+POOLS = {"block_size": 4, "num_gpu_blocks": 24, "num_cpu_blocks": 400}
+TOKENS = 8
+
+
+class Group:
+    """A model on several ranks, and engines of any system on them."""
+
+    def __init__(self, model_dir: Path, size: int) -> None:
+        self.config = EngineConfig(
+            str(model_dir),
+            device="cpu",
+            dtype="float32",
+            max_num_batched_tokens=48,
+            lane_threads=1,
+            cpu_threads=1,
+            tensor_parallel=size,
+            **POOLS,
+        )
+        draw = random.Random(5)
+        self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
+        self.expected = judge(model_dir, self.prompts, TOKENS)
+        self.backend = ShardedBackend(self.config, CpuWorker, LAUNCHER)
+        fill_with_nan(self.backend)
+
+    def engine(self, variant: str) -> Engine:
+        system, strategy, _ = VARIANTS[variant]
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("apex.systems", "swiftllm.runtime.build"):
+                patch.setattr(f"{module}.make_backend", lambda *_: self.backend)
+            return build_system(system, self.config, strategy, profile=MADE_UP_PROFILE)
+
+    def add(self, engine: Engine) -> list[Request]:
+        sampling = SamplingParams(TOKENS)
+        return [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(self.prompts)]
+
+    def check(self, requests: list[Request]) -> None:
+        assert [tuple(request.output_token_ids) for request in requests] == self.expected
+
+    def peers(self) -> list[Peer]:
+        return self.backend._peers
+
+    def close(self) -> None:
+        processes = [peer.process for peer in self.peers()]
+        self.backend.close()
+        assert all(process.poll() is not None for process in processes)
+
+
+def run(engine: Engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
+    engine.kv.check_blocks()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+
+
+def run_on(engine: Engine) -> tuple[Exception, float]:
+    """Run until a step raises. Returns the error and when; then the engine has recovered."""
+    with pytest.raises(Exception) as caught:
+        run(engine)
+    at_s = time.monotonic()
+    for request in engine.recover():
+        engine.requeue_request(request)
+    return caught.value, at_s
