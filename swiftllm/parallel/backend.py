@@ -314,7 +314,7 @@ class ShardedBackend(RankBackend):
             os._exit(EXIT_STUCK)
 
     def close(self) -> None:
+        self.group.leave()  # an interrupted call may have left ranks in a collective
         for peer in self._peers:
             peer.end()
         super().close()
-        self.group.leave()
