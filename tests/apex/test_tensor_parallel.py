@@ -17,11 +17,13 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
+from swiftllm.core.request import FinishReason
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import RankFailed
 from swiftllm.files import cache_dir
 from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
 from swiftllm.parallel.launch import RankProcess, SpawnedRanks
+from swiftllm.runtime.batch import CohortBatch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.thread import CpuWorker
 from swiftllm.server.service.service import EngineService, NewRequest
@@ -59,6 +61,32 @@ def test_two_ranks_give_the_tokens_of_transformers(llama: Group, variant: str) -
     llama.check(requests)
     if VARIANTS[variant][0] not in (*GPU_ONLY, *FOR_BEST_EFFORT):
         assert offloading_iterations(engine.stats())
+
+
+def test_aborted_requests_leave_their_cohorts_on_all_ranks(llama: Group, monkeypatch) -> None:
+    kept: list[int] = []
+    keep_rows = ShardedBackend.keep_rows
+
+    def spy(backend: ShardedBackend, cohort: CohortBatch, rows: list[int]) -> CohortBatch:
+        kept.append(len(rows))
+        return keep_rows(backend, cohort, rows)
+
+    monkeypatch.setattr(ShardedBackend, "keep_rows", spy)
+    engine, draw = llama.engine("adaptive-free-running"), random.Random(0)
+    for _ in range(20):  # most often one round is enough
+        requests = llama.add(engine)
+        for request in draw.sample(requests, 3):
+            for _ in range(draw.randrange(1, 5)):
+                engine.step()
+            engine.abort(request.request_id)
+        run(engine)
+        for request, expected in zip(requests, llama.expected, strict=True):
+            tokens = tuple(request.output_token_ids)
+            assert tokens == expected[: len(tokens)]
+            assert tokens == expected or request.finish_reason is FinishReason.ABORT
+        if kept:
+            break
+    assert kept, "no cohort had to go on with fewer rows"
 
 
 def test_a_rank_holds_its_share_of_the_kv_cache(llama: Group) -> None:
