@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling
 
 # Architectures that differ from Llama in biases and norms only, and their model_type.
@@ -43,6 +44,8 @@ class ModelConfig:
     """Whether Q and K are normed, head by head, before the rotary embedding."""
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    quantisation: QuantisationScheme | None = None
+    """How the layers' matrices are quantised; None: they are not."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -60,6 +63,7 @@ class ModelConfig:
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
         kind = _supported_kind(raw, path)
+        quantisation = QuantisationScheme.from_config(raw, folder)
         try:
             num_heads = int(raw["num_attention_heads"])
             hidden_size = int(raw["hidden_size"])
@@ -82,6 +86,7 @@ class ModelConfig:
                 norms_heads=kind == "qwen3",
                 initializer_range=float(raw.get("initializer_range", 0.02)),
                 eos_token_ids=_eos_token_ids(generation, raw),
+                quantisation=quantisation,
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
@@ -145,11 +150,10 @@ def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
         (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
         (has_window, f"sliding_window={window}"),
-        (raw.get("quantization_config") is not None, "quantization_config (quantised weights)"),
     )
     for applies, what in reasons:
         if applies:
-            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}, unquantised")
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}")
     return kind
 
 

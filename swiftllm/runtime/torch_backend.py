@@ -72,7 +72,8 @@ class TorchBackend:
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
-        check_weights(self.model_config, self.dtype, self.hardware.free_bytes())
+        on_host = self.device.type == "cpu"
+        check_weights(self.model_config, self.dtype, self.hardware.free_bytes(), on_host=on_host)
         weights = open_weights(config, self.model_config, self.device, self.dtype, self._ops)
         self._model = LlamaModel(self.model_config, weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
