@@ -101,6 +101,12 @@ class ModelConfig:
                 f"{path}: num_attention_heads={config.num_heads} is no multiple of "
                 f"num_key_value_heads={config.num_kv_heads}"
             )
+        if quantisation is not None:
+            for in_features in (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size):
+                try:
+                    quantisation.group_size_of(in_features)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from None
         if config.head_dim % 2:
             raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary positions turn pairs")
         return config

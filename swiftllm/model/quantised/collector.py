@@ -32,7 +32,8 @@ class QuantisedCollector:
         self._scheme, self._device, self._dtype = scheme, device, dtype
         self._places = {module: place for place in places for module in place.modules}
         self._required = required_tensors(scheme)
-        self._wanted = self._required | OPTIONAL[scheme.method] | {"weight"}
+        self._optional = OPTIONAL[scheme.method]
+        self._wanted = self._required | self._optional | {"weight"}
         self._made: set[str] = set()
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -46,8 +47,8 @@ class QuantisedCollector:
         place = self._places.get(module)
         if place is None or kind not in self._wanted:
             return False
-        if module in self._made:  # what the matrix could be made without
-            return True
+        if module in self._made:
+            return kind in self._optional  # the matrix could be made without it
         if kind == "weight":
             shape = [place.modules[module], place.in_features]
             if list(tensor.shape) != shape:

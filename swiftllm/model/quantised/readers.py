@@ -140,4 +140,6 @@ def _check_shapes(
     }
     for name, shape in shapes[scheme.method].items():
         if name in tensors and tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{name} has shape {list(tensors[name].shape)}, {scheme.describe()} asks for {list(shape)}")
+            raise ValueError(
+                f"{name} has shape {list(tensors[name].shape)}, {scheme.describe()} asks for {list(shape)}"
+            )
