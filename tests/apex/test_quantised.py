@@ -1,0 +1,62 @@
+"""4-bit models: greedy tokens are those of transformers on the dequantised weights, under every system (float32).
+
+SmolLM2 takes minutes, and runs where APEX_SLOW_TESTS is set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from quantise import write_folder
+
+from swiftllm.files import cache_dir
+from tests.apex.test_end_to_end import judge, serve
+from tests.reference.tiny_model import make_tiny_llama
+
+SMOLLM2 = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+SLOW = pytest.mark.skipif(
+    not os.environ.get("APEX_SLOW_TESTS") or not SMOLLM2.exists(),
+    reason="APEX_SLOW_TESTS is not set, or there is no SmolLM2: takes minutes",
+)
+SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex")
+LAYOUTS = {  # name: layout, symmetric, act-order
+    "awq": ("awq", False, False),
+    "gptq v1": ("gptq", True, False),
+    "gptq v2": ("gptq-v2", False, False),
+    "gptq act-order": ("gptq", False, True),
+    "compressed-tensors": ("compressed-tensors", True, False),
+}
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def check(source: Path, group_size: int, vocab: tuple[int, int], name: str, folder: Path, **pools: int) -> None:
+    layout, symmetric, act_order = LAYOUTS[name]
+    write_folder(source, folder / "quantised", layout, group_size, symmetric, act_order)
+    write_folder(source, folder / "dequantised", "dequantised", group_size, symmetric, act_order)
+    draw = random.Random(5)
+    prompts = [[draw.randrange(*vocab) for _ in range(draw.randint(3, 40))] for _ in range(8)]
+    expected = judge(folder / "dequantised", prompts, NUM_TOKENS)
+    assert len(set(expected)) == len(prompts)
+    for system in SYSTEMS:
+        tokens, stats = serve(folder / "quantised", system, prompts, NUM_TOKENS, **pools)
+        assert tokens == expected, system
+        assert (stats.cpu_busy_s > 0) == (system in ("neo", "fastdecode", "apex")), system
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tiny_model_equals_transformers(tiny, name, tmp_path) -> None:
+    check(tiny, 32, (3, 128), name, tmp_path, block_size=4, num_gpu_blocks=60, num_cpu_blocks=400)
+
+
+@SLOW
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_smollm2_equals_transformers(name, tmp_path) -> None:
+    check(SMOLLM2, 64, (1000, 40_000), name, tmp_path, num_gpu_blocks=14, num_cpu_blocks=100)
