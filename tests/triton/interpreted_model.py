@@ -22,10 +22,10 @@ from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.tiny_model import make_tiny_llama
-from tests.triton.interpreter import repair_bfloat16_dot
+from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory
 
-repair_bfloat16_dot()
+repair_bfloat16()
 watch_memory()
 
 NUM_TOKENS = 8
