@@ -142,6 +142,12 @@ class TorchBackend:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def weights_name(self) -> str:
+        """How the layers' matrices came: their dtype, or ``4-bit AWQ, groups of 128``."""
+        scheme = self.model_config.quantisation
+        return self.dtype_name if scheme is None else scheme.describe()
+
     def now(self) -> float:
         return time.perf_counter()
 

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 from quantise import write_folder
 
+from apex.cli.serve import start_message
+from apex.perf.profile_cache import profile_identity
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir
+from swiftllm.server.service.service import ServiceLimits
+from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -54,6 +60,21 @@ def check(source: Path, group_size: int, vocab: tuple[int, int], name: str, fold
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tiny_model_equals_transformers(tiny, name, tmp_path) -> None:
     check(tiny, 32, (3, 128), name, tmp_path, block_size=4, num_gpu_blocks=60, num_cpu_blocks=400)
+
+
+def test_engine_banner_and_profile_tell_of_the_weights(tiny, tmp_path) -> None:
+    write_folder(tiny, tmp_path / "awq", "awq", 32)
+    seen = {}
+    for folder in (tiny, tmp_path / "awq"):
+        config = EngineConfig(str(folder), device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
+        engine = build_system("swiftllm", config)
+        banner = start_message(engine, ServerSettings(), ServiceLimits())
+        seen[folder] = engine.describe()["weights"], profile_identity(config, engine.backend), banner
+        engine.close()
+    (weights, identity, banner), (ours, our_identity, our_banner) = seen.values()
+    assert (weights, ours) == ("float32", "4-bit AWQ, groups of 32")
+    assert our_identity == identity | {"weights": ours}
+    assert "(float32) on" in banner and "(float32, weights: 4-bit AWQ, groups of 32) on" in our_banner
 
 
 @SLOW

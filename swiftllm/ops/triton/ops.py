@@ -1,7 +1,7 @@
 """Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
 
-Only this module launches the kernels of ``rows``, ``cache``, ``attention`` and ``quantised``. It chooses tile sizes and warps from
-shapes, dtype and compute capability alone, never by measuring at run time.
+Only this module launches the kernels of ``rows``, ``cache``, ``attention`` and ``quantised``. It chooses tile sizes and
+warps from shapes, dtype and compute capability alone, never by measuring at run time.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class TritonOps(ReferenceOps):
         multiplies_codes = self._capability >= TENSOR_CORES and matrix.dtype.itemsize == 2
         if self._capability < TENSOR_CORES:
             warnings.warn(
-                f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in full "
-                "before each multiplication. They save memory, but a step of few rows takes about 2.3 times as long as "
-                "with 16-bit weights",
+                f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in "
+                "full before each multiplication. They save memory, but a step of few rows takes about 2.3 times as "
+                "long as with 16-bit weights",
                 stacklevel=2,
             )
 
