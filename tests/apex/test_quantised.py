@@ -16,10 +16,14 @@ from apex.cli.serve import start_message
 from apex.perf.profile_cache import profile_identity
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.files import cache_dir
+from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.server.service.service import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
 
 SMOLLM2 = cache_dir() / "models" / "SmolLM2-135M-Instruct"
@@ -75,6 +79,29 @@ def test_engine_banner_and_profile_tell_of_the_weights(tiny, tmp_path) -> None:
     assert (weights, ours) == ("float32", "4-bit AWQ, groups of 32")
     assert our_identity == identity | {"weights": ours}
     assert "(float32) on" in banner and "(float32, weights: 4-bit AWQ, groups of 32) on" in our_banner
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq act-order"])
+def test_captured_graphs_change_no_token(tiny, name, tmp_path) -> None:
+    """On a made-up GPU, where the weights stay packed; the CPU lane dequantises them."""
+    layout, symmetric, act_order = LAYOUTS[name]
+    write_folder(tiny, tmp_path / "model", layout, 32, symmetric, act_order)
+
+    def tokens() -> list[list[int]]:
+        sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 16, "max_num_seqs": 4, "max_model_len": 64}
+        driver = BackendDriver(TorchBackend(EngineConfig(str(tmp_path / "model"), dtype="float32", **sizes)))
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        requests = [driver.admit(tier.value, list(range(3, 12)), tier, sampling) for tier in Tier]
+        driver.prefill(requests, 5)
+        for _ in range(5):
+            driver.decode(requests)
+        return [request.output_token_ids for request in requests]
+
+    expected = tokens()
+    for can_capture in (False, True):
+        with fake_gpu(0, can_capture=can_capture) as cuda:
+            assert tokens() == expected
+        assert bool(cuda.replays) == can_capture
 
 
 @SLOW
