@@ -25,7 +25,7 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, on_host: bool = Fals
     """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has.
 
     Quantised matrices stay packed on a GPU, with scales of 16 bits. On a host they are dequantised when they are
-    loaded.
+    loaded. That a checkpoint leaves single modules of a layer in 16 bits is not known before it is read.
     """
     if on_host:
         model = replace(model, quantisation=None)

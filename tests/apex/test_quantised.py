@@ -90,10 +90,10 @@ def test_captured_graphs_change_no_token(tiny, name, tmp_path) -> None:
     def tokens() -> list[list[int]]:
         sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 16, "max_num_seqs": 4, "max_model_len": 64}
         driver = BackendDriver(TorchBackend(EngineConfig(str(tmp_path / "model"), dtype="float32", **sizes)))
-        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
         requests = [driver.admit(tier.value, list(range(3, 12)), tier, sampling) for tier in Tier]
         driver.prefill(requests, 5)
-        for _ in range(5):
+        for _ in range(3):
             driver.decode(requests)
         return [request.output_token_ids for request in requests]
 

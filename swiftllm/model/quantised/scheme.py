@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,6 @@ class QuantisationScheme:
     """Whether every zero point is 8."""
     zero_offset: int = 0
     """What the checkpoint says is to be added to a stored zero point: 1 in GPTQ's first version."""
-    excluded: tuple[str, ...] = ()
-    """Patterns of modules that are not quantised."""
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], folder: Path) -> QuantisationScheme | None:
@@ -54,18 +51,14 @@ class QuantisationScheme:
             raise _refusal(folder, f"quant_method={method!r}")
         try:
             scheme = readers[method](given)
+            is_head_left_out = any("lm_head" in module for module in given.get("ignore") or ())
+            if scheme.method == COMPRESSED_TENSORS and not (is_head_left_out or raw.get("tie_word_embeddings")):
+                raise _Unsupported("a quantised lm_head")
         except _Unsupported as what:
             raise _refusal(folder, str(what)) from None
         if scheme.group_size is not None and (scheme.group_size < 1 or scheme.group_size % GROUP_MULTIPLE):
             raise _refusal(folder, f"group_size={scheme.group_size} (no multiple of {GROUP_MULTIPLE})")
         return scheme
-
-    def covers(self, module: str) -> bool:
-        """Whether a linear module (``model.layers.0.mlp.up_proj``) is quantised."""
-        return not any(
-            re.match(pattern.removeprefix("re:"), module) if pattern.startswith("re:") else pattern in module
-            for pattern in self.excluded
-        )
 
     def group_size_of(self, in_features: int) -> int:
         """Inputs that share a scale in a matrix of so many inputs.
@@ -107,8 +100,7 @@ def _group_size(value: Any) -> int | None:
 def _awq(given: Mapping[str, Any]) -> QuantisationScheme:
     _require(given, "bits", 4)
     _require(given, "version", "gemm", default="gemm")
-    excluded = tuple(given.get("modules_to_not_convert") or ())
-    return QuantisationScheme(AWQ, _group_size(given.get("group_size", 128)), excluded=(*excluded, "lm_head"))
+    return QuantisationScheme(AWQ, _group_size(given.get("group_size", 128)))
 
 
 def _gptq(given: Mapping[str, Any]) -> QuantisationScheme:
@@ -123,7 +115,6 @@ def _gptq(given: Mapping[str, Any]) -> QuantisationScheme:
         ordered=bool(given.get("desc_act", False)),
         symmetric=bool(given.get("sym", True)),
         zero_offset=0 if given.get("checkpoint_format") == "gptq_v2" else 1,
-        excluded=("lm_head",),
     )
 
 
@@ -152,5 +143,4 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
         _group_size(weights.get("group_size")) if weights["strategy"] == "group" else None,
         ordered=weights.get("actorder") in ("group", "dynamic", True),
         symmetric=bool(weights.get("symmetric", True)),
-        excluded=tuple(given.get("ignore") or ()),
     )

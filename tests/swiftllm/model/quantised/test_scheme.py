@@ -50,6 +50,7 @@ def test_supported_schemes(given, described, tmp_path) -> None:
         ({**AWQ, "group_size": 24}, r"group_size=24 \(no multiple of 16\)"),
         ({**PACKED, "format": "float-quantized"}, "format='float-quantized'"),
         ({**PACKED, "config_groups": {}}, "0 config_groups"),
+        ({**PACKED, "ignore": []}, "a quantised lm_head"),
         (packed(num_bits=8), "num_bits=8"),
         (packed(strategy="tensor"), "strategy='tensor'"),
     ],
