@@ -16,8 +16,12 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
 
-from apex.environment import use_environment
+    use_environment("torch", "safetensors", "transformers")
+
+from evaluation.traces.corpus import load_corpus
+from swiftllm import LLM, SamplingParams
 
 
 def perplexity(model: Path, text: str, window: int, num_windows: int, dtype: str) -> float:
@@ -26,8 +30,6 @@ def perplexity(model: Path, text: str, window: int, num_windows: int, dtype: str
     Raises:
         ValueError: the text is shorter.
     """
-    from swiftllm import LLM, SamplingParams
-
     blocks = -(-(window + 1) // 16) + 1
     llm = LLM(model, dtype=dtype, num_gpu_blocks=blocks, num_cpu_blocks=0, max_model_len=window + 1)
     try:
@@ -50,9 +52,6 @@ def main() -> None:
     parser.add_argument("--num-windows", type=int, default=16, help="windows (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
     arguments = parser.parse_args()
-    use_environment("torch", "safetensors", "transformers")
-    from evaluation.traces.corpus import load_corpus
-
     text = arguments.text.read_text(encoding="utf-8") if arguments.text else load_corpus()
     for model in arguments.models:
         found = perplexity(model, text, arguments.window, arguments.num_windows, arguments.dtype)

@@ -15,15 +15,17 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 if __name__ == "__main__":  # import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import use_environment
 
-from apex.environment import use_environment
+    use_environment("torch", "safetensors")
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 FORMATS = ("awq", "gptq", "gptq-v2", "compressed-tensors", "dequantised")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in bits 4 j of a word of eight
@@ -54,8 +56,6 @@ def quantise(weight: torch.Tensor, group_size: int, symmetric: bool, act_order: 
     Raises:
         ValueError: groups do not divide the inputs.
     """
-    import torch
-
     out_features, in_features = weight.shape
     if in_features % group_size:
         raise ValueError(f"groups of {group_size} do not divide {in_features} inputs: take a --group-size that does")
@@ -85,8 +85,6 @@ def pack_columns(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) 
 
     Missing columns of the last word are 0.
     """
-    import torch
-
     rows, columns = codes.shape
     padded = torch.zeros(rows, columns + -columns % 8, dtype=torch.int32)
     padded[:, :columns] = codes
@@ -98,8 +96,6 @@ def pack_columns(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) 
 
 def pack(matrix: Quantised, layout: str, symmetric: bool, act_order: bool) -> dict[str, torch.Tensor]:
     """The tensors of a module in a layout, by their names without the module's."""
-    import torch
-
     codes, scales, zeros, g_idx = matrix
     if layout == "dequantised":
         return {"weight": matrix.dequantise()}
@@ -157,9 +153,6 @@ def write_folder(
         FileExistsError: ``target`` is there.
         ValueError: the layout cannot hold the model; the message says why.
     """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     if layout == "awq" and act_order:
         raise ValueError("AWQ has no act-order: take another --format")
     files = sorted(source.glob("model*.safetensors"))
@@ -182,6 +175,7 @@ def write_folder(
                 packed = pack(matrix, layout, symmetric, act_order)
                 written.update({f"{module}.{kind}": tensor for kind, tensor in packed.items()})
         save_file(written, target / path.name, metadata={"format": "pt"})
+        (target / path.name).chmod(0o644)  # safetensors makes it private, but a folder may be shared
         places.update(dict.fromkeys(written, path.name))
     if len(files) > 1:
         index = {"metadata": {}, "weight_map": places}
@@ -210,7 +204,6 @@ def main() -> None:
         "--act-order", action="store_true", help="group inputs by the size of their weights (default: in order)"
     )
     arguments = parser.parse_args()
-    use_environment("torch", "safetensors")
     try:
         write_folder(
             arguments.model,

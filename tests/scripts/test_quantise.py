@@ -19,7 +19,6 @@ from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["quantise.py", *map(str, arguments)])
-    monkeypatch.setattr(quantise, "use_environment", lambda *packages: None)
     quantise.main()
 
 
