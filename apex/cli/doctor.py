@@ -210,6 +210,8 @@ def gpus() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
+        if device.major < 8:
+            yield Finding("4-bit weights", f"{device.name} writes them out before each multiplication: slow", "note")
         free, total = torch.cuda.mem_get_info(index)
         yield Finding(
             f"cuda:{index}",
@@ -240,12 +242,25 @@ def settings() -> Iterator[Finding]:
 def files() -> Iterator[Finding]:
     models = sorted(path.parent for path in (cache_dir() / "models").glob("*/config.json"))
     if models:
-        yield from (Finding("model", str(model)) for model in models)
+        yield from (Finding("model", f"{model}{quantisation(model)}") for model in models)
     else:
         yield Finding("model", f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {SETUP}", "note")
     tables = cached_profiles()
     count = f"{len(tables)} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
     yield Finding("profile tables", count, "ok" if tables else "note")
+
+
+def quantisation(model: Path) -> str:
+    """What to add to the line of a model folder with quantised weights."""
+    if try_import("torch")[0] is None:
+        return ""
+    from swiftllm.model.config import ModelConfig
+
+    try:
+        scheme = ModelConfig.from_folder(model).quantisation
+    except (OSError, ValueError) as error:
+        return f" (not supported: {error})"
+    return "" if scheme is None else f" ({scheme.describe()})"
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------

@@ -120,9 +120,11 @@ def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimit
     longest, at_once = scheduler.longest_request, scheduler.limits.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
-        f"{description['system']} serves {description['model']} ({description['dtype']}) on {description['device']}\n"
+        f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
+        f"on {description['device']}\n"
         f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{no_text if engine.tokenizer is None else ''}"

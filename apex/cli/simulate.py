@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 Dtype = Literal["float16", "bfloat16"]
+Weights = Literal["auto", "int4"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Simulate(ConfigFile):
     """Model: a name in configs/models, a Hugging Face folder, or a name on its hub; only config.json is read."""
     dtype: Dtype = "float16"
     """Weights, activations and KV cache."""
+    weights: Weights = "auto"
+    """auto: as config.json says; int4: the layers' matrices in 4 bits, by a kernel whose speed is an assumption."""
     cpu_kernel: str = "native"
     """CPU attention kernel: native, ispc or llamafile."""
     cpu_bandwidth_gb_s: float | None = None
@@ -103,6 +106,7 @@ class Simulate(ConfigFile):
                 link_name=self.link,
                 cpu_hosts=self.cpu_hosts,
                 network_gbps=self.network_gbps,
+                weights=self.weights,
                 cpu_kernel=self.cpu_kernel,
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
@@ -188,6 +192,7 @@ class Simulate(ConfigFile):
             "cpu_hosts": machine.cpu_hosts,
             "model": machine.model_name,
             "dtype": machine.dtype,
+            "weights": machine.table.identity.get("weights", machine.dtype),
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),

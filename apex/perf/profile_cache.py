@@ -67,7 +67,9 @@ def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
 
 def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
     """What a profile table depends on; a table is refused wherever one of these differs."""
-    model = backend.model_config
+    model = asdict(backend.model_config)
+    # Not part of the hash, but told by name: tables of other weights keep their hash.
+    quantised = {"weights": backend.weights_name} if model.pop("quantisation") else {}
     return {
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
@@ -75,8 +77,9 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "lane_threads": str(backend.cores.lane_threads),
         "cpu_threads": str(backend.cores.cpu_threads),
         "cpu_kernel": backend.cpu_kernel,
-        "model": hashlib.sha256(json.dumps(asdict(model), sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "model": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "dtype": str(backend.dtype).removeprefix("torch."),
+        **quantised,
         "tensor_parallel": str(config.tensor_parallel),
         "block_size": str(backend.block_size),
         # The sizes that can be measured depend on the pools; a power of two tells pools apart well enough.

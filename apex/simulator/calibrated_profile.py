@@ -13,7 +13,8 @@ from math import hypot
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Gpu, Host, LayerShape, Link, MeasuredLayer
+from apex.simulator.hardware import Gpu, Host, LayerShape, Link, closest_layer
+from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
 
 BITS_PER_BYTE = 8
@@ -69,6 +70,9 @@ def hardware_profile(
     latency_s = gpu["transfer_latency_us"] * 1e-6
     block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size / tensor_parallel  # of each GPU
     linear = linear_curve(gpu, shard, itemsize, max_tokens)
+    scheme = model_config.quantisation
+    if scheme is not None:
+        linear = with_quantised_weights(linear, gpu, shard, itemsize, scheme)
     if tensor_parallel > 1:
         linear = with_all_reduces(linear, link, shape, itemsize)
     identity = {
@@ -81,6 +85,7 @@ def hardware_profile(
         "model": f"{model_config.num_layers} layers of {shape.hidden_size}/{shape.intermediate_size}, "
         f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}",
         "dtype": dtype,
+        **({} if scheme is None else {"weights": quantised_origin(gpu, scheme)}),
         "tensor_parallel": str(tensor_parallel),
         **({"link": link.name} if tensor_parallel > 1 else {}),
         "block_size": str(block_size),
@@ -125,13 +130,6 @@ def linear_curve(gpu: Gpu, shape: LayerShape, itemsize: int, max_tokens: int) ->
     # Beyond the table time is proportional to tokens: batches that large compute at a constant rate.
     beyond = max(2 * sizes[-1], max_tokens)
     return Curve((*sizes, beyond), (*seconds, seconds[-1] * beyond / sizes[-1]))
-
-
-def closest_layer(gpu: Gpu, shape: LayerShape) -> MeasuredLayer:
-    def distance(layer: MeasuredLayer) -> tuple[bool, int]:
-        return layer.shape != shape, abs(layer.shape.gemm_weights - shape.gemm_weights)
-
-    return min(gpu.layers, key=distance)
 
 
 def sheet_linear_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> float:

@@ -132,6 +132,15 @@ class Link(Hardware):
     """What joins the GPUs of a host."""
 
 
+def closest_layer(gpu: Gpu, shape: LayerShape) -> MeasuredLayer:
+    """The measured layer of a GPU that is closest in size; it must have one."""
+
+    def distance(layer: MeasuredLayer) -> tuple[bool, int]:
+        return layer.shape != shape, abs(layer.shape.gemm_weights - shape.gemm_weights)
+
+    return min(gpu.layers, key=distance)
+
+
 @functools.cache
 def load_gpu(name_or_path: str | Path) -> Gpu:
     """Read a GPU: a name in ``configs/hardware``, or a path to a file of the same form.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, remote_hosts
@@ -21,8 +23,12 @@ from apex.simulator.hardware import (
     load_link,
     load_model_config,
 )
+from swiftllm.kv.sizing import weight_bytes as bytes_of_weights
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 
+Weights = Literal["auto", "int4"]
+INT4 = QuantisationScheme(AWQ, group_size=128)  # the most common one
 GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver need the rest
 HOST_MEMORY_SHARE = 0.5  # of host memory for the CPU tier, as the engine takes by default
 
@@ -60,7 +66,8 @@ class PredictedMachine:
             gb_s += f" GB/s on each over {self.remote_hosts.bytes_per_s * BITS_PER_BYTE / 1e9:g} Gb/s"
         else:
             gb_s += " GB/s"
-        return f"{self.model_name} ({self.dtype}) on {gpus} and {hosts}, CPU attention at {gb_s}"
+        weights = "" if self.model.quantisation is None else f", {self.table.identity['weights']}"
+        return f"{self.model_name} ({self.dtype}{weights}) on {gpus} and {hosts}, CPU attention at {gb_s}"
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
@@ -71,6 +78,8 @@ class PredictedMachine:
         itemsize = ITEMSIZES[self.dtype]
         block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
         weight_bytes = self.model.num_parameters * itemsize
+        if self.model.quantisation is not None:
+            weight_bytes = bytes_of_weights(self.model, getattr(torch, self.dtype))
         gpus_gb = self.gpu["memory_gb"] * self.tensor_parallel
         gpu_bytes = gpus_gb * 1e9 * GPU_MEMORY_SHARE - weight_bytes
         host_bytes = self.host["memory_gb"] * 1e9 * self.cpu_hosts
@@ -99,9 +108,14 @@ def predict_machine(
     link_name: str | None = None,
     cpu_hosts: int = 1,
     network_gbps: float = 100.0,
+    weights: Weights = "auto",
     **options: Any,
 ) -> PredictedMachine:
-    """The machine of these names or paths. ``options``: :func:`apex.simulator.calibrated_profile.hardware_profile`.
+    """The machine of these names or paths.
+
+    Args:
+        weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
+        options: of :func:`apex.simulator.calibrated_profile.hardware_profile`.
 
     Raises:
         ValueError: a name is unknown (the message lists the known ones), or an option is invalid.
@@ -110,6 +124,8 @@ def predict_machine(
     host = _find("host", host_name, load_host, known_hardware("host"))
     models = sorted(path.name for path in MODELS_DIR.iterdir())
     model = _find("model", model_name, load_model_config, models)
+    if weights == "int4":
+        model = replace(model, quantisation=INT4)
     links = known_hardware("link")
     if tensor_parallel > 1 and link_name is None:
         raise ValueError(f"--tensor-parallel {tensor_parallel} needs --link, which joins the GPUs: {', '.join(links)}")

@@ -15,6 +15,7 @@ from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, weight_bytes
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
+from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.reference import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
@@ -73,7 +74,7 @@ def memory_fit(
         on_host: there is no card: ``device_bytes`` is not looked at.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    weights = weight_bytes(model, dtype)
+    weights = weight_bytes(model, dtype, on_host=on_host)
     activations = activation_bytes(
         model,
         dtype.itemsize,
@@ -151,6 +152,8 @@ def activation_bytes(
     pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))
     gate_up = -(-rows // pieces) * 2 * model.intermediate_size * itemsize
     crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
+    if model.quantisation is not None and not on_host:
+        crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
 
     keys_values = 2 * context * model.num_kv_heads * model.head_dim * itemsize
     masked_rows = min(chunk, max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context))
@@ -167,6 +170,18 @@ def activation_bytes(
     sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
     peak = max(own_attention, crossing, long_attention, decoding, sampling)
     return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, requests))
+
+
+def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
+    """Of a quantised matrix in full, beside its product, where that is most; arguments are the products' bytes.
+
+    With few rows codes are multiplied, and this is more than is taken.
+    """
+    beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
+    return max(
+        sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
+        for matrix in fused_matrices(model)
+    )
 
 
 def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:

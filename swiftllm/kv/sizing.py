@@ -6,7 +6,7 @@ Plain arithmetic on byte counts. Callers measure these, so tests can choose them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,19 +21,30 @@ EMBEDDED_CPU_TIER_BYTES = 4 * GIB
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 
 
-def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has."""
+def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, on_host: bool = False) -> int:
+    """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has.
+
+    Quantised matrices stay packed on a GPU, with scales of 16 bits. On a host they are dequantised when they are
+    loaded. That a checkpoint leaves single modules of a layer in 16 bits is not known before it is read.
+    """
+    if on_host:
+        model = replace(model, quantisation=None)
     weights = LlamaWeights.empty(model, "meta", dtype)
-    return sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
+    total = sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
+    if model.quantisation is None:
+        return total
+    packed = weights.empty_quantised(model, "meta", torch.float16)
+    orders = sum(4 * matrix.in_features for matrix in packed) if model.quantisation.ordered else 0
+    return total + orders + sum(matrix.nbytes for matrix in packed)
 
 
-def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
+def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int, *, on_host: bool = False) -> None:
     """Check that the weights fit, before any is loaded.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory.
     """
-    needed = weight_bytes(model, dtype)
+    needed = weight_bytes(model, dtype, on_host=on_host)
     if needed > free_bytes:
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "

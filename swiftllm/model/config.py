@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling
 
 # Architectures that differ from Llama in biases and norms only, and their model_type.
@@ -44,6 +45,8 @@ class ModelConfig:
     """Whether Q and K are normed, head by head, before the rotary embedding."""
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    quantisation: QuantisationScheme | None = None
+    """How the layers' matrices are quantised; None: they are not."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -61,6 +64,7 @@ class ModelConfig:
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
         kind = _supported_kind(raw, path)
+        quantisation = QuantisationScheme.from_config(raw, folder)
         try:
             num_heads = int(raw["num_attention_heads"])
             hidden_size = int(raw["hidden_size"])
@@ -83,6 +87,7 @@ class ModelConfig:
                 norms_heads=kind == "qwen3",
                 initializer_range=float(raw.get("initializer_range", 0.02)),
                 eos_token_ids=_eos_token_ids(generation, raw),
+                quantisation=quantisation,
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
@@ -97,6 +102,12 @@ class ModelConfig:
                 f"{path}: num_attention_heads={config.num_heads} is no multiple of "
                 f"num_key_value_heads={config.num_kv_heads}"
             )
+        if quantisation is not None:
+            for in_features in (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size):
+                try:
+                    quantisation.group_size_of(in_features)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from None
         if config.head_dim % 2:
             raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary positions turn pairs")
         return config
@@ -118,8 +129,13 @@ class ModelConfig:
         """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.
 
         Raises:
-            ValueError: heads, KV heads or FFN do not divide; the message names the numbers that work.
+            ValueError: heads, KV heads or FFN do not divide (the message names the numbers that work), or the weights
+                are quantised.
         """
+        if self.quantisation is not None and ranks > 1:
+            raise ValueError(
+                f"tensor_parallel={ranks} cannot divide 4-bit weights yet: take a checkpoint in 16 bits, or one GPU"
+            )
         common = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
         if common % ranks:
             works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -167,11 +183,10 @@ def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
         (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
         (has_window, f"sliding_window={window}"),
-        (raw.get("quantization_config") is not None, "quantization_config (quantised weights)"),
     )
     for applies, what in reasons:
         if applies:
-            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}, unquantised")
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}")
     return kind
 
 

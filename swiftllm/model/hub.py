@@ -7,7 +7,7 @@ from pathlib import Path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-WEIGHT_FILES = ["model*.safetensors"]
+WEIGHT_FILES = ["model*.safetensors", "gptq_model*.safetensors"]
 OTHER_FORMATS = ["*/*", "consolidated*"]  # copies of the same weights
 
 

@@ -14,6 +14,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import LayerWeights, LlamaWeights, ModelPart, dummy_weights, load_weights
 from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ class ResidentWeights:
     def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops) -> None:
         """Takes ``weights`` over: its layers are gone afterwards, so that packed matrices don't double the memory."""
         self.num_logits = config.vocab_size
-        lm_head = ops.make_linear(weights.lm_head, None)
+        lm_head = make_linear(ops, weights.lm_head, None)
         self._boundaries: list[BoundaryWeights] = []
         embed, ffn = partial(F.embedding, weight=weights.embedding), None
         while weights.layers:
             layer = weights.layers.pop(0)
-            qkv = ops.make_linear(layer.qkv, layer.qkv_bias)
+            qkv = make_linear(ops, layer.qkv, layer.qkv_bias)
             norms = _head_norms(layer, config)
             self._boundaries.append(BoundaryWeights(embed, ffn, layer.input_norm, qkv, norms))
             embed, ffn = None, _ffn(layer, ops)
@@ -96,12 +97,28 @@ def open_weights(
     return ResidentWeights(model if part is None else part.sizes, weights, ops)
 
 
+def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+    """The linear of a matrix, by its kind; see :meth:`~swiftllm.ops.interface.Ops.make_linear`."""
+    if isinstance(weight, torch.Tensor):
+        return ops.make_linear(weight, bias)
+    if isinstance(weight, QuantisedMatrix):
+        return ops.make_quantised_linear(weight, bias)
+    sizes = [part.shape[0] if isinstance(part, torch.Tensor) else part.out_features for part in weight]
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    linears = [make_linear(ops, part, own) for part, own in zip(weight, biases, strict=True)]
+
+    def side_by_side(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in linears], 1, out=out)
+
+    return side_by_side
+
+
 def _ffn(layer: LayerWeights, ops: Ops) -> FfnWeights:
     return FfnWeights(
-        o=ops.make_linear(layer.o, layer.o_bias),
+        o=make_linear(ops, layer.o, layer.o_bias),
         norm=layer.post_norm,
-        gate_up=ops.make_linear(layer.gate_up, layer.gate_up_bias),
-        down=ops.make_linear(layer.down, layer.down_bias),
+        gate_up=make_linear(ops, layer.gate_up, layer.gate_up_bias),
+        down=make_linear(ops, layer.down, layer.down_bias),
     )
 
 

@@ -5,20 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector
+from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+INDEX_FILES = "*.safetensors.index.json"
+SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
+STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
 
 class WeightsError(ValueError):
     """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
+
+
+class FusedMatrix(NamedTuple):
+    """A matrix of a layer: the field of :class:`LayerWeights`, and the modules whose outputs it stacks."""
+
+    name: str
+    block: str
+    modules: tuple[str, ...]
+    out_features: tuple[int, ...]
+    in_features: int
+
+
+def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
+    """The matrices of each layer."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    return (
+        FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), hidden),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size),
+        FusedMatrix("gate_up", "mlp", ("gate_proj", "up_proj"), (ffn, ffn), hidden),
+        FusedMatrix("down", "mlp", ("down_proj",), (hidden,), ffn),
+    )
 
 
 class ModelPart(Protocol):
@@ -44,14 +70,17 @@ class WholeModel:
 
 @dataclass
 class LayerWeights:
-    """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows."""
+    """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows.
+
+    The matrices of a quantised model are None until they are loaded.
+    """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Matrix | None
+    o: Matrix | None
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix | None
+    down: Matrix | None
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -71,10 +100,13 @@ class LlamaWeights:
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> LlamaWeights:
-        """Allocate without filling."""
+        """Allocate without filling; not the layers' matrices of a quantised model."""
 
         def new(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
+
+        def matrix(*shape: int) -> torch.Tensor | None:
+            return new(*shape) if config.quantisation is None else None
 
         hidden, ffn = config.hidden_size, config.intermediate_size
         embedding = new(config.vocab_size, hidden)
@@ -82,11 +114,11 @@ class LlamaWeights:
         layers = [
             LayerWeights(
                 input_norm=new(hidden),
-                qkv=new(config.qkv_size, hidden),
-                o=new(hidden, config.num_heads * config.head_dim),
+                qkv=matrix(config.qkv_size, hidden),
+                o=matrix(hidden, config.num_heads * config.head_dim),
                 post_norm=new(hidden),
-                gate_up=new(2 * ffn, hidden),
-                down=new(hidden, ffn),
+                gate_up=matrix(2 * ffn, hidden),
+                down=matrix(hidden, ffn),
                 qkv_bias=new(config.qkv_size) if config.qkv_bias else None,
                 o_bias=new(hidden) if config.o_bias else None,
                 gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
@@ -103,8 +135,6 @@ class LlamaWeights:
         places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not config.tie_word_embeddings:
             places["lm_head.weight"] = self.lm_head
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, ffn = config.hidden_size, config.intermediate_size
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
@@ -112,18 +142,39 @@ class LlamaWeights:
             if config.norms_heads:
                 places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
                 places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
-            matrices = (
-                ("self_attn", ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), layer.qkv, layer.qkv_bias),
-                ("self_attn", ("o_proj",), (hidden,), layer.o, layer.o_bias),
-                ("mlp", ("gate_proj", "up_proj"), (ffn, ffn), layer.gate_up, layer.gate_up_bias),
-                ("mlp", ("down_proj",), (hidden,), layer.down, layer.down_bias),
-            )
-            for block, names, rows, weight, bias in matrices:
-                for kind, tensor in (("weight", weight), ("bias", bias)):
-                    if tensor is not None:
-                        parts = zip(names, tensor.split(rows), strict=True)
-                        places.update({f"{prefix}{block}.{name}.{kind}": part for name, part in parts})
+            for name, block, modules, rows, _ in fused_matrices(config):
+                for kind, tensor in (("weight", getattr(layer, name)), ("bias", getattr(layer, f"{name}_bias"))):
+                    if isinstance(tensor, torch.Tensor):
+                        parts = zip(modules, tensor.split(rows), strict=True)
+                        places.update({f"{prefix}{block}.{module}.{kind}": part for module, part in parts})
         return places
+
+    def empty_quantised(
+        self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> list[QuantisedMatrix]:
+        """Allocate the matrices of a quantised model without filling them."""
+        matrices = []
+        for place in self.fused_places(config):
+            shape = sum(place.modules.values()), place.in_features
+            group_size = config.quantisation.group_size_of(place.in_features)
+            matrices.append(QuantisedMatrix.empty(*shape, group_size, dtype, device))
+            place.put(matrices[-1])
+        return matrices
+
+    def fused_places(self, config: ModelConfig) -> list[FusedPlace]:
+        """The places of the layers' matrices, for those that come quantised."""
+        return [
+            FusedPlace(
+                {
+                    f"model.layers.{index}.{block}.{module}": rows
+                    for module, rows in zip(modules, out_features, strict=True)
+                },
+                in_features,
+                partial(setattr, layer, name),
+            )
+            for index, layer in enumerate(self.layers)
+            for name, block, modules, out_features, in_features in fused_matrices(config)
+        ]
 
 
 def load_weights(
@@ -133,7 +184,9 @@ def load_weights(
     dtype: torch.dtype,
     part: ModelPart | None = None,
 ) -> LlamaWeights:
-    """Read ``model.safetensors`` or its shards, converting to ``dtype``; one tensor at a time beside the result.
+    """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
+
+    Quantised matrices stay packed, with the dtype of their scales.
 
     Of each tensor only ``part`` is read, by default all.
 
@@ -144,6 +197,9 @@ def load_weights(
     part = part or WholeModel(config)
     weights = LlamaWeights.empty(part.sizes, device, dtype)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
+    quantised = None
+    if config.quantisation is not None:
+        quantised = QuantisedCollector(config.quantisation, weights.fused_places(config), device, dtype)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -153,7 +209,8 @@ def load_weights(
             continue
         shape = tensor.get_shape()
         if name not in places:
-            unknown.append(name)
+            if quantised is None or not _take(quantised, name, tensor[:], folder):
+                unknown.append(name)
         elif shape != shapes[name]:
             raise WeightsError(f"{folder}: {name} has shape {shape}, config.json asks for {shapes[name]}")
         else:
@@ -161,7 +218,7 @@ def load_weights(
             places[name][: len(rows)].copy_(rows)
             places[name][len(rows) :].zero_()
             seen.add(name)
-    missing = sorted(places.keys() - seen)
+    missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -193,7 +250,25 @@ def dummy_weights(
         else:
             offset = int(torch.randint(DUMMY_PERIOD, (), generator=generator))
             _fill(tensor, noise, offset, shapes[name], part.slices(name, shapes[name]))
+    if config.quantisation is not None:
+        words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator).to(device)
+        for matrix in weights.empty_quantised(config, device, dtype):
+            _repeat(words.roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
+            matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
+            matrix.zeros.fill_(8)
     return weights
+
+
+def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:
+    for part in target.view(-1).split(len(numbers)):
+        part.copy_(numbers[: part.numel()])
+
+
+def _take(quantised: QuantisedCollector, name: str, tensor: torch.Tensor, folder: str | Path) -> bool:
+    try:
+        return quantised.take(name, tensor)
+    except ValueError as error:
+        raise WeightsError(f"{folder}: {error}") from None
 
 
 def _fill(
@@ -220,23 +295,24 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names of tensors, and what reads slices of each: ``get_shape()`` and ``[...]``."""
     from safetensors import SafetensorError, safe_open  # not needed for dummy weights
 
-    index = folder / INDEX_FILE
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    elif (folder / SINGLE_FILE).is_file():
-        files = [SINGLE_FILE]
+    indices = sorted(folder.glob(INDEX_FILES))
+    single = [path.name for pattern in SINGLE_FILES for path in sorted(folder.glob(pattern))]
+    if indices:
+        files = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
+    elif single:
+        files = single[:1]
     else:
         raise FileNotFoundError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            f"{folder} has neither {SINGLE_FILES[0]} nor {INDEX_FILES}; "
             "convert the model to safetensors, or use load_format='dummy' to run without weights"
         )
     for file in files:
         path = folder / file
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is named in {INDEX_FILE} and is not there: finish the download")
+            raise FileNotFoundError(f"{path} is named in {indices[0].name} and is not there: finish the download")
         try:
             with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                for name in sorted(tensors.keys()):  # the tensors of a module one after the other
                     yield name, tensors.get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{path} is no readable safetensors file: {error}") from None

@@ -13,6 +13,7 @@ import torch
 
 import pacpu
 from pacpu import rows
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
@@ -35,6 +36,12 @@ class CpuOps(ReferenceOps):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
         linear = torch.ops.mkldnn._linear_pointwise
         return lambda x: linear(x, packed, bias, "none", [], "")
+
+    def make_quantised_linear(
+        self, matrix: QuantisedMatrix, bias: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Dequantised once: host memory holds the matrix in full."""
+        return self.make_linear(matrix.dequantise(), bias)
 
     def _make_widening_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None

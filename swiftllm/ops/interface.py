@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+
 Linear = Callable[..., torch.Tensor]
 
 
@@ -26,6 +28,9 @@ class Ops(Protocol):
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight. Where graphs
         are captured, it also accepts ``out=``."""
+
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        """The same for a quantised matrix; ``x`` has its inputs in their own order."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+
 # Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
 # single row, the kernel treats heads as rows. Up to torch 2.12 it then reads the mask beyond its end for all heads but
 # the first (pytorch #191937). So such a row is duplicated.
@@ -25,6 +27,15 @@ class ReferenceOps:
         if bias is None:
             return lambda x, out=None: torch.mm(x, transposed, out=out)
         return lambda x, out=None: torch.addmm(bias, x, transposed, out=out)
+
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        """The matrix stays packed: each call dequantises it first."""
+
+        def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            transposed = matrix.dequantise().t()
+            return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
+
+        return linear
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

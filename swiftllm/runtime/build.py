@@ -60,6 +60,7 @@ def assemble_engine(
         "device": backend.device_name,
         "device_type": backend.device.type,
         "dtype": str(backend.dtype).removeprefix("torch."),
+        "weights": backend.weights_name,
         "num_gpu_blocks": backend.num_gpu_blocks,
         "num_cpu_blocks": backend.num_cpu_blocks,
         "tensor_parallel": config.tensor_parallel,

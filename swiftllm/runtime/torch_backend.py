@@ -75,8 +75,8 @@ class TorchBackend:
         self.block_size = config.block_size
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
-        sizes = self._sizes()
-        check_weights(sizes, self.dtype, self._free_bytes())
+        sizes, on_host = self._sizes(), self.device.type == "cpu"
+        check_weights(sizes, self.dtype, self._free_bytes(), on_host=on_host)
         self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
@@ -167,6 +167,12 @@ class TorchBackend:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weights_name(self) -> str:
+        """How the layers' matrices came: their dtype, or ``4-bit AWQ, groups of 128``."""
+        scheme = self.model_config.quantisation
+        return self.dtype_name if scheme is None else scheme.describe()
 
     def now(self) -> float:
         return time.perf_counter()

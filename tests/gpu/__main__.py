@@ -22,6 +22,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "blocks": operations.check_blocks,
         "prefill-attention": operations.check_prefill_attention,
         "decode-attention": operations.check_decode_attention,
+        "quantised": operations.check_quantised_linear,
         "sampling": operations.check_sampling,
         "graphs": tokens.check_graphs,
         "tokens-float32": tokens.check_tokens_float32,

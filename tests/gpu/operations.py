@@ -6,6 +6,7 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
 from swiftllm.sampling.sampler import Sampler
@@ -125,6 +126,25 @@ def check_blocks(device: torch.device) -> None:
         ops.store_kv(k, v, target[1], blocks, slots)
         REFERENCE.store_kv(k, v, expected[1], blocks, slots)
         assert torch.equal(target, expected)
+
+
+def check_quantised_linear(device: torch.device) -> None:
+    """Products with 4-bit weights, of few rows by codes and of many with the matrix written out."""
+    shapes = ((1024, 4096, 128, True), (6144, 4096, 128, False), (576, 1536, 64, False))
+    for dtype in dtypes(device):
+        ops = select_ops(device, dtype)
+        for out, inputs, group_size, ordered in shapes:
+            codes = torch.randint(16, (inputs, out), dtype=torch.uint8, device=device)
+            zeros = torch.randint(16, (inputs // group_size, out), dtype=torch.uint8, device=device)
+            scales = (0.1 + torch.rand(inputs // group_size, out, device=device)) / (4 * inputs**0.5)
+            order = torch.randperm(inputs, device=device).int() if ordered else None
+            matrix = QuantisedMatrix.from_codes(codes, scales.half(), zeros, group_size, dtype, order)
+            bias = torch.randn(out, device=device).to(dtype)
+            linear = ops.make_quantised_linear(matrix, bias)
+            for rows in (1, 2, 16, 33, 128, 129, 300):
+                x = torch.randn(rows, inputs, device=device).to(dtype)
+                expected = x.double() @ matrix.dequantise().double().t() + bias.double()
+                assert_close(linear(x), expected, dtype)
 
 
 def check_sampling(device: torch.device) -> None:

@@ -39,7 +39,7 @@ def poison(tensor: torch.Tensor) -> None:
     if tensor.dtype is torch.bool:
         tensor.fill_(True)
     else:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else 1 << 30)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else min(1 << 30, torch.iinfo(tensor.dtype).max))
 
 
 class Memory:

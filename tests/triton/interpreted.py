@@ -12,10 +12,10 @@ from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
 from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
-from tests.triton.interpreter import repair_bfloat16_dot
+from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory
 
-repair_bfloat16_dot()
+repair_bfloat16()
 watch_memory()
 
 HOST = torch.device("cpu")

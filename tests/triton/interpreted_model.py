@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantise import write_folder
 from transformers import LlamaForCausalLM
 
 from swiftllm.config import EngineConfig
@@ -22,10 +23,10 @@ from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.tiny_model import make_tiny_llama
-from tests.triton.interpreter import repair_bfloat16_dot
+from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory
 
-repair_bfloat16_dot()
+repair_bfloat16()
 watch_memory()
 
 NUM_TOKENS = 8
@@ -45,7 +46,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generate(model_folder, monkeypatch) -> Callable[[Ops, str], list[Request]]:
     """Requests join one by one, in chunks, while the others decode, ride and change tiers at random."""
 
-    def run(ops: Ops, dtype: str) -> list[Request]:
+    def run(ops: Ops, dtype: str, model_folder: Path = model_folder) -> list[Request]:
         monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
         config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
         driver, rng = BackendDriver(TorchBackend(config)), random.Random(3)
@@ -86,7 +87,19 @@ OPS = {
 )
 @torch.inference_mode()
 def test_greedy_tokens_are_those_of_transformers(generate, model_folder, ops, dtype):
-    requests = generate(OPS[ops], dtype)
+    check(generate(OPS[ops], dtype), model_folder, dtype)
+
+
+@pytest.mark.parametrize("ops, dtype", [("reference", "float32"), ("Triton, tensor cores", "float16")])
+@torch.inference_mode()
+def test_so_are_those_of_a_quantised_model(generate, model_folder, tmp_path, ops, dtype):
+    """With act-order, so that each product takes its inputs in an order of its own, and Q, K and V stay apart."""
+    for layout in ("gptq", "dequantised"):
+        write_folder(model_folder, tmp_path / layout, layout, 32, act_order=True)
+    check(generate(OPS[ops], dtype, tmp_path / "gptq"), tmp_path / "dequantised", dtype)
+
+
+def check(requests: list[Request], model_folder: Path, dtype: str) -> None:
     judge = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     for request in requests:
         text = torch.tensor([request.token_ids(0, request.num_tokens)])

@@ -11,12 +11,13 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 @cache
-def repair_bfloat16_dot() -> None:
-    """Give ``tl.dot`` the values of bfloat16 operands.
+def repair_bfloat16() -> None:
+    """Give ``tl.dot`` the values of bfloat16 operands, and round numbers to the nearest bfloat16 as GPUs do.
 
-    The interpreter keeps them as the bits of unsigned integers, and up to Triton 3.9 multiplies those.
+    The interpreter keeps bfloat16 as the bits of unsigned integers. Up to Triton 3.9 it multiplies those, and it cuts
+    off the bits of a float32 that bfloat16 lacks.
     """
-    create_dot = InterpreterBuilder.create_dot
+    create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def widened(operand: TensorHandle) -> TensorHandle:
         if operand.dtype.scalar != tl.bfloat16:
@@ -26,4 +27,13 @@ def repair_bfloat16_dot() -> None:
     def create_dot_of_values(self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
         return create_dot(self, widened(a), widened(b), *rest)
 
+    def cast_to_nearest(self: Any, source: TensorHandle, kind: Any) -> TensorHandle:
+        if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, kind)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        half_to_even = 0x7FFF + ((bits >> 16) & 1)
+        rounded = np.where(np.isnan(source.data), bits | 0x400000, bits + half_to_even)
+        return TensorHandle((rounded >> 16).astype(np.uint16), tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = cast_to_nearest
     InterpreterBuilder.create_dot = create_dot_of_values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from quantise import write_folder
 from rich.console import Console
 
 from apex.cli import doctor, main
 from apex.cli.doctor import Finding
+from tests.reference.tiny_model import make_tiny_llama
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -75,6 +78,18 @@ def test_a_bare_machine_gets_a_whole_report(monkeypatch, tmp_path):
     assert found(report["Compilers"])["ISPC"].status == "note"
     assert "make setup" in found(report["Files"])["model"].found
     assert found(report["Files"])["profile tables"].found.startswith("none yet")
+
+
+def test_models_are_listed_with_their_quantisation(monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    source = make_tiny_llama(tmp_path / "models" / "plain")
+    write_folder(source, tmp_path / "models" / "awq", "awq", 32)
+    shutil.copytree(source, tmp_path / "models" / "fp8")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "models" / "fp8" / "config.json").write_text(json.dumps(config))
+    lines = [finding.found for finding in doctor.files() if finding.what == "model"]
+    assert lines[0].endswith("awq (4-bit AWQ, groups of 32)") and lines[2].endswith("plain")
+    assert "fp8 (not supported: " in lines[1] and "quant_method='fp8'" in lines[1]
 
 
 def test_a_compiler_that_does_not_run_is_said(monkeypatch, tmp_path):

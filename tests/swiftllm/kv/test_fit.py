@@ -21,6 +21,7 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.graphs import LayerGraphs
@@ -57,7 +58,10 @@ def started(
     model = replace(model, num_layers=num_layers or model.num_layers)
     with MetaGpu(int(gib * GIB), CONTEXT_BYTES) as gpu:
         ops = gpu.ops(*processor)
-        weights = ResidentWeights(model, LlamaWeights.empty(model, DEVICE, torch.float16), ops)
+        empty = LlamaWeights.empty(model, DEVICE, torch.float16)
+        if model.quantisation is not None:
+            empty.empty_quantised(model, DEVICE, torch.float16)
+        weights = ResidentWeights(model, empty, ops)
         after_weights = gpu.allocated
         llama, device = LlamaModel(model, weights, ops, config.max_model_len), CudaDevice()
         max_blocks = -(-config.max_model_len // config.block_size)
@@ -77,6 +81,20 @@ def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, r
     estimate = activation_bytes(model, 2, rows=rows, requests=requests, context=context, on_host=False)
     with started(model, H100, config, num_layers=2) as start:
         assert 0.99 * start.activations <= estimate <= 1.15 * start.activations
+
+
+@pytest.mark.parametrize(("rows", "requests", "context"), [(832, 1024, 832), (512, 256, 4096), (192, 16, 512)])
+@pytest.mark.parametrize("card", [T4, A10], ids=["t4", "a10"])
+@pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
+def test_quantised_weights_stay_packed_and_are_written_out_one_at_a_time(card, rows, requests, context):
+    model = replace(LLAMA_7B, quantisation=QuantisationScheme(AWQ, 128))
+    config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
+    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": requests, "max_model_len": context, "block_size": 16}
+    fit = memory_fit(model, "float16", device_bytes=int(card[0] * GIB), host_bytes=64 * GIB, **sizes)
+    with started(model, card, config) as start:
+        assert 0.97 * start.activations <= fit.activation_bytes <= 1.15 * start.activations
+        assert fit.max_gpu_blocks * fit.bytes_per_block == pytest.approx(start.left_free, rel=0.03)
+    assert fit.max_gpu_blocks > 900
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from quantise import write_folder
 from transformers import Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
@@ -86,6 +87,22 @@ def test_the_bytes_of_weights_are_those_that_get_loaded(tiny_model_dir, override
         tensors = {t.data_ptr(): t for t in [weights.embedding, weights.lm_head, weights.final_norm]}
         tensors |= {t.data_ptr(): t for layer in weights.layers for t in vars(layer).values() if t is not None}
         assert weight_bytes(model, dtype) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("layout, act_order", [("awq", False), ("gptq", True), ("compressed-tensors", False)])
+def test_the_bytes_of_quantised_weights_are_those_that_get_loaded(tiny_model_dir, tmp_path, layout, act_order):
+    write_folder(tiny_model_dir(), tmp_path / "model", layout, 32, act_order=act_order)
+    model = ModelConfig.from_folder(tmp_path / "model")
+    weights = load_weights(tmp_path / "model", model, "cpu", torch.float16)
+    taken = sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            parts = matrix if isinstance(matrix, tuple) else (matrix,)
+            taken += sum(part.nbytes for part in parts)
+            taken -= 4 * sum(part.in_features for part in parts[1:] if act_order)  # orders that differ are few
+    assert weight_bytes(model, torch.float16) == taken
+    plain = ModelConfig.from_folder(tiny_model_dir())
+    assert weight_bytes(model, torch.float32, on_host=True) == weight_bytes(plain, torch.float32)
 
 
 def test_a_model_that_is_too_large_says_by_how_much(tiny_model_dir):

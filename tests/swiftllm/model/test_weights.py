@@ -137,7 +137,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(copy_of):
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
         ({"sliding_window": 512}, "sliding_window"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_size": None}, "hidden_size"),

@@ -1,0 +1,57 @@
+"""Predicted times of layers with 4-bit weights, from those with 16-bit weights. Nothing here was measured.
+
+Up to ``MOST_QUANTISED_ROWS`` rows a kernel multiplies codes. It reads them at a share of the rate at which 16-bit
+weights are read, the figure ``int4_read_fraction``, and multiplies as fast as a library does. With more rows the matrix
+is written out in 16 bits first. For a T4 that assumes a kernel which the engine does not have (docs/weights.md).
+"""
+
+from __future__ import annotations
+
+from math import hypot, sqrt
+
+from apex.perf.model import Curve
+from apex.simulator.hardware import Gpu, LayerShape, closest_layer
+from swiftllm.model.quantised.scheme import QuantisationScheme
+
+MOST_QUANTISED_ROWS = 128  # as in swiftllm.ops.triton.ops, which needs Triton
+CODE_BITS, GROUP_BITS = 4, 24  # of an element; of the scale and the zero point of a group
+
+
+def with_quantised_weights(
+    linear: Curve, gpu: Gpu, shape: LayerShape, itemsize: int, scheme: QuantisationScheme
+) -> Curve:
+    """T_l over tokens with 4-bit weights; ``linear`` is T_l with weights of ``itemsize`` bytes."""
+    bytes_per_s = gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"]
+    full_read_s = shape.gemm_weights * itemsize / bytes_per_s
+    code_read_s = packed_bytes(shape, scheme) / (bytes_per_s * gpu["int4_read_fraction"])
+
+    def seconds(tokens: int) -> float:
+        others_s = elementwise_s(gpu, shape, tokens, linear, full_read_s)
+        gemm_s = linear(tokens) - others_s
+        if tokens > MOST_QUANTISED_ROWS:
+            return others_s + code_read_s + full_read_s + gemm_s  # read packed, written, and read as before
+        multiply_s = sqrt(max(0.0, gemm_s**2 - full_read_s**2))
+        return others_s + hypot(code_read_s, multiply_s)
+
+    most = MOST_QUANTISED_ROWS
+    sizes = sorted({*linear.sizes, *(size for size in (most, most + 1) if linear.sizes[0] < size < linear.sizes[-1])})
+    return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
+
+
+def elementwise_s(gpu: Gpu, shape: LayerShape, tokens: float, linear: Curve, full_read_s: float) -> float:
+    """What norms, rotation and activation take of T_l: measured, else what reading leaves of T_l at one token."""
+    if not gpu.layers:
+        return max(0.0, linear(linear.sizes[0]) - full_read_s)
+    layer = closest_layer(gpu, shape)
+    return shape.elementwise_elements / layer.shape.elementwise_elements * layer.elementwise(tokens)
+
+
+def packed_bytes(shape: LayerShape, scheme: QuantisationScheme) -> float:
+    """Bytes of a layer's four matrices with codes, scales and zero points."""
+    group_size = scheme.group_size or shape.hidden_size
+    return shape.gemm_weights * (CODE_BITS + GROUP_BITS / group_size) / 8
+
+
+def quantised_origin(gpu: Gpu, scheme: QuantisationScheme) -> str:
+    """For people, and for the identity of tables."""
+    return f"{scheme.describe()}, read at {gpu['int4_read_fraction']:g} of the rate of 16-bit weights (an assumption)"

@@ -1,0 +1,82 @@
+"""Collects the tensors of quantised modules as they are read, and makes a matrix of each as soon as it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from swiftllm.model.quantised.readers import OPTIONAL, read_matrix, required_tensors
+from swiftllm.model.quantised.scheme import QuantisationScheme
+from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix, fuse
+
+
+@dataclass
+class FusedPlace:
+    """Where a fused matrix goes: ``put`` takes it; ``modules`` are its parts with their outputs, from top to bottom."""
+
+    modules: Mapping[str, int]
+    in_features: int
+    put: Callable[[Matrix], None]
+    parts: dict[str, torch.Tensor | QuantisedMatrix] = field(default_factory=dict)
+
+
+class QuantisedCollector:
+    """Takes a checkpoint's tensors one by one. A module's tensors wait on the device, packed, for the last of them."""
+
+    def __init__(
+        self, scheme: QuantisationScheme, places: list[FusedPlace], device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        """``dtype``: of activations, and of matrices that are not quantised."""
+        self._scheme, self._device, self._dtype = scheme, device, dtype
+        self._places = {module: place for place in places for module in place.modules}
+        self._required = required_tensors(scheme)
+        self._optional = OPTIONAL[scheme.method]
+        self._wanted = self._required | self._optional | {"weight"}
+        self._made: set[str] = set()
+        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Take a tensor of the checkpoint; False: it belongs to no matrix.
+
+        Raises:
+            ValueError: it does not have the shape that config.json tells.
+        """
+        module, _, kind = name.rpartition(".")
+        place = self._places.get(module)
+        if place is None or kind not in self._wanted:
+            return False
+        if module in self._made:
+            return kind in self._optional  # the matrix could be made without it
+        if kind == "weight":
+            shape = [place.modules[module], place.in_features]
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json asks for {shape}")
+            self._add(place, module, tensor.to(self._device, self._dtype))
+            return True
+        tensors = self._waiting.setdefault(module, {})
+        tensors[kind] = tensor.to(self._device)
+        if self._required <= tensors.keys():
+            del self._waiting[module]
+            try:
+                matrix = read_matrix(self._scheme, tensors, place.modules[module], place.in_features, self._dtype)
+            except ValueError as error:
+                raise ValueError(f"{module}: {error}") from None
+            self._add(place, module, matrix)
+        return True
+
+    def missing(self) -> list[str]:
+        """Names of tensors that never came."""
+        names = []
+        for module in self._places.keys() - self._made:
+            kinds = self._required - self._waiting.get(module, {}).keys()
+            names += [f"{module}.{kind}" for kind in kinds]
+        return names
+
+    def _add(self, place: FusedPlace, module: str, part: torch.Tensor | QuantisedMatrix) -> None:
+        place.parts[module] = part
+        self._made.add(module)
+        if len(place.parts) == len(place.modules):
+            place.put(fuse([place.parts[name] for name in place.modules]))
+            place.parts.clear()

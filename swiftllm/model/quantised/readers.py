@@ -1,0 +1,145 @@
+"""Each format's tensors of one linear module, turned into the one layout (:class:`QuantisedMatrix`).
+
+A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The formats differ in what the eight are:
+
+- AWQ (gemm): eight outputs, ``qweight [in, out/8]``; bits ``4 j`` hold output ``AWQ_ORDER[j]``. So does ``qzeros
+  [groups, out/8]``. ``scales [groups, out]``.
+- GPTQ: eight inputs, ``qweight [in/8, out]``. ``qzeros [groups, out/8]`` holds eight outputs: the zero point less one,
+  modulo 16, in version 1, the zero point in version 2. ``scales [groups, out]``. ``g_idx [in]``: an input's group.
+- compressed-tensors (pack-quantized): eight inputs, ``weight_packed [out, in/8]``. ``weight_zero_point [out/8,
+  groups]`` holds eight outputs; without it every zero point is 8. ``weight_scale [out, groups]``, ``weight_shape``, and
+  with act-order ``weight_g_idx [in]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
+from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, QuantisedMatrix
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+SYMMETRIC_ZERO = 8
+TENSORS = {
+    AWQ: frozenset({"qweight", "qzeros", "scales"}),
+    GPTQ: frozenset({"qweight", "qzeros", "scales"}),
+    COMPRESSED_TENSORS: frozenset({"weight_packed", "weight_scale"}),
+}
+"""What a quantised module has at least; :data:`OPTIONAL`: what it may have besides."""
+OPTIONAL = {
+    AWQ: frozenset(),
+    GPTQ: frozenset({"g_idx"}),
+    COMPRESSED_TENSORS: frozenset({"weight_zero_point", "weight_shape", "weight_g_idx"}),
+}
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def required_tensors(scheme: QuantisationScheme) -> frozenset[str]:
+    """The tensors without which a module cannot be read."""
+    if scheme.method == COMPRESSED_TENSORS:
+        asymmetric = frozenset() if scheme.symmetric else {"weight_zero_point"}
+        return TENSORS[COMPRESSED_TENSORS] | asymmetric | ({"weight_g_idx"} if scheme.ordered else frozenset())
+    return TENSORS[scheme.method] | ({"g_idx"} if scheme.ordered else frozenset())
+
+
+def read_matrix(
+    scheme: QuantisationScheme, tensors: Tensors, out_features: int, in_features: int, dtype: torch.dtype
+) -> QuantisedMatrix:
+    """A module's matrix from its ``tensors``, by their names in the checkpoint without the module's.
+
+    All tensors lie on the device where the matrix is wanted. ``dtype`` is that of its elements.
+
+    Raises:
+        ValueError: groups do not divide the inputs, or a tensor has another shape than the format tells; the message
+            names the tensor.
+    """
+    group_size = scheme.group_size_of(in_features)
+    _check_shapes(scheme, tensors, out_features, in_features, in_features // group_size)
+    if scheme.method == AWQ:
+        codes = unpack_columns(tensors["qweight"], AWQ_ORDER)
+        scales, zeros, g_idx = tensors["scales"], unpack_columns(tensors["qzeros"], AWQ_ORDER), None
+    elif scheme.method == GPTQ:
+        codes = unpack_columns(tensors["qweight"].t()).t()
+        scales, stored = tensors["scales"], unpack_columns(tensors["qzeros"])
+        zeros, g_idx = stored.add_(zero_offset(scheme, stored)).bitwise_and_(15), tensors.get("g_idx")
+    else:
+        codes = unpack_columns(tensors["weight_packed"]).t()
+        scales, packed = tensors["weight_scale"].t(), tensors.get("weight_zero_point")
+        if packed is None:
+            zeros = torch.full_like(scales, SYMMETRIC_ZERO, dtype=torch.uint8)
+        else:
+            zeros = unpack_columns(packed.t()).t()[:out_features].t()
+        g_idx = tensors.get("weight_g_idx")
+    order = input_order(g_idx, group_size)
+    if order is not None:
+        codes = codes.index_select(0, order)
+        order = order.int()
+    return QuantisedMatrix.from_codes(codes, scales, zeros, group_size, dtype, order)
+
+
+def unpack_columns(words: torch.Tensor, order: tuple[int, ...] = tuple(range(CODES_PER_WORD))) -> torch.Tensor:
+    """uint8 ``[rows, 8 words]`` from int32 ``[rows, words]``; bits ``4 j`` of a word hold its column ``order[j]``."""
+    codes = torch.empty(*words.shape, CODES_PER_WORD, dtype=torch.uint8, device=words.device)
+    for j, column in enumerate(order):
+        codes[..., column] = (words >> BITS * j) & 15
+    return codes.flatten(-2)
+
+
+def zero_offset(scheme: QuantisationScheme, stored: torch.Tensor) -> int:
+    """What is to be added to GPTQ's stored zero points.
+
+    Checkpoints are labelled with the wrong version. Where all zero points are the same 7 or 8 and the scheme is
+    symmetric, that tells the version: the zero point must be 8.
+    """
+    if scheme.symmetric:
+        for offset in (1, 0):
+            if bool((stored == SYMMETRIC_ZERO - offset).all()):
+                return offset
+    return scheme.zero_offset
+
+
+def input_order(g_idx: torch.Tensor | None, group_size: int) -> torch.Tensor | None:
+    """int64 ``[in]``: the inputs sorted by their groups; None: they are already.
+
+    Raises:
+        ValueError: the groups are not all full.
+    """
+    if g_idx is None:
+        return None
+    wanted = torch.arange(len(g_idx), device=g_idx.device) // group_size
+    if torch.equal(g_idx.long(), wanted):
+        return None
+    order = torch.argsort(g_idx.long(), stable=True)
+    if not torch.equal(g_idx.long()[order], wanted):
+        raise ValueError(f"g_idx does not put {group_size} inputs into each group: the checkpoint is damaged")
+    return order
+
+
+def _check_shapes(
+    scheme: QuantisationScheme, tensors: Tensors, out_features: int, in_features: int, groups: int
+) -> None:
+    packed_in, packed_out = -(-in_features // CODES_PER_WORD), -(-out_features // CODES_PER_WORD)
+    shapes = {
+        AWQ: {"qweight": (in_features, packed_out), "qzeros": (groups, packed_out), "scales": (groups, out_features)},
+        GPTQ: {
+            "qweight": (packed_in, out_features),
+            "qzeros": (groups, packed_out),
+            "scales": (groups, out_features),
+            "g_idx": (in_features,),
+        },
+        COMPRESSED_TENSORS: {
+            "weight_packed": (out_features, packed_in),
+            "weight_scale": (out_features, groups),
+            "weight_zero_point": (packed_out, groups),
+            "weight_g_idx": (in_features,),
+            "weight_shape": (2,),
+        },
+    }
+    for name, shape in shapes[scheme.method].items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{name} has shape {list(tensors[name].shape)}, {scheme.describe()} asks for {list(shape)}"
+            )

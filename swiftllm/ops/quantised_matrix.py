@@ -1,0 +1,128 @@
+"""The one layout of 4-bit weights: what readers of checkpoints make, and what kernels multiply with.
+
+An input is a column of the matrix ``[out, in]``, an output a row. The inputs are cut into blocks of ``BLOCK_INPUTS``,
+the last one padded. Word ``16 b + i`` of an output holds eight codes: bits ``4 j`` to ``4 j + 3`` are the code of input
+``128 b + 16 j + i``. So shifting a tile of 16 words by ``4 j`` gives 16 neighbouring inputs, the depth of a tensor
+core's multiplication, without moving data between lanes. Groups of inputs share a scale and a zero point per output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+BITS = 4
+CODES_PER_WORD = 8
+BLOCK_WORDS = 16
+BLOCK_INPUTS = BLOCK_WORDS * CODES_PER_WORD
+GROUP_MULTIPLE = 16  # the neighbouring inputs of a shift must share a scale
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix ``[out, in]`` with elements ``(code - zero) * scale``; all tensors lie on one device.
+
+    The difference is exact, so an element is rounded once, as formats define it. A float offset in its place would
+    round twice.
+    """
+
+    codes: torch.Tensor
+    """int32 ``[16 * blocks, out]``, see the module; the codes of padded inputs are arbitrary."""
+    scales: torch.Tensor
+    """16-bit or float32 ``[groups, out]``, as in the checkpoint."""
+    zeros: torch.Tensor
+    """uint8 ``[groups, out]``, 0 to 15."""
+    in_features: int
+    group_size: int
+    """Inputs in a group; groups divide the inputs."""
+    dtype: torch.dtype
+    """Of the elements, and of activations and products."""
+    order: torch.Tensor | None = None
+    """int32 ``[in]``: column i of codes multiplies input ``order[i]``. None: column i multiplies input i."""
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        group_size: int,
+        dtype: torch.dtype,
+        order: torch.Tensor | None = None,
+    ) -> QuantisedMatrix:
+        """Pack ``codes``, uint8 ``[in, out]``, of which row i belongs to group ``i // group_size``."""
+        in_features, out_features = codes.shape
+        blocks = -(-in_features // BLOCK_INPUTS)
+        padded = codes.new_zeros(blocks * BLOCK_INPUTS, out_features)
+        padded[:in_features] = codes
+        parts = padded.view(blocks, CODES_PER_WORD, BLOCK_WORDS, out_features)
+        words = torch.zeros(blocks, BLOCK_WORDS, out_features, dtype=torch.int32, device=codes.device)
+        for j in range(CODES_PER_WORD):
+            words |= parts[:, j].int() << BITS * j
+        return cls(words.flatten(0, 1), scales.contiguous(), zeros.contiguous(), in_features, group_size, dtype, order)
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        order_bytes = 0 if self.order is None else self.order.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.zeros.nbytes + order_bytes
+
+    def unpack(self) -> torch.Tensor:
+        """The codes, uint8 ``[in, out]``."""
+        words = self.codes.view(-1, 1, BLOCK_WORDS, self.out_features)
+        shifts = torch.arange(0, BITS * CODES_PER_WORD, BITS, dtype=torch.int32, device=self.codes.device)
+        codes = (words >> shifts[:, None, None]).bitwise_and_(15).to(torch.uint8)
+        return codes.view(-1, self.out_features)[: self.in_features]
+
+    def dequantise(self) -> torch.Tensor:
+        """The matrix ``[out, in]``, inputs in their own order: the reference for all kernels."""
+        differences = self.unpack().float() - self._per_input(self.zeros).float()
+        matrix = (differences * self._per_input(self.scales).float()).to(self.dtype)
+        if self.order is None:
+            return matrix.t().contiguous()
+        return torch.empty_like(matrix).index_copy_(0, self.order.long(), matrix).t().contiguous()
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, group_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> QuantisedMatrix:
+        """Allocate without filling, with scales of ``dtype`` and inputs in their own order."""
+        words, groups = -(-in_features // BLOCK_INPUTS) * BLOCK_WORDS, in_features // group_size
+        codes = torch.empty(words, out_features, dtype=torch.int32, device=device)
+        scales = torch.empty(groups, out_features, dtype=dtype, device=device)
+        zeros = torch.empty(groups, out_features, dtype=torch.uint8, device=device)
+        return cls(codes, scales, zeros, in_features, group_size, dtype)
+
+    def _per_input(self, of_groups: torch.Tensor) -> torch.Tensor:
+        return of_groups.repeat_interleave(self.group_size, 0)
+
+
+Matrix = torch.Tensor | QuantisedMatrix | tuple[torch.Tensor | QuantisedMatrix, ...]
+"""A weight ``[out, in]``: plain, quantised, or parts whose outputs lie side by side."""
+
+
+def fuse(parts: Sequence[torch.Tensor | QuantisedMatrix]) -> Matrix:
+    """One matrix with the outputs of all parts, if these are of one kind, group size and order of inputs; else all."""
+    first, *rest = parts
+    if not rest:
+        return first
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat(list(parts))
+    if not all(isinstance(part, QuantisedMatrix) and _fits(first, part) for part in parts):
+        return tuple(parts)
+    columns = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in ("codes", "scales", "zeros")}
+    return replace(first, **columns)
+
+
+def _fits(first: torch.Tensor | QuantisedMatrix, other: QuantisedMatrix) -> bool:
+    if not isinstance(first, QuantisedMatrix) or (first.group_size, first.dtype) != (other.group_size, other.dtype):
+        return False
+    if first.scales.dtype != other.scales.dtype or (first.order is None) != (other.order is None):
+        return False
+    return first.order is None or torch.equal(first.order, other.order)

@@ -1,0 +1,56 @@
+"""The kernels for 4-bit weights compiled ahead of time, as :mod:`tests.triton.compiled` does for the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton.runtime import driver
+
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.triton import quantised as triton_quantised
+from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps
+from tests.triton.compiled import (
+    HOST,
+    LLAMA_8B,
+    NUM_MULTIPROCESSORS,
+    SHARED_KIB,
+    PretendGPU,
+    compiled,
+    resource_usage,
+)
+
+__all__ = ["compiled"]  # the fixture
+
+ROWS = (1, 32, 33, MOST_QUANTISED_ROWS + 1)  # each tile, and the matrix written out
+# bfloat16 differs in conversions alone.
+TARGETS = [(capability, torch.float16) for capability in SHARED_KIB] + [(80, torch.bfloat16)]
+
+
+def multiply(ops: TritonOps, out: int, inputs: int, group_size: int, dtype: torch.dtype) -> None:
+    matrix = QuantisedMatrix.empty(out, inputs, group_size, dtype, HOST)
+    linear = ops.make_quantised_linear(matrix, torch.zeros(out, dtype=dtype))
+    for rows in ROWS:
+        linear(torch.zeros(rows, inputs, dtype=dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
+@pytest.mark.parametrize("capability, dtype", TARGETS, ids=str)
+def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "addmm", lambda bias, x, dense, out: None)  # nothing was written to multiply
+    driver.set_active(PretendGPU(capability))
+    ops = TritonOps(HOST, capability, NUM_MULTIPROCESSORS)
+    multiply(ops, 2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size, 128, dtype)
+
+    names = set()
+    for kernel in {kernel.hash: kernel for kernel in compiled}.values():
+        name, shared, ptx = kernel.metadata.name, kernel.metadata.shared, kernel.asm["ptx"]
+        usage = resource_usage(kernel, tmp_path)
+        on_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
+        print(f"sm_{capability} {dtype} {name}: {usage['REG']} registers, {shared} bytes of shared memory")
+        assert f".target sm_{capability}" in ptx
+        assert shared <= SHARED_KIB[capability] * 1024, name
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert on_tensor_cores == (name == "quantised_linear_kernel"), name
+        names.add(name)
+    every = {name for name in vars(triton_quantised) if name.endswith("_kernel")}
+    assert names == (every if capability >= 80 and dtype.itemsize == 2 else {"dequantise_kernel"})
