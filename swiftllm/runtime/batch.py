@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,12 +95,14 @@ class LaneBatch(Rows):
 
 @dataclass(eq=False, kw_only=True)
 class CohortBatch(Rows):
-    """One row per request. The CPU worker reads tables and lengths and writes ``host_out``, all in host memory. The
-    result is then copied to ``attention_out``, where it is after ``returned``."""
+    """One row per request. The CPU tier reads tables and lengths and writes ``host_out``, all in host memory. The
+    result is then copied to ``attention_out``, where it is after ``returned``. ``opened`` is what the CPU tier makes of
+    tables and lengths before the first attention."""
 
     block_tables: torch.Tensor  # int32 [rows, max_blocks]
     seq_lens: torch.Tensor  # int32 [rows]
     host_out: torch.Tensor  # as attention_out, which it is itself where the device is the host
+    opened: Any = None
     returned: Event | None = None
 
 

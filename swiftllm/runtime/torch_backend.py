@@ -25,6 +25,7 @@ from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
@@ -32,7 +33,7 @@ from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.widest_iteration import widest_iteration
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import MakeWorker
-from swiftllm.runtime.workers.task import AttentionTask, TaskRunner
+from swiftllm.runtime.workers.task import TaskRunner
 from swiftllm.sampling.logprobs import PromptScorer
 from swiftllm.sampling.sampler import Sampler
 
@@ -101,7 +102,15 @@ class TorchBackend:
         self._capture_graphs()
         # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
         self._worker = make_worker(self._runner)
-        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self._runner, self._worker)
+        self.cpu_tier: CpuTier = LocalCpuTier(
+            self.kv_pools.tensors[Tier.CPU],
+            self._ops,
+            self._runner,
+            self._worker,
+            num_heads=sizes.num_heads,
+            scale=self._scale,
+        )
+        self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self.cpu_tier)
 
     # -- what a rank of several does in another way: see swiftllm.parallel ---------------------------------------------
 
@@ -311,25 +320,25 @@ class TorchBackend:
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
         hardware.to_host.wait(hardware.compute.mark())
-        q, k, v = self._model.split_qkv(hardware.to_host.fetch(cohort.qkv))
-        task = AttentionTask(layer, q, k, v, cohort.block_tables, cohort.seq_lens, cohort.host_out, self._scale)
+        if cohort.opened is None:
+            cohort.opened = self.cpu_tier.open(cohort.block_tables, cohort.seq_lens)
+        qkv = hardware.to_host.fetch(cohort.qkv)
 
         def send_back() -> None:
             hardware.to_device.copy(cohort.attention_out, cohort.host_out)
             cohort.returned = hardware.to_device.mark()
 
-        return self._worker.submit(task, hardware.to_host.mark(), send_back)
+        return self.cpu_tier.attend(layer, cohort.opened, qkv, cohort.host_out, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return self._sampler.take_logprobs()
 
     def recover(self) -> None:
-        self._transfers.drop_writes()
-        self._worker.start_again()
+        self.cpu_tier.recover()
         self._sampler.take_logprobs()
 
     def close(self) -> None:
-        self._worker.close()
+        self.cpu_tier.close()
         if self.graphs is not None:
             self.graphs.close()
 
