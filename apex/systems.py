@@ -13,6 +13,7 @@ from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
+from swiftllm.remote.connect import connect_hosts
 from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_backend, make_kv_manager, scheduler_limits
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -43,10 +44,14 @@ def build_system(
     """
     system = find_system(name)
     if not system.offloads:
+        if config.attention_hosts is not None:
+            raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
         return build_gpu_only(name, system.scheduler, config)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config)
     with closed_on_failure(backend):
+        if config.attention_hosts is not None:
+            backend.use_hosts(connect_hosts(config, backend))
         limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
         model = PerfModel(table, backend.num_layers)
@@ -54,6 +59,7 @@ def build_system(
         details = {
             "strategy": asdict(strategy),
             "profile": dict(table.identity),
+            "attention_hosts": [] if backend.attention_hosts is None else backend.attention_hosts.describe(),
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
         return assemble_engine(name, config, backend, scheduler, details)

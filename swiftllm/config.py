@@ -58,6 +58,11 @@ class EngineConfig:
     """Processes (ranks) that divide heads, FFN and vocabulary: one for each GPU; without a GPU they share the cores."""
     seed: int = 0
     """Seed of dummy weights, and of requests without their own sampling seed."""
+    attention_hosts: str | None = None
+    """Other hosts that hold a part of the CPU tier and compute its attention: HOST:PORT, more of them with commas, of
+    `apex attention-host`; with ray_address their number."""
+    ray_address: str | None = None
+    """Address of a Ray cluster, whose nodes the attention_hosts are placed on; auto for the one this machine is in."""
     synchronous: bool = False
     """Run CPU attention inline on the main thread, without overlap; the tokens must not change."""
 
@@ -65,6 +70,13 @@ class EngineConfig:
         for name, choices in (("device", DeviceName), ("dtype", DtypeName), ("load_format", LoadFormat)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
+        if self.ray_address is not None and not (self.attention_hosts or "").isdigit():
+            raise ValueError(f"ray_address={self.ray_address!r} needs attention_hosts, the number to place there")
+        if self.ray_address is None and (self.attention_hosts or "").isdigit():
+            raise ValueError(
+                f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "
+                "name the hosts, such as 10.0.0.7:7300"
+            )
         for name in WHOLE_NUMBERS:
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")

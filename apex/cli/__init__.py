@@ -1,4 +1,4 @@
-"""The command line: `apex serve | generate | bench | simulate | profile | doctor | validate`.
+"""The command line: `apex serve | generate | bench | simulate | profile | doctor | attention-host | validate`.
 
 Torch takes seconds to import, so nothing here imports it before a command runs: help appears immediately.
 """
@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+from apex.cli.attention_host import AttentionHostCommand
 from apex.cli.bench import Bench
 from apex.cli.config_file import parse_command, unknown_name
 from apex.cli.doctor import Doctor
@@ -27,6 +28,7 @@ COMMANDS = {
     "simulate": Simulate,
     "profile": Profile,
     "doctor": Doctor,
+    "attention-host": AttentionHostCommand,
 }
 
 

@@ -186,7 +186,8 @@ def running_engine(
     with closing(engine):
         description = engine.describe()
         lane = f"Lane: {description['lane']}"
-        print(*description["kv_cache"], lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
+        hosts = [f"Attention host {host}" for host in description.get("attention_hosts", ())]
+        print(*description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
         yield engine
 
 

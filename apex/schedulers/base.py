@@ -159,7 +159,8 @@ class OffloadScheduler(Scheduler, ABC):
     def _grow_on_cpu(self, request: Request, draft: PlanDraft) -> None:
         """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
         while not self.kv.allocate_slots(request, request.num_tokens):
-            younger = self._evictable_for(request)
+            pool = self.kv.pool_of(request)
+            younger = [other for other in self._evictable_for(request) if self.kv.pool_of(other) is pool]
             if not younger:
                 return
             self._recompute(younger[-1], draft)
@@ -183,6 +184,16 @@ class OffloadScheduler(Scheduler, ABC):
             return longest_waiting
         self._next_look = longest_waiting.last_served + patience + 1
         return None
+
+    def forget_homes(self, homes: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
+        for request in self._leaving.values():
+            self._come_to_rest(request)
+        for cohort in self._cohorts.values():  # each begins its token anew
+            for request in cohort.members:
+                request.cohort_id = None
+        self._leaving.clear()
+        self._cohorts.clear()
+        return super().forget_homes(homes, unfinished_swaps)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 

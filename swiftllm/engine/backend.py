@@ -19,6 +19,20 @@ class RankFailed(RuntimeError):
     :meth:`Backend.recover` replaces it or resets it."""
 
 
+class HostDied(RuntimeError):
+    """Another host that held a part of the CPU tier is gone, and its K and V with it.
+
+    Attributes:
+        home: its number; 0 is this host, which raises no such error.
+        in_swap: whether swaps were under way, so that none of the plan's is known to be done.
+    """
+
+    def __init__(self, home: int, message: str, *, in_swap: bool = False) -> None:
+        super().__init__(message)
+        self.home = home
+        self.in_swap = in_swap
+
+
 @dataclass(frozen=True)
 class TicketTimes:
     """Times of one CPU attention task, in seconds of the backend's clock.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass
 from swiftllm.core.sampling_params import SamplingParams, whole_number
-from swiftllm.engine.backend import Backend
+from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.scheduler import Scheduler
@@ -19,11 +20,23 @@ from swiftllm.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:
     from swiftllm.model.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_EMPTY_PLANS = 1000
 
 
 class EngineStalled(RuntimeError):
     """Requests are unfinished but the scheduler plans nothing: a defect. The message has the engine's state."""
+
+
+class HomeWatch(Protocol):
+    """Tells which homes of the CPU tier on other hosts have died and returned."""
+
+    def take_died(self) -> list[int]:
+        """Homes that have died since the last call."""
+
+    def take_returned(self) -> list[int]:
+        """Homes that had died and have a host again."""
 
 
 @dataclass
@@ -41,6 +54,8 @@ class EngineStats:
     preemptions: int = 0
     swapped_blocks: int = 0
     worker_restarts: int = 0
+    host_deaths: int = 0
+    recomputed_after_host_deaths: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=Counter)
 
     def record_iteration(self, plan: IterationPlan, result: StepResult) -> None:
@@ -68,11 +83,13 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         description: Mapping[str, Any] | None = None,
+        hosts: HomeWatch | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.backend = backend
         self.tokenizer = tokenizer
+        self._hosts = hosts
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._description = dict(description or {})
@@ -171,11 +188,19 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one iteration and return its outputs. After any exception, call :meth:`recover`.
 
+        An iteration in which another host of the CPU tier died has no outputs; it is planned anew.
+
         Raises:
             EngineStalled: many plans in a row were empty although requests are unfinished (never expected).
         """
         self.last_iteration = None
-        touched = self._iterate() if self.scheduler.has_work else []
+        touched: list[Request] = []
+        if self.scheduler.has_work:
+            try:
+                self._watch_hosts()
+                touched = self._iterate()
+            except HostDied as death:
+                self._forget_died(death)
         outputs, self._ended = self._ended, []
         outputs += [self._output(request, num_new=1) for request in touched]
         if not self.has_unfinished():
@@ -202,6 +227,33 @@ class Engine:
             self._stats.best_effort_output_tokens += len(of_class)
         self.last_iteration = (plan, result)
         return touched
+
+    # -- other hosts of the CPU tier --------------------------------------------------------------------------------
+
+    def _watch_hosts(self) -> None:
+        """Between two iterations: give up what died, take up what came back."""
+        if self._hosts is not None:
+            self._running_plan = None
+            self._forget_died()
+            for home in self._hosts.take_returned():
+                self.kv.homes.restore(home)
+                logger.warning("home %d of the CPU tier has a host again", home)
+
+    def _forget_died(self, death: HostDied | None = None) -> None:
+        """Compute again what was on hosts that are gone, and nothing else. ``death`` ended the iteration, if given."""
+        homes = self._hosts.take_died() if self._hosts is not None else []
+        if not homes:
+            if death is not None:
+                raise death
+            return
+        self.executor.abandon()
+        self.backend.take_logprobs()
+        plan, self._running_plan = self._running_plan, None
+        in_swap = plan is not None and death is not None and death.in_swap
+        lost = self.scheduler.forget_homes(homes, plan.swapping() if in_swap else ())
+        self._stats.host_deaths += len(homes)
+        self._stats.recomputed_after_host_deaths += len(lost)
+        logger.warning("home %s of the CPU tier is gone: %d requests are computed again", homes, len(lost))
 
     # -- after a step that raised -----------------------------------------------------------------------------------
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 
 
 class BlockAllocator:
-    """Allocates the block ids 0..num_blocks-1 of one tier."""
+    """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one home of the CPU tier.
 
-    def __init__(self, num_blocks: int) -> None:
+    Attributes:
+        num_tables: requests whose blocks are here; kept by :class:`KVCacheManager`.
+    """
+
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.first = first
+        self.num_tables = 0
         self._used: set[int] = set()
         self.free_all()
 
@@ -40,8 +49,9 @@ class BlockAllocator:
 
     def free_all(self) -> None:
         """Free all blocks, whatever their state."""
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free = list(range(self.first + self.num_blocks - 1, self.first - 1, -1))
         self._used.clear()
+        self.num_tables = 0
 
     def free(self, blocks: Sequence[int]) -> None:
         """Free blocks.
@@ -57,18 +67,43 @@ class BlockAllocator:
 
 
 class KVCacheManager:
-    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens."""
+    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens.
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+    The CPU tier may have several homes: this host, and others. All blocks of a request are in one pool: the GPU tier's,
+    or one home's.
+    """
+
+    def __init__(
+        self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, host_blocks: Sequence[int] = ()
+    ) -> None:
+        """``host_blocks``: the blocks of each other host; their ids follow those of this host."""
         self.block_size = block_size
-        self.allocators = {Tier.GPU: BlockAllocator(num_gpu_blocks), Tier.CPU: BlockAllocator(num_cpu_blocks)}
+        self.homes = Homes((num_cpu_blocks, *host_blocks))
+        local = self.homes.pools[0]
+        self.allocators: dict[Tier, BlockAllocator | Homes] = {
+            Tier.GPU: BlockAllocator(num_gpu_blocks),
+            Tier.CPU: self.homes if host_blocks else local,
+        }
         self.block_tables: dict[str, list[int]] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def capacity(self, tier: Tier) -> int:
-        return self.allocators[tier].num_blocks
+        """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
+        return self.homes.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
+
+    def pools(self, tier: Tier) -> Sequence[BlockAllocator]:
+        """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""
+        allocator = self.allocators[tier]
+        return allocator.by_preference() if isinstance(allocator, Homes) else (allocator,)
+
+    def pool_of(self, request: Request) -> BlockAllocator:
+        """The pool of a request that holds blocks."""
+        allocator = self.allocators[request.tier]
+        if isinstance(allocator, Homes):
+            return allocator.pool_of(self.block_tables[request.request_id][0])
+        return allocator
 
     def num_free(self, tier: Tier) -> int:
         return self.allocators[tier].num_free
@@ -80,17 +115,26 @@ class KVCacheManager:
         """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
         if num_tokens <= request.num_kv_slots:
             return True
-        allocator = self.allocators[request.tier]
         missing = self.blocks_for(num_tokens - request.num_kv_slots)
-        if missing > allocator.num_free:
+        table = self.block_tables.get(request.request_id)
+        pool = self._pool_with_room(request.tier, missing) if table is None else self.pool_of(request)
+        if missing > pool.num_free:
             return False
-        self.block_tables.setdefault(request.request_id, []).extend(allocator.allocate(missing))
+        if table is None:
+            table = self.block_tables[request.request_id] = []
+            pool.num_tables += 1
+        table.extend(pool.allocate(missing))
         request.num_kv_slots += missing * self.block_size
         return True
 
     def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
         """Allocate one more block for each of these requests of a tier. False, and no change: too few blocks."""
         allocator = self.allocators[tier]
+        if isinstance(allocator, Homes):
+            counts = Counter(map(self.pool_of, requests))
+            if any(count > pool.num_free for pool, count in counts.items()):
+                return False
+            return all(self.allocate_slots(request, request.num_kv_slots + self.block_size) for request in requests)
         if len(requests) > allocator.num_free:
             return False
         for request, block in zip(requests, allocator.allocate(len(requests)), strict=True):
@@ -104,19 +148,23 @@ class KVCacheManager:
         The source blocks are free at once, since an iteration runs its swaps first, in order.
         """
         source = request.tier
-        old_blocks = self.block_tables[request.request_id]
-        new_blocks = self.allocators[target].allocate(len(old_blocks))
+        old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
+        new_pool = self._pool_with_room(target, len(old_blocks))
+        new_blocks = new_pool.allocate(len(old_blocks))
         self.block_tables[request.request_id] = new_blocks
-        self.allocators[source].free(old_blocks)
+        old_pool.free(old_blocks)
+        old_pool.num_tables -= 1
+        new_pool.num_tables += 1
         request.tier = target
         return Swap(request, source, tuple(old_blocks), tuple(new_blocks))
 
     def free_blocks(self, request: Request) -> None:
         """Free all blocks of a request; no effect if it holds none."""
-        blocks = self.block_tables.pop(request.request_id, [])
         request.num_kv_slots = 0
-        if blocks:
-            self.allocators[request.tier].free(blocks)
+        if self.block_tables.get(request.request_id):
+            pool = self.pool_of(request)
+            pool.free(self.block_tables.pop(request.request_id))
+            pool.num_tables -= 1
 
     def free_all_blocks(self) -> None:
         """Free all blocks of both tiers and drop all block tables."""
@@ -124,12 +172,68 @@ class KVCacheManager:
         for allocator in self.allocators.values():
             allocator.free_all()
 
+    def _pool_with_room(self, tier: Tier, num_blocks: int) -> BlockAllocator:
+        """Where a request that enters a tier gets its blocks: the first pool with room for it and one more block for
+        each request there, else the first with room. Without any, the one filled first."""
+        pools = self.pools(tier)
+        for spare in (1, 0):
+            for pool in pools:
+                if num_blocks + spare * pool.num_tables <= pool.num_free:
+                    return pool
+        return pools[0]
+
     def check_blocks(self) -> None:
         """Assert that each block is either free or in exactly one table."""
         for allocator in self.allocators.values():
             assert allocator.num_free + allocator.num_used == allocator.num_blocks
         held = sum(len(table) for table in self.block_tables.values())
         assert held == sum(allocator.num_used for allocator in self.allocators.values()), "a block is lost"
+
+
+class Homes:
+    """The pools of the CPU tier, one a home; home 0 is this host.
+
+    A home whose host is gone is withdrawn: it has no blocks until it is restored.
+    """
+
+    def __init__(self, num_blocks: Sequence[int]) -> None:
+        firsts = [0, *accumulate(num_blocks)]
+        self.pools = [BlockAllocator(count, first) for count, first in zip(num_blocks, firsts, strict=False)]
+        self._firsts, self._sizes = firsts[:-1], tuple(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_free(self) -> int:
+        return sum(pool.num_free for pool in self.pools)
+
+    @property
+    def num_used(self) -> int:
+        return sum(pool.num_used for pool in self.pools)
+
+    def by_preference(self) -> list[BlockAllocator]:
+        local, *others = self.pools
+        return [local, *sorted(others, key=lambda pool: -pool.num_free)]
+
+    def pool_of(self, block: int) -> BlockAllocator:
+        return self.pools[bisect_right(self._firsts, block) - 1]
+
+    def free_all(self) -> None:
+        for pool in self.pools:
+            pool.free_all()
+
+    def withdraw(self, home: int) -> None:
+        """Take a home's blocks away; no request may hold any."""
+        assert self.pools[home].num_used == 0
+        self.pools[home].num_blocks = 0
+        self.pools[home].free_all()
+
+    def restore(self, home: int) -> None:
+        """Give a withdrawn home its blocks again."""
+        self.pools[home].num_blocks = self._sizes[home]
+        self.pools[home].free_all()
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:

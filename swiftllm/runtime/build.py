@@ -41,7 +41,9 @@ def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
     """
     if backend.num_gpu_blocks + backend.num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
-    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size)
+    hosts = backend.attention_hosts
+    host_blocks = () if hosts is None else hosts.num_blocks
+    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks)
     backend.block_tables = kv.block_tables
     return kv
 
@@ -82,6 +84,7 @@ def assemble_engine(
         eos_token_ids=backend.model_config.eos_token_ids,
         tokenizer=Tokenizer.from_folder(config.model),
         description=description,
+        hosts=backend.attention_hosts,
     )
 
 

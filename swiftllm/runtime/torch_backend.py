@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +38,9 @@ from swiftllm.runtime.workers.task import TaskRunner
 from swiftllm.sampling.logprobs import PromptScorer
 from swiftllm.sampling.sampler import Sampler
 
+if TYPE_CHECKING:
+    from swiftllm.remote.homes import AttentionHosts
+
 BOUNDARIES_AHEAD = 1
 
 
@@ -55,6 +59,8 @@ class TorchBackend:
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
         cores: threads of a lane on a CPU, and of attention over the CPU tier.
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
+        cpu_tier: the CPU tier, with the blocks of other hosts where there are any.
+        attention_hosts: the same, if other hosts hold a part of it.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class TorchBackend:
             num_heads=sizes.num_heads,
             scale=self._scale,
         )
+        self.attention_hosts: AttentionHosts | None = None
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self.cpu_tier)
 
     # -- what a rank of several does in another way: see swiftllm.parallel ---------------------------------------------
@@ -144,6 +151,10 @@ class TorchBackend:
             max_rows=config.max_num_seqs,
             max_blocks=-(-longest // self.block_size),
         )
+
+    def use_hosts(self, hosts: AttentionHosts) -> None:
+        """Extend the CPU tier by other hosts, while nothing is under way; ``hosts`` includes :attr:`cpu_tier`."""
+        self.attention_hosts = self.cpu_tier = self._transfers.cpu_tier = hosts
 
     def use_cores(self, division: CoreDivision) -> None:
         """Compute with these numbers of threads from now on."""
@@ -199,6 +210,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
+        if self.attention_hosts is not None:  # so that the rows of a home are adjacent
+            requests = sorted(requests, key=lambda request: self.block_tables[request.request_id][0])
         cohort = self.build_cohort(describe_cohort(requests, self.block_tables, self.block_size))
         cohort.sampling_requests = list(requests)
         return cohort

@@ -28,6 +28,7 @@ from swiftllm.core.slo import Slo
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
+from swiftllm.scheduling.homes import pool_has_room, victims_for
 from swiftllm.scheduling.plan_draft import PlanDraft
 
 
@@ -74,6 +75,22 @@ class Scheduler:
         for request in requests:
             request.start_over()
         return requests
+
+    def forget_homes(self, homes: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
+        """Requeue the requests whose K and V were on hosts that are gone, and withdraw the blocks of these homes.
+
+        No ticket may use any block, and no cohort is under way any more. The same holds for ``unfinished_swaps``,
+        requests whose K and V may be incomplete. Returns the requests, which are computed again.
+        """
+        pools = [self.kv.homes.pools[home] for home in homes]
+        lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
+        lost += [r for r in unfinished_swaps if r.status is RequestStatus.RUNNING and r not in lost]
+        for request in lost:
+            self._requeue(request)
+            request.num_preemptions += 1
+        for home in homes:
+            self.kv.homes.withdraw(home)
+        return lost
 
     # -- adding and aborting requests -------------------------------------------------------------------------------
 
@@ -199,18 +216,10 @@ class Scheduler:
 
     def _make_cpu_room(self, request: Request, draft: PlanDraft) -> bool:
         """Give a GPU request room in the CPU tier, evicting requests there if that suffices."""
-        missing = self.kv.num_held(request) - self.kv.num_free(Tier.CPU)
-        victims = []
-        for victim in reversed(self._evictable_for(request)):
-            if missing <= 0:
-                break
-            victims.append(victim)
-            missing -= self.kv.num_held(victim)
-        if missing > 0:
-            return False
-        for victim in victims:
+        victims = victims_for(self.kv, self.kv.num_held(request), self._evictable_for(request))
+        for victim in victims or ():
             self._recompute(victim, draft)
-        return True
+        return victims is not None
 
     def _evictable_for(self, request: Request) -> list[Request]:
         """Requests of the CPU tier that may lose their blocks to a GPU request that is pushed out."""
@@ -289,6 +298,9 @@ class Scheduler:
 
         Without that reserve, a decode of the next iteration could preempt the request just added.
         """
+        pools = self.kv.pools(tier)
+        if len(pools) > 1:
+            return any(pool_has_room(self.kv, pool, num_blocks, without) for pool in pools)
         promised = self._gpu_blocks_promised if tier is Tier.GPU else 0
         reserved = len(self.running[tier]) - len(without) + promised
         return num_blocks + reserved <= self._num_free(tier, without)

@@ -1,0 +1,50 @@
+"""`apex attention-host`: lends this machine's memory and cores to an engine on another host."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from apex.cli.config_file import ConfigFile
+from apex.cli.errors import InputError, input_errors
+
+
+@dataclass(frozen=True)
+class AttentionHostCommand(ConfigFile):
+    """Hold a part of the CPU tier for an engine on another machine, and compute its CPU attention.
+
+    For example, with the same APEX_HOST_SECRET set on both machines:
+
+      apex attention-host --listen 0.0.0.0:7300                    # on 10.0.0.7
+      apex serve MODEL --attention-hosts 10.0.0.7:7300             # on the machine with the GPU
+
+    It needs no GPU and no model. One engine at a time may use it. When the engine ends, its memory is free again for
+    the next one. Ctrl-C stops. See docs/distributed.md.
+    """
+
+    listen: str = "127.0.0.1:7300"
+    """Address and port to listen at; port 0 takes any free one. Other machines need a secret to be set."""
+    memory_gib: float | None = None
+    """Memory for K and V; by default half of what is available when an engine connects."""
+    threads: int | None = None
+    """Threads of attention; by default all cores."""
+
+    def run(self) -> int:
+        for name in ("memory_gib", "threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"{name}={value} must be more than 0")
+        with input_errors():
+            from swiftllm.machine import GIB
+            from swiftllm.remote.frames import parse_address, shared_secret
+            from swiftllm.remote.host import AttentionHost
+
+            logging.basicConfig(level=logging.INFO, format="%(message)s")
+            memory_bytes = None if self.memory_gib is None else int(self.memory_gib * GIB)
+            host = AttentionHost(
+                parse_address(self.listen), shared_secret(), memory_bytes=memory_bytes, num_threads=self.threads
+            )
+        address, port = host.address
+        print(f"waiting for an engine at {address}:{port} with {host.num_threads} threads; Ctrl-C stops", flush=True)
+        host.serve_forever()
+        return 0

@@ -1,0 +1,388 @@
+"""The process that serves CPU attention to an engine on another host: a part of its CPU tier, and cores."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+
+import pacpu
+from swiftllm.kv.pools import host_tensor
+from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.remote.frames import (
+    HANDSHAKE_S,
+    HEARTBEAT_S,
+    NONCE_BYTES,
+    PROTOCOL,
+    SECRET_VARIABLE,
+    Buffer,
+    Header,
+    Kind,
+    ProtocolError,
+    as_bytes,
+    proof,
+    receive_header,
+    receive_into,
+    receive_json,
+    send_frame,
+    send_json,
+    set_silence_limit,
+    set_up,
+)
+from swiftllm.runtime.workers.task import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
+
+logger = logging.getLogger(__name__)
+
+QUEUE_DEPTH = 64  # frames that are received and not yet computed
+MAX_FRAME_BYTES = 1 << 30
+MEASURED_BYTES = 256 << 20
+MEASURED_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What an engine stores: the sizes of a block in all layers, and the heads of the queries."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    """float32, float16 or bfloat16."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def bytes_per_block(self) -> int:
+        elements = self.num_layers * self.num_kv_heads * 2 * self.block_size * self.head_dim
+        return elements * self.torch_dtype.itemsize
+
+    def checked(self) -> KVShape:
+        """Raises ValueError: it comes from a peer and makes no sense."""
+        sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"sizes of a KV cache must be positive: {self}")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"there is no KV cache of {self.dtype!r}")
+        return self
+
+
+class AttentionHost:
+    """Listens for engines. One at a time may store K and V here; others may measure the way to this host.
+
+    Attributes:
+        address: where it listens, with the port that the system chose for port 0.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        *,
+        memory_bytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """``memory_bytes`` for K and V: by default half of what is available when an engine connects. ``num_threads``
+        of attention: by default all cores.
+
+        Raises:
+            ValueError: there is no secret, and others than this machine could connect.
+            OSError: this address cannot be listened at.
+        """
+        if not secret and not _is_loopback(address[0]):
+            raise ValueError(
+                f"without a secret, anyone who reaches {address[0]} could use this host: set ${SECRET_VARIABLE} to the "
+                "same value here and for the engine, or listen at 127.0.0.1"
+            )
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listening = socket.create_server(address, family=family)
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self.num_threads = num_threads or usable_cores()
+        self._secret = secret
+        self._memory_bytes = memory_bytes
+        self._in_use = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._is_closed = False
+
+    def serve_forever(self) -> None:
+        """Accept connections, each on a thread of its own, until :meth:`close`."""
+        while not self._is_closed:
+            try:
+                connection, peer = self._listening.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(0.1)  # too many open files, say
+                continue
+            name = f"engine-{peer[0]}:{peer[1]}"
+            threading.Thread(target=self._serve, args=[connection, name], name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def make_runner(self, pool: torch.Tensor, ops: CpuOps, kernel: str) -> TaskRunner:
+        """What computes the tasks of an engine."""
+        return TaskRunner(pool, ops, kernel=kernel, num_threads=self.num_threads)
+
+    def _serve(self, connection: socket.socket, name: str) -> None:
+        self._connections.add(connection)
+        try:
+            with connection:
+                self._greet(connection, name)
+        except (OSError, ValueError) as error:
+            logger.info("%s: %s", name, error)
+        finally:
+            self._connections.discard(connection)
+
+    def _greet(self, connection: socket.socket, name: str) -> None:
+        connection.settimeout(HANDSHAKE_S)
+        set_up(connection)
+        nonce = os.urandom(NONCE_BYTES)
+        send_frame(connection, Header(Kind.GREETING), [nonce])
+        hello = receive_json(connection, Kind.HELLO)
+        try:
+            self._check_hello(hello, nonce)
+            shape = KVShape(**hello["shape"]).checked() if hello.get("shape") else None
+            if shape is None:
+                send_json(connection, Kind.WELCOME, {"num_blocks": 0})
+                Session(connection, None).run()
+                return
+            if not self._in_use.acquire(blocking=False):
+                raise ValueError("this host serves another engine: end that first, or start another attention host")
+        except (ValueError, TypeError, KeyError) as error:
+            send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
+            raise ValueError(str(error)) from None
+        try:
+            self._attend(connection, name, shape, int(hello.get("num_blocks", 0)))
+        finally:
+            self._in_use.release()
+
+    def _check_hello(self, hello: dict[str, Any], nonce: bytes) -> None:
+        if not hmac.compare_digest(str(hello.get("proof")), proof(self._secret, nonce)):
+            raise ValueError(f"the secrets differ: set ${SECRET_VARIABLE} to the same value on both hosts")
+        if hello.get("protocol") != PROTOCOL or hello.get("byteorder") != sys.byteorder:
+            raise ValueError("engine and attention host are of different versions: install the same on both")
+
+    def _attend(self, connection: socket.socket, name: str, shape: KVShape, asked_blocks: int) -> None:
+        """Serve one engine. ``asked_blocks``: exactly so many, or 0 for as many as there is memory for."""
+        try:
+            memory_bytes = available_host_bytes() // 2 if self._memory_bytes is None else self._memory_bytes
+            most = memory_bytes // shape.bytes_per_block
+            if most < max(1, asked_blocks):
+                raise ValueError(
+                    f"there is memory for {most:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and "
+                    f"{max(1, asked_blocks):,} are needed: give this host more memory"
+                )
+            num_blocks = asked_blocks or most
+            pool = host_tensor(
+                (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
+                shape.torch_dtype,
+            )
+            kernel = pacpu.default_kernel(shape.dtype)
+        except (ValueError, OSError) as error:
+            send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
+            raise
+        ops = CpuOps(kernel)
+        ops.num_threads = self.num_threads
+        about = {"num_blocks": num_blocks, "threads": self.num_threads, "kernel": kernel, "isa": pacpu.isa()}
+        send_json(connection, Kind.WELCOME, about)
+        logger.warning("%s stores %s KV blocks of %s bytes here", name, num_blocks, shape.bytes_per_block)
+        try:
+            Session(connection, Store(shape, pool, ops, self.make_runner(pool, ops, kernel))).run()
+        finally:
+            logger.warning("%s has left", name)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The blocks of one engine, and what computes on them."""
+
+    shape: KVShape
+    pool: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]
+    ops: CpuOps
+    runner: TaskRunner
+
+
+class Session:
+    """One connection: frames are received on the calling thread and carried out in order on another."""
+
+    def __init__(self, connection: socket.socket, store: Store | None) -> None:
+        """Without a ``store`` the engine may only measure."""
+        self._connection = connection
+        self._store = store
+        self._sending = threading.Lock()
+        self._queue: Queue[tuple[Header, torch.Tensor] | None] = Queue(QUEUE_DEPTH)
+        self._opened: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        """Serve until the connection ends.
+
+        Raises:
+            OSError: it ended.
+        """
+        set_silence_limit(self._connection, 0)
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._compute_all, self._beat)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not self._has_ended.is_set():
+                header = receive_header(self._connection)
+                if header.num_bytes > MAX_FRAME_BYTES:
+                    raise ProtocolError(f"a frame of {header.num_bytes} bytes")
+                payload = torch.empty(header.num_bytes, dtype=torch.uint8)
+                receive_into(self._connection, as_bytes(payload))
+                self._queue.put((header, payload))
+        finally:
+            self._has_ended.set()
+            self._queue.put(None)
+            for thread in threads:
+                thread.join()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._has_ended.wait(HEARTBEAT_S):
+                self._send(Header(Kind.BEAT))
+
+    def _send(self, header: Header, *buffers: Buffer) -> None:
+        with self._sending:
+            send_frame(self._connection, header, buffers)
+
+    @torch.inference_mode()
+    def _compute_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._has_ended.is_set():
+                continue  # frees the receiving thread, which may wait for room in the queue
+            try:
+                self._carry_out(*item)
+            except OSError:
+                self._end()
+            except Exception as error:
+                self._report(item[0], error)
+
+    def _report(self, header: Header, error: Exception) -> None:
+        logger.error("frame %s failed: %r", header, error)
+        with contextlib.suppress(OSError):
+            self._send(Header(Kind.FAILED, sequence=header.sequence), f"{type(error).__name__}: {error}".encode())
+        if header.sequence == 0:
+            self._end()  # later frames would read what was never written
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _carry_out(self, header: Header, payload: torch.Tensor) -> None:
+        answer, start_s = None, time.perf_counter()
+        match header.kind:
+            case Kind.ECHO:
+                answer = torch.empty(min(header.b, MAX_FRAME_BYTES), dtype=torch.uint8)
+            case Kind.MEASURE:
+                answer = _measured_json()
+            case Kind.DROP:
+                self._opened.pop(header.b, None)
+            case _ if self._store is None:
+                raise ValueError("this connection may only measure")
+            case _:
+                answer = self._on_store(self._store, header, payload)
+        if answer is not None:
+            seconds = time.perf_counter() - start_s
+            self._send(Header(Kind.RESULT, sequence=header.sequence, seconds=seconds), as_bytes(answer))
+
+    def _on_store(self, store: Store, header: Header, payload: torch.Tensor) -> torch.Tensor | None:
+        """Carry out a frame that touches the blocks. Returns the answer, if the frame has one."""
+        shape = store.shape
+        match header.kind:
+            case Kind.OPEN:
+                numbers = payload.view(torch.int32)
+                self._opened[header.b] = numbers[header.a :].view(header.a, -1), numbers[: header.a]
+                return None
+            case Kind.ATTEND:
+                tables, lens = self._opened[header.b]
+                heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+                qkv = payload.view(shape.torch_dtype).view(len(lens), sum(heads), shape.head_dim)
+                out = torch.empty((len(lens), shape.num_heads, shape.head_dim), dtype=qkv.dtype)
+                parts = qkv.split(heads, dim=1)
+                self._run(AttentionTask(header.a, *parts, tables, lens, out, shape.head_dim**-0.5))
+                return out
+        blocks, rest = _blocks_first(payload, header.b if header.kind != Kind.LOAD else None)
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.pool.shape[1]:
+            raise ValueError(f"blocks {blocks.tolist()} are not all in the pool of {store.pool.shape[1]}")
+        block = (shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        match header.kind:
+            case Kind.STORE:
+                offsets, kv = _blocks_first(rest, header.b)
+                kv = kv.view(shape.torch_dtype).view(header.b, 2 * shape.num_kv_heads, shape.head_dim)
+                self._run(RowsWrite(header.a, kv, blocks, offsets))
+            case Kind.PUT:
+                content = rest.view(shape.torch_dtype).view(shape.num_layers, header.b, *block)
+                self._run(BlocksWrite(content, blocks))
+            case Kind.GET:
+                content = torch.empty((shape.num_layers, header.b, *block), dtype=shape.torch_dtype)
+                store.ops.gather_blocks(store.pool, blocks, content)
+                return content
+            case Kind.LOAD:
+                return store.ops.gather_kv(store.pool[header.a], blocks, header.b).contiguous()
+            case _:
+                raise ValueError(f"unknown frame {header.kind}")
+        return None
+
+    def _run(self, task: CpuTask) -> None:
+        self._store.runner.run_task(task)
+
+
+def _blocks_first(payload: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` int64 (None: all there are), and the bytes after them."""
+    end = len(payload) if count is None else 8 * count
+    return payload[:end].view(torch.int64), payload[end:]
+
+
+def _measured_json() -> torch.Tensor:
+    """JSON, as bytes: the bandwidth of streaming reads on all cores, and the memory available."""
+    import json
+
+    cores = usable_cores()
+    buffer = np.zeros(MEASURED_BYTES // 8)
+    rates = [pacpu.read_bandwidth(buffer, num_threads=cores) for _ in range(MEASURED_ROUNDS)]
+    about = {
+        "cpu": cpu_model(),
+        "cores": cores,
+        "available_bytes": available_host_bytes(),
+        "read_bytes_per_s": max(rates),
+        "isa": pacpu.isa(),
+    }
+    text = json.dumps(about).encode().ljust(MEASURED_JSON_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

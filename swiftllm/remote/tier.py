@@ -1,0 +1,196 @@
+"""The part of the CPU tier that another host holds: each operation becomes a frame to its attention host."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+
+from swiftllm.device.device import Event
+from swiftllm.engine.backend import HostDied
+from swiftllm.remote.channel import Channel, RemoteTicket
+from swiftllm.remote.frames import Header, Kind, as_bytes, connect
+from swiftllm.remote.host import KVShape
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5  # between two attempts to reach a host again
+
+FindAddress = Callable[[], tuple[str, int]]
+"""Gives the address of a host that serves nobody yet. Called again when the host is gone, so it may start another.
+Raises OSError if there is none now."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteRows:
+    """Rows whose block tables and lengths the host has under a number."""
+
+    number: int
+    num_rows: int
+
+
+class RemoteCpuTier:
+    """See :class:`swiftllm.runtime.cpu_tier.CpuTier`: the blocks of one other host, numbered from 0.
+
+    A thread keeps a connection to the host. When one ends, it connects again, to that host or the one that replaces it.
+    The engine takes the new connection up (:meth:`take_returned`) after it has given up what the old one held.
+
+    Attributes:
+        home: its number among the parts of the CPU tier, from 1.
+        num_blocks: as many as the host had memory for when it was first reached. Its successors must have as many.
+        threads: of attention there.
+    """
+
+    def __init__(self, home: int, find_address: FindAddress, secret: bytes, shape: KVShape) -> None:
+        """Connect to the host.
+
+        Raises:
+            OSError: it cannot be reached, or refuses; the message has its address.
+        """
+        self.home = home
+        self.num_blocks = 0
+        self._shape = shape
+        self._find_address = find_address
+        self._secret = secret
+        self._numbers = itertools.count(1)
+        self._dropped: deque[int] = deque()  # rows that nobody holds any more
+        self._is_closed = threading.Event()
+        self._fresh: Channel | None = None
+        self._is_lost = False
+        self.channel = self._connect()
+        self._keeper = threading.Thread(target=self._keep, name=f"keep-{self.channel.name}", daemon=True)
+        self._keeper.start()
+
+    def _connect(self) -> Channel:
+        address = self._find_address()
+        name = f"{address[0]}:{address[1]}"
+        hello = {"shape": asdict(self._shape), "num_blocks": self.num_blocks}
+        try:
+            connection, about = connect(address, self._secret, hello)
+        except OSError as error:
+            raise type(error)(f"attention host {name}: {error}") from error
+        self.num_blocks, self.threads = int(about["num_blocks"]), int(about["threads"])
+        return Channel(connection, name, self.home)
+
+    def _keep(self) -> None:
+        newest = self.channel
+        while True:
+            newest.wait_dead()
+            while not self._is_closed.is_set():
+                try:
+                    newest = self._fresh = self._connect()
+                    break
+                except OSError as error:
+                    logger.info("%s", error)
+                    self._is_closed.wait(RETRY_S)
+                except Exception:  # a failure to find a replacement must not end the search for one
+                    logger.exception("looking for an attention host failed")
+                    self._is_closed.wait(RETRY_S)
+            if self._is_closed.is_set():
+                return
+            logger.warning("attention host %s is there again", newest.name)
+
+    # -- on the engine's thread -------------------------------------------------------------------------------------
+
+    def take_died(self) -> bool:
+        """Whether the host is gone; true once for each time."""
+        if self._is_lost or not self.channel.is_dead:
+            return False
+        self._is_lost = True
+        return True
+
+    def take_returned(self) -> bool:
+        """Whether a host is there again after :meth:`take_died`; true once, and from then on it is used."""
+        fresh = self._fresh
+        if not self._is_lost or fresh is None or fresh.is_dead:
+            return False
+        self.channel.close()
+        self.channel, self._fresh, self._is_lost = fresh, None, False
+        self._dropped.clear()
+        return True
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
+
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
+        while self._dropped:
+            self.channel.post(Header(Kind.DROP, b=self._dropped.popleft()), list, 0)
+        most = -(-int(seq_lens.max()) // self._shape.block_size)
+        tables = block_tables[:, :most].clamp(min=0).contiguous()  # what pads a table is no block of this host
+        rows = RemoteRows(next(self._numbers), len(seq_lens))
+        weakref.finalize(rows, self._dropped.append, rows.number).atexit = False
+        self._post(Kind.OPEN, rows.num_rows, rows.number, seq_lens, tables)
+        return rows
+
+    def attend(
+        self,
+        layer: int,
+        rows: RemoteRows,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        arrived: Event,
+        send_back: Callable[[], None] | None = None,
+    ) -> RemoteTicket:
+        header = Header(Kind.ATTEND, layer, rows.number)
+        buffers = partial(_buffers, qkv)
+        return self.channel.ask(header, buffers, qkv.nbytes, as_bytes(out), arrived, send_back)
+
+    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, arrived: Event) -> None:
+        # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
+        self._post(Kind.STORE, layer, len(kv), blocks, offsets, kv.contiguous(), arrived=arrived)
+
+    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        shape = self._shape
+        out = torch.empty((2, shape.num_kv_heads, num_tokens, shape.head_dim), dtype=shape.torch_dtype)
+        self.channel.ask(
+            Header(Kind.LOAD, layer, num_tokens), partial(_buffers, blocks), blocks.nbytes, as_bytes(out)
+        ).wait()
+        return out
+
+    def put(self, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
+        with _in_swap():
+            self._post(Kind.PUT, 0, len(blocks), blocks, content, arrived=arrived)
+
+    def get(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
+        header = Header(Kind.GET, b=len(blocks))
+        with _in_swap():
+            self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(content)).wait()
+
+    def _post(self, kind: Kind, a: int, b: int, *tensors: torch.Tensor, arrived: Event | None = None) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.channel.post(Header(kind, a, b), partial(_buffers, *tensors), num_bytes, arrived)
+
+    def recover(self) -> None:
+        """Nothing to do: the host carries frames out in order, and :meth:`take_died` tells if it is gone."""
+
+    def close(self) -> None:
+        self._is_closed.set()
+        for channel in (self.channel, self._fresh):
+            if channel is not None:
+                channel.close()
+        self._keeper.join()
+        if self._fresh is not None:  # made meanwhile
+            self._fresh.close()
+
+
+class _in_swap:
+    """Marks a host's death as one during swaps."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, HostDied):
+            error.in_swap = True
+
+
+def _buffers(*tensors: torch.Tensor) -> list[memoryview]:
+    return [as_bytes(tensor) for tensor in tensors]
