@@ -39,8 +39,8 @@ class SlowHost(AttentionHost):
 
 
 @contextmanager
-def host_in_thread(num_bytes: int = 64 << 20, secret: bytes = SECRET) -> Iterator[SlowHost]:
-    host = SlowHost(("127.0.0.1", 0), secret, memory_bytes=num_bytes, num_threads=1)
+def host_in_thread(num_bytes: int = 64 << 20, secret: bytes = SECRET, port: int = 0) -> Iterator[SlowHost]:
+    host = SlowHost(("127.0.0.1", port), secret, memory_bytes=num_bytes, num_threads=1)
     thread = threading.Thread(target=host.serve_forever, daemon=True)
     thread.start()
     try:
@@ -50,11 +50,11 @@ def host_in_thread(num_bytes: int = 64 << 20, secret: bytes = SECRET) -> Iterato
         thread.join()
 
 
-def start_host_process(port: int = 0) -> tuple[subprocess.Popen[str], tuple[str, int]]:
+def start_host_process(num_bytes: int) -> tuple[subprocess.Popen[str], tuple[str, int]]:
     """An `apex attention-host` of its own, and its address."""
-    command = [sys.executable, "-m", "apex", "attention-host", "--listen", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "apex", "attention-host", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(
-        [*command, "--memory-gib", "0.06", "--threads", "1"],
+        [*command, "--memory-gib", str(num_bytes / (1 << 30)), "--threads", "1"],
         env={**os.environ, "APEX_HOST_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

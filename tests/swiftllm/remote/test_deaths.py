@@ -1,0 +1,192 @@
+"""Hosts that die, freeze and return: only their requests are computed again, and the tokens stay the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from swiftllm.core.request import Tier
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.engine.backend import HostDied
+from swiftllm.engine.engine import Engine
+from swiftllm.remote.tier import RemoteCpuTier
+from swiftllm.server.service.fault_isolation import FaultIsolation
+from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
+from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, add_all, open_engine, run_to_end, tiny  # noqa: F401
+from tests.swiftllm.server.serving import read_all
+
+ROOM = {"num_gpu_blocks": 12, "num_cpu_blocks": 60, "max_model_len": 90}
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    process, address = start_host_process(80 * BLOCK_BYTES)
+    yield process, address
+    process.kill()
+    process.wait()
+
+
+def remote(engine: Engine, home: int = 1) -> RemoteCpuTier:
+    return engine.backend.attention_hosts.hosts[home - 1]
+
+
+def in_home(engine: Engine, home: int) -> set[str]:
+    pool = engine.kv.homes.pools[home]
+    running = engine.scheduler.running[Tier.CPU]
+    return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
+
+
+def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s and engine.has_unfinished(), engine.state()
+        engine.step()
+
+
+def count_recomputed(engine: Engine) -> list[set[str]]:
+    """The ids of the requests that each death of a host sends back to the queue."""
+    counted, forget = [], engine.scheduler.forget_homes
+
+    def noted(homes, unfinished_swaps):
+        lost = forget(homes, unfinished_swaps)
+        counted.append({request.request_id for request in lost})
+        return lost
+
+    engine.scheduler.forget_homes = noted
+    return counted
+
+
+def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], prompts, expected) -> None:
+    """End the host of home 1 while all homes are in use. Home 1's requests, and no others, are computed again."""
+    requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
+    step_until(engine, lambda: len(in_home(engine, 1)) >= 2 and in_home(engine, 2) and in_home(engine, 0))
+    start_s = time.monotonic()
+    end_host()
+    assert remote(engine).channel.wait_dead(5.0)
+    assert time.monotonic() - start_s < 0.5
+    there = in_home(engine, 1)
+    engine.step()
+    assert recomputed == [there]
+    assert engine.stats().recomputed_after_host_deaths == len(there)
+    assert engine.kv.homes.pools[1].num_blocks == 0
+    run_to_end(engine)
+    engine.close()
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+    assert all(r.num_preemptions >= 1 for r in requests if r.request_id in there)
+    assert engine.stats().host_deaths == 1
+
+
+@pytest.mark.parametrize("variant", ["neo", "fastdecode", "adaptive"])
+def test_a_closed_host_costs_only_its_own_requests(tiny, variant: str, monkeypatch) -> None:  # noqa: F811
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    model_dir, prompts, expected = tiny
+    with host_in_thread(80 * BLOCK_BYTES) as closed, host_in_thread(80 * BLOCK_BYTES) as other:
+        engine = open_engine(model_dir, variant, [closed.address, other.address], **ROOM)
+        check_only_its_own_are_lost(engine, closed.close, prompts, expected)
+
+
+def test_a_killed_host_costs_only_its_own_requests(tiny, process) -> None:  # noqa: F811
+    model_dir, prompts, expected = tiny
+    killed, address = process
+    with host_in_thread(80 * BLOCK_BYTES) as other:
+        engine = open_engine(model_dir, "apex-overlap", [address, other.address], **ROOM)
+        check_only_its_own_are_lost(engine, killed.kill, prompts, expected)
+
+
+def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) -> None:  # noqa: F811
+    model_dir, prompts, expected = tiny
+    frozen, address = process
+    engine = open_engine(model_dir, "apex-overlap", [address], **ROOM)
+    requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
+    step_until(engine, lambda: bool(in_home(engine, 1)))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    start_s = time.monotonic()
+    step_until(engine, lambda: bool(recomputed))
+    assert time.monotonic() - start_s < 5.0
+    frozen.kill()
+    frozen.wait()
+    run_to_end(engine)
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+    with host_in_thread(80 * BLOCK_BYTES, port=address[1]):
+        step = 0
+        while not engine.kv.homes.pools[1].num_blocks:  # taken up by the first step after it was found
+            step += 1
+            assert step < 200
+            time.sleep(0.05)
+            engine.add_request(f"wakes-{step}", prompts[0], requests[0].sampling)
+            run_to_end(engine)
+        requests = [engine.add_request(f"again-{i}", p, requests[0].sampling) for i, p in enumerate(prompts)]
+        step_until(engine, lambda: bool(in_home(engine, 1)))
+        run_to_end(engine)
+        assert [tuple(request.output_token_ids) for request in requests] == expected
+        assert engine.stats().host_deaths == 1
+        engine.close()
+
+
+@pytest.mark.parametrize("operation", ["put", "get", "attend", "store", "load", "open"])
+def test_a_host_that_dies_in_any_operation(tiny, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Whatever the engine asks of the host when it dies. Swaps of that plan are not known to be done, so they count."""
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    model_dir, prompts, expected = tiny
+    with host_in_thread(30 * BLOCK_BYTES) as host:
+        engine = open_engine(model_dir, "neo", [host.address], num_cpu_blocks=26, num_gpu_blocks=25)
+        tier = remote(engine)
+        inner, calls = getattr(tier, operation), []
+
+        def dies(*arguments):
+            calls.append(operation)
+            if len(calls) == (1 if operation in ("put", "get") else 3):
+                host.close()
+                assert tier.channel.wait_dead(5.0)
+            return inner(*arguments)
+
+        monkeypatch.setattr(tier, operation, dies)
+        recomputed, requests = count_recomputed(engine), add_all(engine, prompts)
+        run_to_end(engine)
+        engine.close()
+    assert len(recomputed) == 1
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+
+
+def test_a_dead_host_blames_no_request(tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Behind a service all are answered, and its fault isolation never begins a trial."""
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    model_dir, prompts, expected = tiny
+    with host_in_thread(80 * BLOCK_BYTES) as host:
+        engine = open_engine(model_dir, "neo", [host.address], **ROOM)
+        monkeypatch.setattr(FaultIsolation, "step_failed", lambda self: pytest.fail("a step failed"))
+        service = EngineService(engine, ServiceLimits())
+        service.start()
+
+        async def answers() -> list[tuple[int, ...]]:
+            sampling = SamplingParams(MAX_TOKENS)
+            streams = service.submit([NewRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
+            reading = asyncio.create_task(read_all(streams))
+            while not engine.kv.homes.pools[1].num_used:
+                await asyncio.sleep(0.001)
+            host.close()
+            outcomes = await reading
+            return [tuple(outcomes[str(i)].token_ids) for i in range(len(prompts))]
+
+        assert asyncio.run(answers()) == expected
+        assert engine.stats().recomputed_after_host_deaths > 0
+        service.close()
+
+
+def test_a_death_that_no_host_reports_is_an_error(tiny) -> None:  # noqa: F811
+    model_dir, prompts, _ = tiny
+    engine = open_engine(model_dir, "neo", [], **ROOM)
+    add_all(engine, prompts[:1])
+    engine.executor.run = lambda plan: (_ for _ in ()).throw(HostDied(1, "as if"))
+    with pytest.raises(HostDied, match="as if"):
+        engine.step()
+    engine.recover()
+    engine.close()

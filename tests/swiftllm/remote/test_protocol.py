@@ -1,0 +1,199 @@
+"""What goes over the wire: bytes by formula, who may connect, and what a broken or hostile peer can do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from swiftllm.device.host import HostDevice
+from swiftllm.engine.backend import HostDied
+from swiftllm.remote.channel import Channel
+from swiftllm.remote.frames import (
+    HEADER,
+    Header,
+    Kind,
+    as_bytes,
+    connect,
+    parse_address,
+    receive_header,
+    send_frame,
+    send_json,
+)
+from swiftllm.remote.host import AttentionHost, KVShape
+from swiftllm.remote.tier import RemoteCpuTier
+from tests.swiftllm.remote.hosts import SECRET, host_in_thread
+
+SHAPE = KVShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
+ARRIVED = HostDevice.compute
+
+
+@pytest.fixture
+def host():
+    with host_in_thread() as host:
+        yield host
+
+
+def open_tier(host: AttentionHost, shape: KVShape = SHAPE) -> RemoteCpuTier:
+    return RemoteCpuTier(1, lambda: host.address, SECRET, shape)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: int) -> None:
+    tier, context = open_tier(host), 40
+    tables = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
+    sent = tier.channel.bytes_sent
+    opened = tier.open(tables, torch.full((rows,), context, dtype=torch.int32))
+    blocks, content = tables.long().flatten(), torch.zeros(2, rows * 3, 2, 2, 16, 32, dtype=torch.bfloat16)
+    tier.put(content, blocks, ARRIVED)
+    tier.get(blocks, content)  # all before it has been sent
+    once = rows * 4 * (3 + 1)
+    swapped = content.nbytes + 2 * blocks.nbytes
+    assert 0 < tier.channel.bytes_sent - sent - once - swapped <= 3 * 64
+    sent, received = tier.channel.bytes_sent, tier.channel.bytes_received
+    qkv, out = torch.randn(rows, 8 + 4, 32).bfloat16(), torch.empty(rows, 8, 32, dtype=torch.bfloat16)
+    for layer in range(2):
+        assert tier.attend(layer, opened, qkv, out, ARRIVED).wait() > 0
+    tier.get(blocks[:1], torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16))  # for the counters to be final
+    asked, answered = 8 + HEADER.size, 2 * 2 * 2 * 16 * 32 * 2 + HEADER.size
+    assert 0 < tier.channel.bytes_sent - sent - asked - 2 * qkv.nbytes <= 2 * 64
+    assert 0 < tier.channel.bytes_received - received - answered - 2 * out.nbytes <= 2 * 64
+    tier.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_was_stored_is_attended_to(host, dtype: str) -> None:
+    """Rows and blocks written in each way are read back, and attention over them is the reference's."""
+    shape = KVShape(2, 8, 2, 32, 16, dtype)
+    tier, generator = open_tier(host, shape), torch.Generator().manual_seed(3)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(shape.torch_dtype)
+
+    content = random(2, 3, 2, 2, 16, 32)
+    blocks = torch.tensor([7, 2, 9])
+    tier.put(content, blocks, ARRIVED)
+    read = torch.empty_like(content)
+    tier.get(blocks, read)
+    assert torch.equal(read, content)
+    kv = random(2, 4, 32)  # two more tokens of layer 1, at positions 39 and 40
+    tier.store(1, kv, torch.tensor([9, 9]), torch.tensor([7, 8]), ARRIVED)
+    expected = content[1].permute(2, 1, 0, 3, 4).reshape(2, 2, 48, 32)[:, :, :41].clone()
+    expected[:, :, 39:41] = kv.view(2, 2, 2, 32).permute(1, 2, 0, 3)
+    assert torch.equal(tier.load(1, blocks, 41), expected)
+    qkv, out = random(1, 12, 32), torch.empty(1, 8, 32, dtype=shape.torch_dtype)
+    opened = tier.open(torch.tensor([[7, 2, 9, -5]], dtype=torch.int32), torch.tensor([42], dtype=torch.int32))
+    tier.attend(1, opened, qkv, out, ARRIVED).wait()
+    k, v = (torch.cat([part, new], dim=1) for part, new in zip(expected, qkv[0, 8:].view(2, 2, 1, 32), strict=True))
+    scores = torch.einsum("hgd,htd->hgt", qkv[0, :8].view(2, 4, 32).float(), k.float()) * 32**-0.5
+    reference = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v.float()).reshape(8, 32)
+    torch.testing.assert_close(out[0].float(), reference, atol=2e-2 if dtype != "float32" else 1e-5, rtol=2e-2)
+    tier.close()
+
+
+def test_a_wrong_task_fails_its_ticket_and_not_the_host(host) -> None:
+    tier = open_tier(host)
+    rows = tier.open(torch.tensor([[10**6]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32))
+    out = torch.empty(1, 8, 32, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+: .*block"):
+        tier.attend(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out, ARRIVED).wait()
+    with pytest.raises(RuntimeError, match="not all in the pool"):
+        tier.load(0, torch.tensor([10**6]), 3)
+    assert not tier.channel.is_dead
+    tier.store(0, torch.zeros(1, 4, 32, dtype=torch.bfloat16), torch.tensor([10**6]), torch.tensor([0]), ARRIVED)
+    assert tier.channel.wait_dead(5.0)  # a lost write must not pass for a done one
+    with pytest.raises(HostDied, match="not all in the pool"):
+        tier.load(0, torch.tensor([0]), 3)
+    tier.close()
+
+
+def test_rows_that_nobody_holds_are_dropped(host) -> None:
+    tier = open_tier(host)
+    table, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    for _ in range(5):
+        rows = tier.open(table, lens)
+    assert rows.number == 5 and len(tier._dropped) == 1
+    out = torch.empty(1, 8, 32, dtype=torch.bfloat16)
+    tier.attend(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out, ARRIVED).wait()
+    tier.close()
+
+
+def test_who_may_connect(host) -> None:
+    with pytest.raises(ConnectionError, match=r"secrets differ.*APEX_HOST_SECRET"):
+        RemoteCpuTier(1, lambda: host.address, b"another", SHAPE)
+    first = open_tier(host)
+    with pytest.raises(ConnectionError, match="serves another engine"):
+        open_tier(host)
+    first.close()
+    with pytest.raises(ValueError, match="without a secret"):
+        AttentionHost(("0.0.0.0", 0), b"")
+    with pytest.raises(ConnectionError, match="memory for 0 KV blocks"), host_in_thread(1000) as small:
+        open_tier(small)
+
+
+def test_peers_that_do_not_speak_the_protocol(host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request" * 9), daemon=True).start()
+        with pytest.raises(ConnectionError, match="is that the address of an attention host"):
+            connect(other.getsockname(), SECRET, {})
+    for rubbish in (os.urandom(4000), b"", HEADER.pack(*Header(Kind.HELLO, num_bytes=1 << 60))):
+        with socket.create_connection(host.address) as connection:
+            connection.sendall(rubbish)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1 << 16):
+                    pass  # until the host hangs up
+    with socket.create_connection(host.address) as connection:
+        receive_header(connection), connection.recv(100)
+        send_json(connection, Kind.HELLO, {"shape": {"num_layers": 10**9}, "proof": "0"})
+        assert receive_header(connection).kind == Kind.FAILED
+    open_tier(host).close()
+
+
+def test_frames_of_many_and_empty_buffers_arrive_whole() -> None:
+    here, there = socket.socketpair()
+    buffers = [bytes([number % 256]) * (number % 5) for number in range(2000)]
+    thread = threading.Thread(target=send_frame, args=[here, Header(Kind.ECHO, 1, 2, 3), buffers])
+    thread.start()
+    header = receive_header(there)
+    assert header == Header(Kind.ECHO, 1, 2, 3, sum(map(len, buffers)))
+    received = b""
+    while len(received) < header.num_bytes:
+        received += there.recv(1 << 16)
+    assert received == b"".join(buffers)
+    thread.join()
+    assert len(as_bytes(torch.empty(0, 3))) == 0
+
+
+def test_a_channel_whose_peer_goes_fails_all_that_waits() -> None:
+    here, there = socket.socketpair()
+    channel = Channel(here, "peer", home=2)
+    ticket = channel.ask(Header(Kind.ECHO), list, 0, memoryview(bytearray(4)))
+    assert not ticket.ready()
+    there.close()
+    with pytest.raises(HostDied, match="peer is gone") as raised:
+        ticket.wait()
+    assert raised.value.home == 2 and ticket.ready()
+    with pytest.raises(HostDied):
+        channel.post(Header(Kind.DROP), list, 0)
+    channel.close()
+
+
+def test_addresses() -> None:
+    assert parse_address("10.0.0.7:7300") == ("10.0.0.7", 7300)
+    assert parse_address(" [::1]:80") == ("::1", 80)
+    for wrong in ("host", "host:", ":80", "host:seven", "host:99999"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            parse_address(wrong)
+
+
+def test_nothing_loads_ray_before_it_is_asked_for() -> None:
+    modules = "sys, swiftllm, apex, apex.cli, apex.systems, swiftllm.remote.connect"
+    code = f"import {modules}; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
