@@ -38,6 +38,10 @@ class HomeWatch(Protocol):
     def take_returned(self) -> list[int]:
         """Homes that had died and have a host again."""
 
+    @property
+    def num_connected(self) -> int:
+        """Other hosts that are in use."""
+
 
 @dataclass
 class EngineStats:
@@ -54,6 +58,7 @@ class EngineStats:
     preemptions: int = 0
     swapped_blocks: int = 0
     worker_restarts: int = 0
+    hosts_connected: int = 0
     host_deaths: int = 0
     recomputed_after_host_deaths: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=Counter)
@@ -298,6 +303,7 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self.scheduler.num_preemptions
         self._stats.worker_restarts = self.backend.worker_restarts
+        self._stats.hosts_connected = 0 if self._hosts is None else self._hosts.num_connected
         return self._stats
 
     def state(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from swiftllm.config import EngineConfig
@@ -19,25 +19,28 @@ def connect_hosts(config: EngineConfig, backend: TorchBackend) -> AttentionHosts
     """The backend's CPU tier, extended by the hosts that ``config.attention_hosts`` names.
 
     Raises:
-        ValueError: an address is none, or a host has too little memory.
+        ValueError: an address is none, a host has too little memory, or there is no Ray or no cluster.
         OSError: a host cannot be reached or refuses; the message has its address.
-        ModuleNotFoundError: Ray is asked for and not installed.
     """
     if config.ray_address is not None:
         from swiftllm.ray.hosts import RayHosts  # Ray takes seconds to import, and is optional
 
         ray_hosts = RayHosts(config.ray_address, int(config.attention_hosts))
         try:
-            return join_hosts(config, backend, ray_hosts.finders, ray_hosts.secret)
+            return _join_hosts(config, backend, ray_hosts.finders, ray_hosts.secret, ray_hosts.close)
         except BaseException:
             ray_hosts.close()
             raise
     addresses = [parse_address(text) for text in config.attention_hosts.split(",")]
-    return join_hosts(config, backend, [lambda address=address: address for address in addresses], shared_secret())
+    return _join_hosts(config, backend, [lambda address=address: address for address in addresses], shared_secret())
 
 
-def join_hosts(
-    config: EngineConfig, backend: TorchBackend, finders: Sequence[FindAddress], secret: bytes
+def _join_hosts(
+    config: EngineConfig,
+    backend: TorchBackend,
+    finders: Sequence[FindAddress],
+    secret: bytes,
+    on_close: Callable[[], None] | None = None,
 ) -> AttentionHosts:
     model, hosts = backend.model_config, []
     shape = KVShape(
@@ -57,4 +60,4 @@ def join_hosts(
         for host in hosts:
             host.close()
         raise
-    return AttentionHosts(backend.cpu_tier, backend.num_cpu_blocks, hosts)
+    return AttentionHosts(backend.cpu_tier, backend.num_cpu_blocks, hosts, on_close)

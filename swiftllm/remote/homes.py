@@ -32,7 +32,15 @@ class AttentionHosts:
         deaths: hosts that were lost so far.
     """
 
-    def __init__(self, local: CpuTier, num_local_blocks: int, hosts: Sequence[RemoteCpuTier]) -> None:
+    def __init__(
+        self,
+        local: CpuTier,
+        num_local_blocks: int,
+        hosts: Sequence[RemoteCpuTier],
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        """``on_close`` is called once the connections are closed."""
+        self._on_close = on_close
         self.num_blocks = tuple(host.num_blocks for host in hosts)
         self.deaths = 0
         self.hosts = tuple(hosts)
@@ -57,6 +65,7 @@ class AttentionHosts:
 
     @property
     def num_connected(self) -> int:
+        """Hosts whose blocks are in use."""
         return sum(not host.channel.is_dead for host in self.hosts)
 
     # -- operations -------------------------------------------------------------------------------------------------
@@ -130,6 +139,8 @@ class AttentionHosts:
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 class JoinedTicket:

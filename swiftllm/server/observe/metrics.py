@@ -258,6 +258,7 @@ def gauges(now: Snapshot) -> list[Row]:
          ("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
         ("apex:prediction_factor", "Recent measured over profiled time of operations; it multiplies predictions.",
          ("operation", now.prediction_factors)),
+        ("apex:attention_hosts_connected", "Other hosts whose part of the CPU tier is in use.", now.hosts_connected),
         ("apex:healthy", "1 while requests are accepted and served, else 0.", now.health.status == "ok"),
         ("apex:uptime_seconds", "Since the service was started.", now.uptime_s),
     ]  # fmt: skip
@@ -290,6 +291,12 @@ def counters(now: Snapshot, refused: Mapping[str, int]) -> list[Row]:
         ("apex:swapped_blocks", "KV blocks moved from one tier to the other.", now.swapped_blocks),
         ("apex:step_failures", "Iterations that raised an error.", now.step_failures),
         ("apex:worker_restarts", "CPU workers that died and were restarted.", now.worker_restarts),
+        ("apex:host_deaths", "Other hosts of the CPU tier that were lost.", now.host_deaths),
+        (
+            "apex:recomputed_after_host_deaths",
+            "Requests computed again for the loss of such a host.",
+            now.recomputed_after_host_deaths,
+        ),
     ]
 
 

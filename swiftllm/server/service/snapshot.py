@@ -65,6 +65,9 @@ class Snapshot:
     step_failures: int = 0
     """Steps that raised; their requests continued, except those in ``finished["engine_error"]``."""
     worker_restarts: int = 0
+    hosts_connected: int = 0
+    host_deaths: int = 0
+    recomputed_after_host_deaths: int = 0
 
     lane_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
@@ -96,6 +99,9 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         swapped_blocks=stats.swapped_blocks,
         step_failures=step_failures,
         worker_restarts=stats.worker_restarts,
+        hosts_connected=stats.hosts_connected,
+        host_deaths=stats.host_deaths,
+        recomputed_after_host_deaths=stats.recomputed_after_host_deaths,
         lane_busy_s=stats.lane_busy_s,
         cpu_busy_s=stats.cpu_busy_s,
         duration_s=stats.duration_s,

@@ -1,0 +1,163 @@
+"""Attention hosts on a Ray cluster. The cluster itself takes half a minute: with APEX_SLOW_TESTS only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from apex.cli import main
+from tests.reference.tiny_model import make_tiny_llama
+from tests.reference.tiny_tokenizer import make_tiny_tokenizer
+
+REPO = Path(__file__).resolve().parents[3]
+SLOW = pytest.mark.skipif(not os.environ.get("APEX_SLOW_TESTS"), reason="APEX_SLOW_TESTS is not set: takes a minute")
+PROMPTS = [f"{number} bottles of beer on the wall, {number} bottles" for number in range(24)]
+POOLS = ["--num-gpu-blocks", "8", "--num-cpu-blocks", "40", "--block-size", "4", "--max-model-len", "120"]
+
+
+def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in list(sys.modules):
+        if name.startswith("swiftllm.ray"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    model = str(make_tiny_llama(tmp_path / "tiny"))
+    flags = ["--attention-hosts", "2", "--ray-address", "10.0.0.1:6379", "--num-cpu-blocks", "9", "--port", "0"]
+    assert main(["serve", model, *flags]) == 2
+    assert "pip install 'apex-llm-serving[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--attention-hosts", "2"], "needs a ray_address"),
+        (["--ray-address", "auto"], "needs attention_hosts"),
+        (["--attention-hosts", "here", "--num-cpu-blocks", "9"], "HOST:PORT"),
+        (["--attention-hosts", "127.0.0.1:9", "--num-cpu-blocks", "9"], "127.0.0.1:9"),
+        (["--attention-hosts", "127.0.0.1:9", "--system", "vllm"], "no effect on vllm"),
+    ],
+)
+def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, words) -> None:
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    model = str(make_tiny_llama(tmp_path / "tiny"))
+    assert main(["serve", model, "--port", "0", "--num-gpu-blocks", "4", "--lane-threads", "1", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+class Server:
+    """An `apex serve` process."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "apex", "serve", str(model), "--port", "0", "--dtype", "float32", *POOLS]
+        self.process = subprocess.Popen(
+            [*command, "--lane-threads", "1", "--served-model-name", "tiny", *flags],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "APEX_CACHE_DIR": str(model.parent), "OMP_NUM_THREADS": "1"},
+        )
+        while not (found := re.search(r"API: (http://\S+)/v1", line := self.process.stdout.readline())):
+            assert line, "it ended"
+        self.url = found[1]
+
+    def complete(self, prompt: str, max_tokens: int = 48) -> str:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        for _ in range(100):
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return json.loads(answer.read())["choices"][0]["text"]
+            except ConnectionError:  # it says where it listens just before it does
+                time.sleep(0.1)
+        raise AssertionError("the server does not answer")
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            values = [line for line in answer.read().decode().splitlines() if re.match(rf"{name}(_total)?{{", line)]
+        return float(values[0].split()[-1])
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            assert self.process.wait(timeout=60) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Iterator:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(**small) for _ in range(2)]
+        yield cluster, nodes
+    finally:
+        cluster.shutdown()
+
+
+@SLOW
+def test_a_killed_node_under_load(cluster, tmp_path) -> None:
+    """Every request is answered with the right text, and the host is replaced within 20 s."""
+    ray_cluster, nodes = cluster
+    model = make_tiny_llama(tmp_path / "tiny")
+    make_tiny_tokenizer(model)
+    local = Server(model)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        expected = list(pool.map(local.complete, PROMPTS))
+    local.stop()
+    assert len(set(expected)) > len(PROMPTS) // 2
+    server = Server(model, "--attention-hosts", "2", "--ray-address", ray_cluster.address, "--system", "neo")
+    is_over, wrong, answered = threading.Event(), [], []
+
+    def load(number: int) -> None:
+        while not is_over.is_set():
+            if (text := server.complete(PROMPTS[number])) != expected[number]:
+                wrong.append((number, text))
+            answered.append(number)
+
+    threads = [threading.Thread(target=load, args=[number]) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(answered) >= len(PROMPTS))
+        assert server.metric("apex:attention_hosts_connected") == 2
+        ray_cluster.remove_node(nodes[0], allow_graceful=False)
+        wait_until(lambda: server.metric("apex:host_deaths") == 1)
+        died_s, before = time.monotonic(), len(answered)
+        wait_until(lambda: server.metric("apex:attention_hosts_connected") == 2)
+        took_s = time.monotonic() - died_s
+        print(f"replaced after {took_s:.1f} s")
+        assert took_s < 20.0
+        wait_until(lambda: len(answered) >= before + len(PROMPTS))
+        assert server.metric("apex:recomputed_after_host_deaths") > 0
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        server.stop()
+    assert not wrong and set(answered) == set(range(len(PROMPTS)))
+
+
+def wait_until(condition, timeout_s: float = 60.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
