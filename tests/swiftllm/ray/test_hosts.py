@@ -24,7 +24,7 @@ from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 REPO = Path(__file__).resolve().parents[3]
 SLOW = pytest.mark.skipif(not os.environ.get("APEX_SLOW_TESTS"), reason="APEX_SLOW_TESTS is not set: takes a minute")
 PROMPTS = [f"{number} bottles of beer on the wall, {number} bottles" for number in range(24)]
-POOLS = ["--num-gpu-blocks", "8", "--num-cpu-blocks", "40", "--block-size", "4", "--max-model-len", "120"]
+POOLS = "--num-gpu-blocks 8 --num-cpu-blocks 16 --max-model-len 120".split()
 
 
 def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) -> None:
