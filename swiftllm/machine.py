@@ -17,6 +17,27 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
+@dataclass
+class _Limits:
+    """The parts of host and card that this process may use, 0 to 1."""
+
+    of_host: float = 1.0
+    of_card: float = 1.0
+
+
+_limits = _Limits()
+
+
+def limit_use(*, of_host: float, of_card: float) -> None:
+    """From now on report only these parts of the host's memory and quota of cores, and of a card's memory."""
+    _limits.of_host, _limits.of_card = of_host, of_card
+
+
+def card_share() -> float:
+    """The part of a card's memory that this process may use."""
+    return _limits.of_card
+
+
 class InsufficientMemory(RuntimeError):
     """The model or the requested KV cache does not fit. The message has the available and the missing memory."""
 
@@ -53,7 +74,7 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota_us, period_us = (CONTROL_GROUP / "cpu.max").read_text().split()
-        return max(1, min(cores, int(quota_us) // int(period_us)))
+        return max(1, min(cores, int(_limits.of_host * int(quota_us)) // int(period_us)))
     except (OSError, ValueError):  # no control group, or "max": no quota
         return cores
 
@@ -64,7 +85,16 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Host memory available without swapping: the lesser of the machine's and the container's."""
+    """Host memory available without swapping: the lesser of the machine's and the container's, and of what is left of
+    this process's part of it."""
+    available, total = _available_and_total_bytes()
+    if _limits.of_host == 1.0:
+        return available
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return max(0, min(available, int(_limits.of_host * total) - resident_pages * os.sysconf("SC_PAGE_SIZE")))
+
+
+def _available_and_total_bytes() -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
@@ -72,8 +102,8 @@ def available_host_bytes() -> int:
         used = int((CONTROL_GROUP / "memory.current").read_text())
         statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or "max": no limit
-        return available
-    return min(available, limit - used + int(statistics.get("inactive_file", 0)))
+        return available, host_memory_bytes()
+    return min(available, limit - used + int(statistics.get("inactive_file", 0))), min(limit, host_memory_bytes())
 
 
 def last_level_cache_bytes() -> int:

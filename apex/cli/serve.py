@@ -13,6 +13,7 @@ from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running_engine
 from swiftllm.server.service.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
+from swiftllm.share import Share, take_share
 
 if TYPE_CHECKING:
     from apex.timeline.live import LiveTimeline
@@ -57,12 +58,20 @@ class Serve(ConfigFile):
     """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
+    share: str | None = None
+    """Use one of several equal parts of this machine, such as 1/4: cores, memory, and GPUs or a part of one; by default
+    all of it."""
     server: ServerFlags = field(default_factory=ServerFlags)
     limits: LimitFlags = field(default_factory=LimitFlags)
     engine: EngineFlags = field(default_factory=EngineFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
 
     def run(self) -> int:
+        if self.share is not None:
+            try:
+                take_share(Share.parse(self.share))  # before torch is loaded, whose threads inherit the cores
+            except (ValueError, OSError) as error:
+                raise InputError(str(error)) from None
         with input_errors():
             settings, limits = self.server.settings(), self.limits.limits()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)

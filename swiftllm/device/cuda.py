@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from swiftllm.device.device import Graph
-from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.machine import GIB, InsufficientMemory, card_share
 
+CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
 GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
 
@@ -75,7 +76,7 @@ class CudaDevice:
         self.to_host, self.to_device, self.swap = (CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3))
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
-        self.graph_bytes = int(GRAPHS_SHARE * torch.cuda.mem_get_info(self.torch_device)[1])
+        self.graph_bytes = int(GRAPHS_SHARE * card_share() * torch.cuda.mem_get_info(self.torch_device)[1])
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -107,7 +108,10 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        if (share := card_share()) < 1.0:  # others may not have taken theirs yet
+            free = min(free, int(share * total) - torch.cuda.memory_reserved(self.torch_device) - CONTEXT_BYTES)
+        return free
 
     def left_free(self, work: Callable[[], object]) -> int | None:
         device = self.torch_device
@@ -123,5 +127,5 @@ class CudaDevice:
             ) from error
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        headroom = DEVICE_HEADROOM * torch.cuda.mem_get_info(device)[1]
+        headroom = DEVICE_HEADROOM * card_share() * torch.cuda.mem_get_info(device)[1]
         return int(self.free_bytes() - peak - headroom)

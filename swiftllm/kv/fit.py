@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftllm.device.cuda import DEVICE_HEADROOM
+from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, weight_bytes
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
@@ -20,7 +20,6 @@ from swiftllm.ops.reference import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
 
-CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex.cli import doctor
-from apex.cli.doctor_settings import setting_lines
+from apex.cli.doctor.papers import setting_lines
 from apex.simulator.paper_settings import setting_names
 from swiftllm.machine import GIB
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 REPO = Path(__file__).resolve().parents[3]
 SLOW = pytest.mark.skipif(not os.environ.get("APEX_SLOW_TESTS"), reason="APEX_SLOW_TESTS is not set: takes a minute")
 PROMPTS = [f"{number} bottles of beer on the wall, {number} bottles" for number in range(24)]
-POOLS = "--num-gpu-blocks 8 --num-cpu-blocks 16 --max-model-len 120".split()
+POOLS = ["--num-gpu-blocks", "8", "--num-cpu-blocks", "16", "--max-model-len", "120"]
 
 
 def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) -> None:
@@ -81,7 +82,9 @@ class Server:
             try:
                 with urllib.request.urlopen(request) as answer:
                     return json.loads(answer.read())["choices"][0]["text"]
-            except ConnectionError:  # it says where it listens just before it does
+            except urllib.error.HTTPError as error:
+                raise AssertionError(error.read()) from error
+            except urllib.error.URLError:  # it says where it listens just before it does
                 time.sleep(0.1)
         raise AssertionError("the server does not answer")
 

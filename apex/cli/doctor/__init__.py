@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from apex.cli.doctor.hosts import host_lines
 from apex.cli.output import stdout_console
 from swiftllm.files import cache_dir
 from swiftllm.machine import (
@@ -64,8 +65,13 @@ class Doctor:
     ten seconds, as it measures the memory bandwidth. The exit status is 0 if the engine can run here, else 1.
     """
 
+    attention_hosts: str | None = None
+    """Also measure the way to these attention hosts, HOST:PORT with commas, and what each could add."""
+
     def run(self) -> int:
         report = examine()
+        if self.attention_hosts is not None:
+            report["Attention hosts"] = [Finding(*line) for line in host_lines(self.attention_hosts)]
         print_report(report, stdout_console())
         return 0 if can_run(report) else 1
 
@@ -232,7 +238,7 @@ def settings() -> Iterator[Finding]:
     elif not torch.cuda.is_available():
         yield Finding("of the papers", "need a GPU; here only `--setting small` runs at speed", "note")
     else:
-        from apex.cli.doctor_settings import setting_lines
+        from apex.cli.doctor.papers import setting_lines
 
         gpu = torch.cuda.get_device_properties(0)
         for line in setting_lines(gpu.name, gpu.total_memory, available_host_bytes()):

@@ -1,0 +1,65 @@
+"""Measures the way to an attention host, and what the host could add to an engine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from swiftllm.remote.channel import Channel
+from swiftllm.remote.frames import Header, Kind, connect
+from swiftllm.remote.host import MEASURED_JSON_BYTES
+
+ROUND_TRIPS = 100
+TRANSFER_BYTES = 32 << 20
+TRANSFERS = 3
+
+
+@dataclass(frozen=True)
+class WayToHost:
+    """A host and the network between it and this machine. Times are seconds, rates bytes/s.
+
+    Attributes:
+        host: what it says of itself: ``cpu``, ``cores``, ``isa``, ``available_bytes``, ``read_bytes_per_s``.
+    """
+
+    round_trip_s: float
+    to_host: float
+    from_host: float
+    host: dict[str, Any]
+
+    def rows_per_s(self, bytes_out: int, bytes_back: int, context_bytes: int) -> tuple[float, bool]:
+        """Rows of one layer's attention that the host could do in a second if the network and its memory take turns
+        perfectly, and whether the network is the bound. All arguments are per row."""
+        network_s = bytes_out / self.to_host + bytes_back / self.from_host
+        memory_s = context_bytes / self.host["read_bytes_per_s"]
+        return 1 / max(network_s, memory_s), network_s > memory_s
+
+
+def probe_host(address: tuple[str, int], secret: bytes) -> WayToHost:
+    """Takes about a second on a fast network.
+
+    Raises:
+        OSError: the host cannot be reached or refuses.
+        swiftllm.engine.backend.HostDied: it went away meanwhile.
+    """
+    connection, _ = connect(address, secret, {})
+    with closing(Channel(connection, f"{address[0]}:{address[1]}", home=0)) as channel:
+
+        def echo(out: bytes, back: int) -> float:
+            """Seconds of a round trip with so many bytes each way."""
+            start_s = time.perf_counter()
+            target = memoryview(bytearray(back))
+            channel.ask(Header(Kind.ECHO, b=back), lambda: [out], len(out), target).wait()
+            return time.perf_counter() - start_s
+
+        round_trip_s = statistics.median(echo(b"", 8) for _ in range(ROUND_TRIPS))
+        data = bytes(TRANSFER_BYTES)
+        to_host = TRANSFER_BYTES / min(echo(data, 8) for _ in range(TRANSFERS))
+        from_host = TRANSFER_BYTES / min(echo(b"", TRANSFER_BYTES) for _ in range(TRANSFERS))
+        answer = bytearray(MEASURED_JSON_BYTES)
+        channel.ask(Header(Kind.MEASURE), list, 0, memoryview(answer)).wait()
+    return WayToHost(round_trip_s, to_host, from_host, json.loads(answer.decode()))

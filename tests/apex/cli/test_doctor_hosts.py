@@ -1,0 +1,53 @@
+"""`apex doctor --attention-hosts`: the way to each host, and what it could add."""
+
+from __future__ import annotations
+
+import pytest
+
+from apex.cli.doctor.hosts import host_lines
+from swiftllm.engine.backend import HostDied
+from swiftllm.remote.frames import connect
+from swiftllm.remote.probe import WayToHost, probe_host
+from tests.swiftllm.remote.hosts import SECRET, host_in_thread
+from tests.swiftllm.remote.test_protocol import open_tier
+
+
+def test_the_way_to_a_host_that_serves_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    monkeypatch.setattr("swiftllm.remote.probe.TRANSFER_BYTES", 1 << 20)
+    monkeypatch.setattr("swiftllm.remote.host.MEASURED_BYTES", 1 << 20)
+    with host_in_thread() as host:
+        tier = open_tier(host)  # measuring disturbs it, but needs no blocks
+        address = f"127.0.0.1:{host.address[1]}"
+        network, about, adds = host_lines(address)
+        tier.close()
+    assert network[0] == f"{address}, network" and "Gb/s back" in network[1]
+    assert "GB/s" in about[1] and adds[1].endswith(("the network", "its memory"))
+
+
+def test_hosts_that_cannot_be_used_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_HOST_SECRET", "wrong")
+    with host_in_thread() as host:
+        lines = list(host_lines(f"127.0.0.1:{host.address[1]},nonsense,127.0.0.1:9"))
+    assert [status for _, _, status in lines] == ["note"] * 3
+    assert "secrets differ" in lines[0][1] and "HOST:PORT" in lines[1][1] and "refused" in lines[2][1]
+
+
+def test_a_probe_may_not_touch_blocks() -> None:
+    from swiftllm.remote.channel import Channel
+    from swiftllm.remote.frames import Header, Kind
+
+    with host_in_thread() as host:
+        channel = Channel(connect(host.address, SECRET, {})[0], "host", home=0)
+        with pytest.raises(RuntimeError, match="may only measure"):
+            channel.ask(Header(Kind.GET, b=1), lambda: [bytes(8)], 8, memoryview(bytearray(8))).wait()
+        channel.close()
+        host.close()
+    with pytest.raises((OSError, HostDied)):
+        probe_host(host.address, SECRET)
+
+
+def test_the_bound_is_the_slower_of_network_and_memory() -> None:
+    way = WayToHost(1e-4, to_host=1e9, from_host=5e8, host={"read_bytes_per_s": 2e9})
+    assert way.rows_per_s(1000, 500, 2000) == (pytest.approx(5e5), True)
+    assert way.rows_per_s(1000, 500, 8000) == (pytest.approx(2.5e5), False)
