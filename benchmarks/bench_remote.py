@@ -44,6 +44,7 @@ from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
 LLAMA_8B = KVShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 SECRET = b"benchmark"
 WARM_UP = 50
+MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def main() -> int:
     options = parse_options(Options, prog="benchmarks/bench_remote.py")
     torch.set_num_threads(1)
     with host_process() as address:
-        tier = RemoteCpuTier(1, lambda: address, SECRET, LLAMA_8B)
+        tier = RemoteCpuTier(1, lambda: address, SECRET, LLAMA_8B, MOST_BLOCKS)
         print("| rows | KiB out | KiB back | p50 ms | p90 ms | p99 ms |\n|---|---|---|---|---|---|")
         for rows in options.rows:
             found = overheads_s(tier, rows, options.context, options.tickets)

@@ -94,6 +94,7 @@ class Channel:
     Attributes:
         bytes_sent: with headers.
         bytes_received: with headers, without heartbeats.
+        error: why the channel has ended; None while it has not.
     """
 
     def __init__(self, connection: socket.socket, name: str, home: int) -> None:
@@ -107,7 +108,7 @@ class Channel:
         self._state = threading.Condition()
         self._pending: dict[int, RemoteTicket] = {}
         self._queued_bytes = 0
-        self._error: str | None = None
+        self.error: str | None = None
         set_silence_limit(connection, SILENCE_S)
         self._threads = [
             threading.Thread(target=work, name=f"{what}-{name}", daemon=True)
@@ -118,7 +119,7 @@ class Channel:
 
     @property
     def is_dead(self) -> bool:
-        return self._error is not None
+        return self.error is not None
 
     def wait_dead(self, timeout_s: float | None = None) -> bool:
         """Block until the channel has ended."""
@@ -160,7 +161,7 @@ class Channel:
 
     def _check(self) -> None:
         if self.is_dead:
-            raise HostDied(self._home, f"attention host {self.name} is gone: {self._error}")
+            raise HostDied(self._home, f"attention host {self.name} is gone: {self.error}")
 
     def _send_all(self) -> None:
         try:
@@ -206,14 +207,14 @@ class Channel:
 
     def _end(self, error: BaseException) -> None:
         with self._state:
-            if self._error is not None:
+            if self.error is not None:
                 return
-            self._error = str(error) or type(error).__name__
+            self.error = str(error) or type(error).__name__
             pending, self._pending = self._pending, {}
             self._state.notify_all()
         self._shut_down()
         for ticket in pending.values():
-            ticket.fail(HostDied(self._home, f"attention host {self.name} is gone: {self._error}"))
+            ticket.fail(HostDied(self._home, f"attention host {self.name} is gone: {self.error}"))
 
     def _shut_down(self) -> None:
         with contextlib.suppress(OSError):  # it is already

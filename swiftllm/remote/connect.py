@@ -50,7 +50,7 @@ def _join_hosts(
     needed = min(longest, backend.num_cpu_blocks)  # any request of the CPU tier may live on any host
     try:
         for home, find_address in enumerate(finders, start=1):
-            hosts.append(host := RemoteCpuTier(home, find_address, secret, shape))
+            hosts.append(host := RemoteCpuTier(home, find_address, secret, shape, config.max_num_seqs * longest))
             if host.num_blocks < needed:
                 raise ValueError(
                     f"attention host {host.channel.name} has memory for {host.num_blocks:,} KV blocks, and a request "

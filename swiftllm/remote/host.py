@@ -20,6 +20,7 @@ import torch
 
 import pacpu
 from swiftllm.kv.pools import host_tensor
+from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.remote.frames import (
@@ -176,7 +177,7 @@ class AttentionHost:
             send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
             raise ValueError(str(error)) from None
         try:
-            self._attend(connection, name, shape, int(hello.get("num_blocks", 0)))
+            self._attend(connection, name, shape, int(hello["num_blocks"]), exactly=bool(hello["exactly"]))
         finally:
             self._in_use.release()
 
@@ -186,17 +187,20 @@ class AttentionHost:
         if hello.get("protocol") != PROTOCOL or hello.get("byteorder") != sys.byteorder:
             raise ValueError("engine and attention host are of different versions: install the same on both")
 
-    def _attend(self, connection: socket.socket, name: str, shape: KVShape, asked_blocks: int) -> None:
-        """Serve one engine. ``asked_blocks``: exactly so many, or 0 for as many as there is memory for."""
+    def _attend(
+        self, connection: socket.socket, name: str, shape: KVShape, asked_blocks: int, *, exactly: bool
+    ) -> None:
+        """Serve one engine, which can use so many blocks, or needs ``exactly`` so many."""
         try:
-            memory_bytes = available_host_bytes() // 2 if self._memory_bytes is None else self._memory_bytes
-            most = memory_bytes // shape.bytes_per_block
-            if most < max(1, asked_blocks):
+            memory_bytes = self._memory_bytes
+            if memory_bytes is None:  # who takes another host's place must have as much, if it can be had
+                memory_bytes = max(0, available_host_bytes() - HOST_HEADROOM_BYTES) // (1 if exactly else 2)
+            num_blocks = min(memory_bytes // shape.bytes_per_block, asked_blocks)
+            if num_blocks < (asked_blocks if exactly else 1):
                 raise ValueError(
-                    f"there is memory for {most:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and "
-                    f"{max(1, asked_blocks):,} are needed: give this host more memory"
+                    f"there is memory for {num_blocks:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and "
+                    f"{asked_blocks if exactly else 1:,} are needed: give this host more memory"
                 )
-            num_blocks = asked_blocks or most
             pool = host_tensor(
                 (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
                 shape.torch_dtype,

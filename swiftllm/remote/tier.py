@@ -48,14 +48,15 @@ class RemoteCpuTier:
         threads: of attention there.
     """
 
-    def __init__(self, home: int, find_address: FindAddress, secret: bytes, shape: KVShape) -> None:
-        """Connect to the host.
+    def __init__(self, home: int, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
+        """Connect to the host; more than ``most_blocks`` would be of no use.
 
         Raises:
             OSError: it cannot be reached, or refuses; the message has its address.
         """
         self.home = home
         self.num_blocks = 0
+        self._most_blocks = most_blocks
         self._shape = shape
         self._find_address = find_address
         self._secret = secret
@@ -71,7 +72,8 @@ class RemoteCpuTier:
     def _connect(self) -> Channel:
         address = self._find_address()
         name = f"{address[0]}:{address[1]}"
-        hello = {"shape": asdict(self._shape), "num_blocks": self.num_blocks}
+        asked, exactly = self.num_blocks or self._most_blocks, self.num_blocks > 0
+        hello = {"shape": asdict(self._shape), "num_blocks": asked, "exactly": exactly}
         try:
             connection, about = connect(address, self._secret, hello)
         except OSError as error:
@@ -83,12 +85,14 @@ class RemoteCpuTier:
         newest = self.channel
         while True:
             newest.wait_dead()
+            problem = ""
             while not self._is_closed.is_set():
                 try:
                     newest = self._fresh = self._connect()
                     break
                 except OSError as error:
-                    logger.info("%s", error)
+                    if str(error) != problem:  # once, not at each attempt
+                        logger.warning("%s", problem := str(error))
                     self._is_closed.wait(RETRY_S)
                 except Exception:  # a failure to find a replacement must not end the search for one
                     logger.exception("looking for an attention host failed")
@@ -104,6 +108,7 @@ class RemoteCpuTier:
         if self._is_lost or not self.channel.is_dead:
             return False
         self._is_lost = True
+        logger.warning("attention host %s is gone: %s", self.channel.name, self.channel.error)
         return True
 
     def take_returned(self) -> bool:
