@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+from starlette.routing import Match
+
 from apex.cli import COMMANDS
 from apex.cli.config_file import parse_command
 from swiftllm.server.api.app import create_app
@@ -37,6 +39,8 @@ def test_the_proxy_sends_to_the_ports_of_the_replicas() -> None:
     assert int(re.search(r"listen (\d+);", config)[1]) not in ports
     service = FakeService()
     service.engine.scheduler.longest_request, service.engine.tokenizer = 100, None
-    paths = {getattr(route, "path", "") for route in create_app(service, ServerSettings()).routes}
-    for path in re.findall(r"location (?:= )?(/\S+) {", config):
-        assert any(known.startswith(path) for known in paths), path
+    routes = create_app(service, ServerSettings()).routes
+    for location in re.findall(r"location (?:= )?(/\S+) {", config):
+        path = location + "models" * location.endswith("/")
+        scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+        assert any(route.matches(scope)[0] is Match.FULL for route in routes), path
