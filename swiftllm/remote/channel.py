@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import torch
+
 from swiftllm.device.device import Event
 from swiftllm.engine.backend import HostDied, TicketTimes
 from swiftllm.remote.frames import (
@@ -58,6 +60,8 @@ class RemoteTicket:
         start_s = max(self._submitted_s, self._done_s - self._seconds)
         return TicketTimes(start_s, self._done_s, self._done_s, to_host=(self._submitted_s, start_s))
 
+    # Inference mode belongs to a thread, and tensors made in it are not written outside it.
+    @torch.inference_mode()
     def finish(self, seconds: float) -> None:
         """The answer is in ``target``; the host computed so many seconds."""
         self._seconds, self._done_s = seconds, time.perf_counter()

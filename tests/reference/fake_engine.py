@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
@@ -10,6 +12,7 @@ from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.scheduler import SchedulerLimits
 from swiftllm.systems import find_system
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
+from tests.reference.fake_hosts import BackendOfHosts, FakeHosts
 
 
 def flat_table(
@@ -44,12 +47,17 @@ def fake_engine(
     strategy: StrategyConfig | None = None,
     table: ProfileTable | None = None,
     seed: int = 0,
+    host_blocks: Sequence[int] = (),
 ) -> Engine:
-    backend = FakeBackend(num_layers, block_size, seed)
-    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size)
+    """With ``host_blocks`` the CPU tier has more homes, on fake hosts that may die (``engine.backend.hosts``)."""
+    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, host_blocks)
+    hosts = FakeHosts(kv.homes) if host_blocks else None
+    backend = FakeBackend(num_layers, block_size, seed) if hosts is None else BackendOfHosts(hosts, num_layers, seed)
+    backend.block_size = block_size
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
     prediction = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
-    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=VOCABULARY, eos_token_ids=[EOS])
+    executor = OverlapExecutor(backend)
+    return Engine(scheduler, executor, backend, vocab_size=VOCABULARY, eos_token_ids=[EOS], hosts=hosts)

@@ -185,6 +185,20 @@ def test_a_channel_whose_peer_goes_fails_all_that_waits() -> None:
     channel.close()
 
 
+def test_a_result_may_be_sent_back_into_memory_of_inference_mode(host) -> None:
+    """As the engine's tensors on a device are, which the receiving thread writes."""
+    tier, failed = open_tier(host), []
+    rows = tier.open(torch.tensor([[1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    with torch.inference_mode():
+        qkv, out = torch.ones(1, 12, 32, dtype=torch.bfloat16), torch.zeros(1, 8, 32, dtype=torch.bfloat16)
+        on_device = torch.zeros(1, 8, 32, dtype=torch.bfloat16)
+    tier.attend(0, rows, qkv, out, ARRIVED, lambda: on_device.copy_(out)).wait()
+    assert torch.equal(on_device, torch.ones_like(out))
+    with pytest.raises(ZeroDivisionError):  # and what it raises is not lost
+        tier.attend(0, rows, qkv, out, ARRIVED, lambda: failed.append(1 / 0)).wait()
+    tier.close()
+
+
 def test_addresses() -> None:
     assert parse_address("10.0.0.7:7300") == ("10.0.0.7", 7300)
     assert parse_address(" [::1]:80") == ("::1", 80)

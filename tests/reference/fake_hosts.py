@@ -1,0 +1,86 @@
+"""Hosts that hold parts of the fake backend's CPU tier, and die when they are told to, with all that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swiftllm.core.plan import Swap
+from swiftllm.core.request import Request, Tier
+from swiftllm.engine.backend import HostDied
+from swiftllm.kv.blocks import Homes
+from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeTicket
+
+
+class FakeHosts:
+    """See :class:`swiftllm.engine.engine.HomeWatch`. ``plan_death`` lets a home die after some more operations."""
+
+    def __init__(self, homes: Homes) -> None:
+        self.homes = homes
+        self.dead: set[int] = set()
+        self._told: set[int] = set()
+        self._deaths: dict[int, int] = {}
+
+    def plan_death(self, home: int, operations: int) -> None:
+        if home not in self.dead:
+            self._deaths.setdefault(home, operations)
+
+    def revive(self, home: int) -> None:
+        """A host in the place of one whose death the engine has been told of."""
+        if home in self._told:
+            self.dead.discard(home)
+
+    def touch(self, backend: BackendOfHosts, block: int, *, in_swap: bool = False) -> None:
+        """An operation on a block: the host may die in it."""
+        pools = self.homes.pools
+        home = pools.index(self.homes.pool_of(block))
+        if home in self._deaths:
+            self._deaths[home] -= 1
+            if self._deaths[home] <= 0:
+                del self._deaths[home]
+                self.dead.add(home)
+                backend.lose_blocks(self.homes, home)
+        if home in self.dead:
+            raise HostDied(home, f"home {home} died", in_swap=in_swap)
+
+    def take_died(self) -> list[int]:
+        died = sorted(self.dead - self._told)
+        self._told |= self.dead
+        return died
+
+    def take_returned(self) -> list[int]:
+        returned = sorted(self._told - self.dead)
+        self._told -= set(returned)
+        return returned
+
+    @property
+    def num_connected(self) -> int:
+        return len(self.homes.pools) - 1 - len(self.dead)
+
+
+class BackendOfHosts(FakeBackend):
+    """Every operation on a block of the CPU tier may find its host dead."""
+
+    def __init__(self, hosts: FakeHosts, num_layers: int, seed: int) -> None:
+        super().__init__(num_layers, seed=seed)
+        self.hosts = hosts
+
+    def lose_blocks(self, homes: Homes, home: int) -> None:
+        pool = homes.pools[home]
+        blocks = range(pool.first, pool.first + pool.num_blocks)
+        self.slots = {slot: note for slot, note in self.slots.items() if slot[0] is Tier.GPU or slot[1] not in blocks}
+
+    def attend(self, request: Request, tier: Tier, layer: int, table: list[int], upto: int | None = None) -> None:
+        if tier is Tier.CPU:
+            self.hosts.touch(self, table[0])
+        super().attend(request, tier, layer, table, upto)
+
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        for swap in swaps:
+            blocks = swap.source_blocks if swap.source is Tier.CPU else swap.target_blocks
+            self.hosts.touch(self, blocks[0], in_swap=True)
+            super().swap([swap])
+
+    def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:
+        for request in cohort.requests:
+            self.hosts.touch(self, cohort.tables[request.request_id][0])
+        return super().submit_cpu_attention(layer, cohort)
