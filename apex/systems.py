@@ -44,8 +44,6 @@ def build_system(
     """
     system = find_system(name)
     if not system.offloads:
-        if config.attention_hosts is not None:
-            raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
         return build_gpu_only(name, system.scheduler, config)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config)

@@ -95,7 +95,13 @@ def _about_ranks(config: EngineConfig) -> list[str]:
 
 
 def build_gpu_only(name: str, make_scheduler: Callable[..., Scheduler], config: EngineConfig) -> Engine:
-    """An engine of the system ``name``, whose scheduler needs no predictions."""
+    """An engine of the system ``name``, whose scheduler needs no predictions.
+
+    Raises:
+        ValueError: other hosts are asked for, which would compute nothing.
+    """
+    if config.attention_hosts is not None:
+        raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
     backend = make_backend(config)
     scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
     return assemble_engine(name, config, backend, scheduler)
