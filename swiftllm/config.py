@@ -72,6 +72,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
         if self.ray_address is not None and not (self.attention_hosts or "").isdigit():
             raise ValueError(f"ray_address={self.ray_address!r} needs attention_hosts, the number to place there")
+        if self.attention_hosts is not None and self.tensor_parallel != 1:
+            raise ValueError("attention_hosts and tensor_parallel do not work together: drop one of them")
         if self.ray_address is None and (self.attention_hosts or "").isdigit():
             raise ValueError(
                 f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "
