@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import json
 import logging
 import os
 import socket
@@ -51,6 +52,7 @@ QUEUE_DEPTH = 64  # frames that are received and not yet computed
 MAX_FRAME_BYTES = 1 << 30
 MEASURED_BYTES = 256 << 20
 MEASURED_ROUNDS = 3
+MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
 
 
 @dataclass(frozen=True)
@@ -366,8 +368,6 @@ def _blocks_first(payload: torch.Tensor, count: int | None) -> tuple[torch.Tenso
 
 def _measured_json() -> torch.Tensor:
     """JSON, as bytes: the bandwidth of streaming reads on all cores, and the memory available."""
-    import json
-
     cores = usable_cores()
     buffer = np.zeros(MEASURED_BYTES // 8)
     rates = [pacpu.read_bandwidth(buffer, num_threads=cores) for _ in range(MEASURED_ROUNDS)]
@@ -380,9 +380,6 @@ def _measured_json() -> torch.Tensor:
     }
     text = json.dumps(about).encode().ljust(MEASURED_JSON_BYTES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,7 +7,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -121,10 +122,6 @@ class RemoteCpuTier:
         self._dropped.clear()
         return True
 
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
-
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
         while self._dropped:
             self.channel.post(Header(Kind.DROP, b=self._dropped.popleft()), list, 0)
@@ -186,15 +183,14 @@ class RemoteCpuTier:
             self._fresh.close()
 
 
-class _in_swap:
-    """Marks a host's death as one during swaps."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, HostDied):
-            error.in_swap = True
+@contextmanager
+def _in_swap() -> Iterator[None]:
+    """Marks a host's death inside the ``with`` as one during swaps."""
+    try:
+        yield
+    except HostDied as death:
+        death.in_swap = True
+        raise
 
 
 def _buffers(*tensors: torch.Tensor) -> list[memoryview]:
