@@ -108,14 +108,8 @@ class TorchBackend:
         self._capture_graphs()
         # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
         self._worker = make_worker(self._runner)
-        self.cpu_tier: CpuTier = LocalCpuTier(
-            self.kv_pools.tensors[Tier.CPU],
-            self._ops,
-            self._runner,
-            self._worker,
-            num_heads=sizes.num_heads,
-            scale=self._scale,
-        )
+        pool, about = self.kv_pools.tensors[Tier.CPU], {"num_heads": sizes.num_heads, "scale": self._scale}
+        self.cpu_tier: CpuTier = LocalCpuTier(pool, self._ops, self._runner, self._worker, **about)
         self.attention_hosts: AttentionHosts | None = None
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self.cpu_tier)
 
