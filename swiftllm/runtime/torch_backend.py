@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import open_device
-from swiftllm.device.device import Device, Event, Stream
+from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
 from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
@@ -31,6 +30,7 @@ from swiftllm.runtime.description import CohortDescription, LaneDescription, des
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers
+from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.widest_iteration import widest_iteration
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import MakeWorker
@@ -40,8 +40,6 @@ from swiftllm.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from swiftllm.remote.homes import AttentionHosts
-
-BOUNDARIES_AHEAD = 1
 
 
 class TorchBackend:
@@ -387,25 +385,3 @@ class TorchBackend:
 
 def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-class Pacer:
-    """Keeps the host's launches at most ``ahead`` boundaries beyond the one the device works on.
-
-    Launching takes a tenth of the time of the work. A host far ahead would poll for CPU results long before the device
-    can use them, and find none ready.
-    """
-
-    def __init__(self, stream: Stream, ahead: int = BOUNDARIES_AHEAD) -> None:
-        self._stream = stream
-        self._ahead = ahead
-        self._marks: deque[Event] = deque()
-
-    def launched(self) -> None:
-        """Note that a boundary has been launched."""
-        self._marks.append(self._stream.mark())
-
-    def wait(self) -> None:
-        """Sleep until the device is close enough."""
-        while len(self._marks) > self._ahead:
-            self._marks.popleft().synchronize()

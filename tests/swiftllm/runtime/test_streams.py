@@ -16,7 +16,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.runtime.torch_backend import Pacer, TorchBackend
+from swiftllm.runtime.pacing import Pacer
+from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.task import AttentionTask
 from tests.reference.backend_driver import BackendDriver
