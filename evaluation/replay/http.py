@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
-from apex.replay.records import Replay, ReplayRequest, RequestRecord
+from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Workload
@@ -261,7 +261,8 @@ class HttpReplay:
         async with client, aconnect_sse(client, "POST", "/v1/completions", json=body) as source:
             if not source.response.is_success:
                 await source.response.aread()
-                raise BadAnswer(refusal(source.response))
+                is_refused = source.response.status_code == httpx.codes.TOO_MANY_REQUESTS
+                raise BadAnswer((REFUSED if is_refused else "") + refusal(source.response))
             await self.read_events(stream, source)
 
     async def read_events(self, stream: Stream, source: EventSource) -> None:

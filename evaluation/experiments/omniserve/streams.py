@@ -21,9 +21,11 @@ RATES = 3
 """Distinguishes the draws of rates from the others of a seed."""
 
 
-def latency_sensitive(workload: str, rate: float, duration_s: float, seed: int, trace_dir: Path | None) -> Lengths:
-    """Poisson arrivals at ``rate`` requests per second over the duration."""
-    spec = poisson_spec(workload, rate, duration_s, seed)
+def latency_sensitive(
+    workload: str, request_rate: float, duration_s: float, seed: int, trace_dir: Path | None, scale: float = 1.0
+) -> Lengths:
+    """Poisson arrivals at ``request_rate`` per second over the duration. ``scale`` is a factor for all lengths."""
+    spec = replace(poisson_spec(workload, request_rate, duration_s, seed), scale=scale)
     return cut(make_lengths(spec, load_trace(workload, trace_dir)), duration_s)
 
 
@@ -57,13 +59,16 @@ def bursty(
 
 
 def best_effort(settings: Mapping[str, Any], duration_s: float, seed: int, trace_dir: Path | None) -> Lengths:
-    """The stream of a section: ``backlog_per_s`` requests per second of the run, all there at once, or a Poisson
-    stream of ``request_rate``."""
+    """The stream of a section: a Poisson stream of ``request_rate``, or a backlog that is there at once.
+
+    The backlog is of ``backlog`` requests and ``backlog_per_s`` for each second of the run, lengths times ``scale``.
+    """
     workload, seed = settings["workload"], seed + OTHER_STREAM
     if "request_rate" in settings:
         return latency_sensitive(workload, settings["request_rate"], duration_s, seed, trace_dir)
-    count = settings["backlog"] + math.ceil(settings["backlog_per_s"] * duration_s)
-    return make_lengths(WorkloadSpec(workload, count, seed=seed), load_trace(workload, trace_dir))
+    count = settings["backlog"] + math.ceil(settings.get("backlog_per_s", 0.0) * duration_s)
+    spec = WorkloadSpec(workload, count, settings.get("scale", 1.0), seed=seed)
+    return make_lengths(spec, load_trace(workload, trace_dir))
 
 
 def with_best_effort(

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from apex.cli.output import number, table
 from evaluation.figures.omniserve.words import Records, panel_words
+from evaluation.results.kinds import label_of
 
 SWEPT = (
     ("req/s", "request_rate", "g"),
@@ -40,9 +41,9 @@ OF_ADMISSION = (
 
 def print_omniserve(shows: str, summary: Records, console: Console) -> None:
     """A table for each machine and best-effort stream, with what differs in it."""
-    baseline = summary[0]["baseline"]
+    kind, baseline = label_of(summary), summary[0]["baseline"]
     console.print(
-        f"\n{shows}, SIMULATED. in SLO: share of offered latency-sensitive requests (LS) within both targets; "
+        f"\n{shows}, {kind}. in SLO: share of offered latency-sensitive requests (LS) within both targets; "
         f"points: that minus attainment without best effort (BE); ratio: BE tokens/s over {baseline}'s",
         highlight=False,
         soft_wrap=True,
