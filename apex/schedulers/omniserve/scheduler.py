@@ -28,11 +28,15 @@ from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.plan_draft import PlanDraft
 from swiftllm.scheduling.scheduler import SchedulerLimits
 
+ONE_ROW = LaneLoad(1, 1, 0, 0, ())
+"""A lane that only reads the weights, which prompts pay for in any case."""
 URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 PROMPTS_LOOKED_AT = 32
 """Waiting requests whose prompts are considered for an iteration."""
 OCCUPANCY = 0.5
 """Best-effort work lengthens iterations while latency-sensitive requests hold less than this share of the GPU pool."""
+DECODES_SHARE = 0.2
+"""And while the decodes of latency-sensitive requests take less than this share of the longest iteration."""
 RESIDENCE = 256
 """Iterations over which their length is averaged, about as many as a request is resident."""
 
@@ -148,18 +152,27 @@ class OmniServeScheduler(OffloadScheduler):
         self._recall(draft, riders, limit_s)
 
     def _best_effort_limit_s(self) -> float:
-        """The longest iteration with best-effort work, in seconds: the target, or less where memory is short.
+        """The longest iteration with best-effort work, in seconds: the target, or less where that costs others theirs.
 
         Latency-sensitive requests stay as long as their tokens take, so longer iterations keep more of them on the GPU
         (Little's law). Where the target alone decided, they would fill the pool, and arrivals would wait for blocks.
-        (Not in the paper.)
+        Or their decodes would fill the iterations, and the prompts of arrivals would get small chunks. So the mean
+        iteration may grow only as far as either share allows. (Not in the paper.)
         """
         urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
         wanted = context_tokens(urgent)
         if not wanted:
             return self.slo.iteration_s
-        allowed = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size
-        return min(self.slo.iteration_s, self._mean_iteration_s * allowed / wanted)
+        growth = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size / wanted
+        if (decodes_s := self._added_by_decodes_s()) > 0:
+            growth = min(growth, DECODES_SHARE * self.slo.iteration_s / decodes_s)
+        return min(self.slo.iteration_s, self._mean_iteration_s * growth)
+
+    def _added_by_decodes_s(self) -> float:
+        """Seconds that the resident latency-sensitive decodes take of an iteration: what prompts beside them lose."""
+        decodes = self.decoding[Tier.GPU].of_class(URGENT)
+        load = with_decodes(ONE_ROW, len(decodes), context_tokens(decodes))
+        return iteration_s(self.model, load) - iteration_s(self.model, ONE_ROW)
 
     def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
         raise NotImplementedError("schedule() decides, in the order of the service classes")
