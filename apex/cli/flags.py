@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from apex.cli.errors import InputError, input_errors
+from apex.replay.records import ReplayRequest
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
 
@@ -112,6 +113,61 @@ class StrategyFlags(Unchecked, StrategyConfig):
                 "--system"
             )
         return StrategyConfig(**asdict(self))
+
+
+@dataclass(frozen=True)
+class BestEffortFlags:
+    """A second class of requests: best-effort ones, served with what the latency-sensitive ones leave."""
+
+    best_effort_requests: int = 0
+    """Best-effort requests beside the others, all there from the start."""
+    best_effort_input_len: int | None = None
+    """Prompt tokens of each best-effort request; by default as many as the others have."""
+    best_effort_output_len: int | None = None
+    """Output tokens of each best-effort request; by default as many as the others have."""
+    duration_s: float | None = None
+    """End the run after so many seconds; tokens of unfinished requests count in the figures by class.
+    By default it ends with its last request."""
+
+    def check_flags(self) -> None:
+        """Check that the flags are in range and have an effect.
+
+        Raises:
+            InputError: they are not.
+        """
+        if self.best_effort_requests < 0:
+            raise InputError(f"best_effort_requests={self.best_effort_requests} must not be negative")
+        for name in ("best_effort_input_len", "best_effort_output_len"):
+            length = getattr(self, name)
+            if length is not None and not self.best_effort_requests:
+                flag = name.replace("_", "-")
+                raise InputError(f"--{flag} means nothing without --best-effort-requests")
+            if length is not None and length < 1:
+                raise InputError(f"{name}={length} must be at least 1")
+        if self.duration_s is not None and not 0.0 < self.duration_s < float("inf"):
+            raise InputError(f"duration_s={self.duration_s} must be a positive number of seconds")
+
+    def sizes(self, input_len: int, output_len: int) -> tuple[int, int]:
+        """Prompt and output tokens of a best-effort request beside others of these sizes."""
+        return self.best_effort_input_len or input_len, self.best_effort_output_len or output_len
+
+    def requests(self, prompts: Sequence[tuple[int, ...]], output_len: int) -> list[ReplayRequest]:
+        """Best-effort requests with these prompts."""
+        return [
+            ReplayRequest(f"best-effort-{i}", 0.0, prompt, output_len, ServiceClass.BEST_EFFORT)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def words(self, input_len: int, output_len: int) -> str:
+        """What to add to the description of a workload of these sizes; empty without best-effort requests."""
+        if not self.best_effort_requests:
+            return ""
+        prompt, output = self.sizes(input_len, output_len)
+        return f", {self.best_effort_requests} best-effort ones of {prompt} in / {output} out"
+
+    @property
+    def limit_s(self) -> float:
+        return float("inf") if self.duration_s is None else self.duration_s
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from apex.cli.bench import figures, figures_table
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
-from apex.cli.flags import OutputFile, StrategyFlags, SystemName, TimelineFlags, check_output_file
+from apex.cli.flags import (
+    BestEffortFlags,
+    OutputFile,
+    StrategyFlags,
+    SystemName,
+    TimelineFlags,
+    check_output_file,
+)
 from apex.cli.output import stdout_console
 from apex.perf.progress import progress_bar
 from apex.replay.loop import check_requests, replay_requests
@@ -37,10 +44,12 @@ class Simulate(ConfigFile):
       apex simulate
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
       apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
+      apex simulate --system sarathi omniserve --request-rate 1 --best-effort-requests 500 --duration-s 600
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
     GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
-    and how far off the predictions are, is in docs/calibration.md. Requests are all of one size.
+    and how far off the predictions are, is in docs/calibration.md. Requests are all of one size; with
+    --best-effort-requests there are two classes, each of one size.
     """
 
     system: tuple[SystemName, ...] = ("swiftllm", "neo", "apex")
@@ -89,6 +98,7 @@ class Simulate(ConfigFile):
     """Seed of the arrivals."""
     output: OutputFile = None
     """Write the figures to this JSON file too."""
+    best_effort: BestEffortFlags = field(default_factory=BestEffortFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
     timeline: TimelineFlags = field(default_factory=TimelineFlags)
 
@@ -115,17 +125,18 @@ class Simulate(ConfigFile):
             strategy = self.strategy.config(*self.system)
             blocks = machine.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks, self.block_size)
         rate = "all at once" if self.request_rate is None else f"{self.request_rate:g} a second"
+        rest = self.best_effort.words(self.input_len, self.output_len)
         gpu_blocks, cpu_blocks = blocks
         print(
-            f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}; "
+            f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}{rest}; "
             f"{gpu_blocks} GPU and {cpu_blocks} CPU blocks of {self.block_size} tokens"
         )
         requests, records = self._requests(), []
         for system in self.system:
             with _input_errors():
                 engine = self._engine(system, machine, blocks, strategy)
-                check_requests(engine, requests[:1])  # all are of one size
-            measured = self._measure(engine, requests, machine)
+                check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
+            measured = self._measure(engine, requests, machine, strategy)
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
@@ -147,6 +158,7 @@ class Simulate(ConfigFile):
                 raise InputError(f"{name}={getattr(self, name)} must not be negative")
         if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
             raise InputError(f"request_rate={self.request_rate} must be a positive number")
+        self.best_effort.check_flags()
         self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
 
@@ -169,10 +181,15 @@ class Simulate(ConfigFile):
 
     def _requests(self) -> list[ReplayRequest]:
         prompt = (0,) * self.input_len
-        return [ReplayRequest(str(i), at_s, prompt, self.output_len) for i, at_s in enumerate(self._arrivals())]
+        requests = [ReplayRequest(str(i), at_s, prompt, self.output_len) for i, at_s in enumerate(self._arrivals())]
+        rest_input_len, rest_output_len = self.best_effort.sizes(self.input_len, self.output_len)
+        prompts = [(0,) * rest_input_len] * self.best_effort.best_effort_requests
+        return requests + self.best_effort.requests(prompts, rest_output_len)
 
-    def _measure(self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine) -> dict[str, Any]:
-        total, stats = self.num_requests * self.output_len, engine.stats()
+    def _measure(
+        self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine, strategy: StrategyConfig
+    ) -> dict[str, Any]:
+        total, stats = sum(request.output_len for request in requests), engine.stats()
         with (
             self.timeline.traced(engine, machine.description, lambda: stats.output_tokens / total, simulated=True),
             progress_bar(f"simulating {engine.describe()['system']}") as report,
@@ -181,8 +198,9 @@ class Simulate(ConfigFile):
             def show(tokens: int) -> None:
                 report(tokens / total, f"{tokens}/{total} tokens")
 
-            replay = replay_requests(engine, requests, show, wait=engine.backend.sleep)
-        description = engine.describe()
+            limit_s = self.best_effort.limit_s
+            replay = replay_requests(engine, requests, show, limit_s=limit_s, wait=engine.backend.sleep)
+        description, rest = engine.describe(), self.best_effort.words(self.input_len, self.output_len)
         return {
             "system": description["system"],
             "backend": "simulated",
@@ -193,10 +211,10 @@ class Simulate(ConfigFile):
             "model": machine.model_name,
             "dtype": machine.dtype,
             "weights": machine.table.identity.get("weights", machine.dtype),
-            "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out",
+            "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out{rest}",
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
-            **figures(replay),
+            **figures(replay, strategy, self.best_effort.duration_s),
             "extrapolated": sorted(engine.backend.extrapolated),
         }
 

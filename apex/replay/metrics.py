@@ -17,7 +17,7 @@ from swiftllm.core.request import ServiceClass
 
 MID_WINDOW = (0.2, 0.8)
 
-Metrics = dict[str, float | int | None]
+Metrics = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def window_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics
         "arrived": len(arrived),
         "completed": sum(record.completed and record.last_token_s <= window_s for record in arrived),
         "output_tokens": num_tokens,
-        "output_tokens_per_s": num_tokens / window_s if window_s else None,
+        "tokens_per_s": num_tokens / window_s if window_s else None,
         **distribution_metrics("ttft_s", first),
         **distribution_metrics("tpot_s", gaps),
     }
@@ -153,6 +153,8 @@ def attainment_metrics(records: Sequence[RequestRecord], window_s: float, target
             first += 1
             both += times[-1] - times[0] <= targets.tpot_s * (len(times) - 1)
     return {
+        "ttft_slo_s": targets.ttft_s,
+        "tpot_slo_s": targets.tpot_s,
         "offered": len(offered),
         "refused": len(offered) - num_admitted,
         "slo_attainment": both / len(offered) if offered else None,
@@ -190,11 +192,13 @@ def compute_metrics(
     stats = stats or {}
     done = [record for record in records if record.completed]
     gaps = [gap for record in done if (gap := time_per_output_token_s(record)) is not None]
-    has_classes = any(record.service_class == ServiceClass.BEST_EFFORT.value for record in records)
+    classes = {record.service_class for record in records}
+    has_classes = ServiceClass.BEST_EFFORT.value in classes
     by_class: Metrics = {}
     if has_classes or window_s is not None:
         window = wall_s if window_s is None else window_s
         by_class = class_metrics(records, window) | attainment_metrics(records, window, targets)
+        by_class["service_class"] = "both" if len(classes) > 1 else next(iter(classes), None)
     return {
         "output_tokens_per_s": output_tokens_per_s(records),
         "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),

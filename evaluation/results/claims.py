@@ -203,7 +203,7 @@ def print_claims(
 METRIC_WORDS = {
     "output_tokens_per_s": "throughput",
     "slo_attainment": "share of requests within targets",
-    "best_effort_output_tokens_per_s": "best-effort throughput",
+    "best_effort_tokens_per_s": "best-effort throughput",
     "best_effort_over_one_host": "best-effort throughput over that with one CPU host",
     "tpot_over_one_host": "median time per token over that with one CPU host",
     "attainment_over_alone": "share within targets over that without best-effort requests",

@@ -45,7 +45,7 @@ def place_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _compared(row: FlatRecord, other: Any) -> FlatRecord:
-    tokens, attained = "best_effort_output_tokens_per_s", row["slo_attainment"]
+    tokens, attained = "best_effort_tokens_per_s", row["slo_attainment"]
     one_host = other(row, cpu_hosts=1) if row["cpu_hosts"] > 1 else {}
     uncontrolled = other(row, admission_control=False) if row["admission_control"] else {}
     alone = alone_row(row, other) if row["best_effort"] else {}
@@ -58,7 +58,7 @@ def _compared(row: FlatRecord, other: Any) -> FlatRecord:
         "points_over_alone": 100 * (attained - without) if known else None,
         "attainment_over_alone": over(row, alone, "slo_attainment"),
         "ttft_over_uncontrolled": over(row, uncontrolled, "ttft_attainment_admitted"),
-        "throughput_over_uncontrolled": over(row, uncontrolled, "latency_sensitive_output_tokens_per_s"),
+        "throughput_over_uncontrolled": over(row, uncontrolled, "latency_sensitive_tokens_per_s"),
     }
 
 

@@ -26,8 +26,8 @@ COLUMNS = (
     ("TTFT p99", "latency_sensitive_ttft_s_p99", ".2f"),
     ("TPOT p50", "latency_sensitive_tpot_s_p50", ".3f"),
     ("p99", "latency_sensitive_tpot_s_p99", ".3f"),
-    ("LS tok/s", "latency_sensitive_output_tokens_per_s", ".0f"),
-    ("BE tok/s", "best_effort_output_tokens_per_s", ".1f"),
+    ("LS tok/s", "latency_sensitive_tokens_per_s", ".0f"),
+    ("BE tok/s", "best_effort_tokens_per_s", ".1f"),
     ("ratio", "best_effort_over_baseline", ".2f"),
 )
 OF_HOSTS = (("/ 1 host", "best_effort_over_one_host", ".2f"),)

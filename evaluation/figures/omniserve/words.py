@@ -11,7 +11,7 @@ from evaluation.results.kinds import distinct
 
 Records = Sequence[FlatRecord]
 
-BEST_EFFORT, ATTAINMENT = "best_effort_output_tokens_per_s", "slo_attainment"
+BEST_EFFORT, ATTAINMENT = "best_effort_tokens_per_s", "slo_attainment"
 AXES = {
     "request_rate": "latency-sensitive requests/s (Poisson arrivals)",
     "rate_interval_s": "seconds between changes of the request rate",
@@ -23,7 +23,7 @@ METRICS = {
     ATTAINMENT: "share of requests within targets",
     "best_effort_over_one_host": "best-effort tokens/s over 1 host",
     "latency_sensitive_tpot_s_p50": "median seconds per token",
-    "latency_sensitive_output_tokens_per_s": "latency-sensitive tokens/s",
+    "latency_sensitive_tokens_per_s": "latency-sensitive tokens/s",
     "ttft_attainment": "first tokens in time, of offered",
     "ttft_attainment_admitted": "first tokens in time, of admitted",
 }

@@ -253,6 +253,18 @@ def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
     assert records[1]["predicted_over_actual"] > 0
 
 
+def test_bench_measures_two_classes(capsys, model, tmp_path):
+    path, sizes = tmp_path / "bench.json", ["--num-requests", "2", "--input-len", "9", "--output-len", "5"]
+    rest = ["--best-effort-requests", "3", "--best-effort-input-len", "12", "--ttft-slo-s", "60", "--tpot-slo-s", "30"]
+    assert main(["bench", model, "--system", "omniserve", *sizes, *rest, *SMALL, "--output", str(path)]) == 0
+    assert "2 requests of 9 in / 5 out, 3 best-effort ones of 12 in / 5 out" in capsys.readouterr().out
+    (record,) = json.loads(path.read_text())
+    assert record["service_class"] == "both" and (record["ttft_slo_s"], record["tpot_slo_s"]) == (60, 30)
+    assert (record["latency_sensitive_completed"], record["best_effort_completed"]) == (2, 3)
+    assert record["slo_attainment"] is None or record["slo_attainment"] == 1.0  # None: it took less than the target
+    assert record["best_effort_tokens_per_s"] == pytest.approx(15 / record["wall_s"])
+
+
 def test_bench_takes_prompts_from_a_text(capsys, model, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abc")

@@ -63,6 +63,21 @@ def test_requests_come_at_their_rate(tmp_path):
     assert arrivals == sorted(arrivals) and arrivals[-1] == pytest.approx(500, rel=0.1)
 
 
+def test_a_second_class_of_requests_for_a_fixed_time(capsys, tmp_path):
+    rest = ("--best-effort-requests", "30", "--best-effort-output-len", "200", "--duration-s", "20")
+    targets = ("--ttft-slo-s", "3", "--tpot-slo-s", "0.15")
+    records = simulate(tmp_path, "--system", "sarathi", "omniserve", "--request-rate", "2", *rest, *targets)
+    out = capsys.readouterr().out
+    assert "2 a second, 30 best-effort ones of 300 in / 200 out" in out and "in SLO" in out and "BE tok/s" in out
+    for record in records:
+        assert record["workload"].endswith("30 best-effort ones of 300 in / 200 out")
+        assert record["service_class"] == "both" and (record["ttft_slo_s"], record["tpot_slo_s"]) == (3, 0.15)
+        assert record["best_effort_arrived"] == 30 and record["window_s"] == 20
+        assert record["best_effort_tokens_per_s"] == record["best_effort_output_tokens"] / 20
+    assert records[0]["slo_attainment"] == 1.0
+    assert records[1]["best_effort_tokens_per_s"] > records[0]["best_effort_tokens_per_s"] > 0
+
+
 def test_cpu_bandwidth_is_what_is_said(capsys, tmp_path):
     rates = {}
     for gb_s in ("5", "100"):
@@ -114,6 +129,10 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
+        (["--best-effort-requests", "-1"], ["best_effort_requests=-1"]),
+        (["--best-effort-input-len", "5"], ["--best-effort-input-len means nothing without --best-effort-requests"]),
+        (["--best-effort-requests", "1", "--best-effort-output-len", "0"], ["best_effort_output_len=0"]),
+        (["--duration-s", "0"], ["duration_s=0", "positive number of seconds"]),
         (["--gpu", "a11"], ["a10, a100, a30", "Did you mean a10?"]),
         (["--host", "g5.4xlarge"], ["dual-xeon-6342", "Did you mean g5-4xlarge?"]),
         (["--model", "llama-8b"], ["llama-2-7b", "Did you mean llama-3.1-8b?"]),

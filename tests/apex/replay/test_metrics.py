@@ -101,7 +101,7 @@ def test_each_class_counts_the_tokens_of_the_window_whoever_ended() -> None:
     assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 2)
     assert (metrics["best_effort_arrived"], metrics["best_effort_completed"]) == (2, 0)
     assert metrics["latency_sensitive_output_tokens"] == 4
-    assert (metrics["best_effort_output_tokens"], metrics["best_effort_output_tokens_per_s"]) == (3, 0.3)
+    assert (metrics["best_effort_output_tokens"], metrics["best_effort_tokens_per_s"]) == (3, 0.3)
     assert metrics["best_effort_ttft_s_mean"] == 2.0 and metrics["best_effort_tpot_s_mean"] == 4.0
     assert metrics["latency_sensitive_ttft_s_mean"] == 2.0
     assert metrics["output_tokens"] == 5  # of completed requests, as always

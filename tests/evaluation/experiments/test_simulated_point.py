@@ -99,7 +99,7 @@ def test_a_run_of_fixed_duration_counts_the_tokens_of_each_class() -> None:
     assert (values["best_effort_arrived"], values["best_effort_completed"]) == (3, 0)
     tokens = sum(time_s <= 3.5 for record in result.records[4:] for time_s in record.token_times_s)
     assert values["best_effort_output_tokens"] == tokens > 1000
-    assert values["best_effort_output_tokens_per_s"] == tokens / 3.5
+    assert values["best_effort_tokens_per_s"] == tokens / 3.5
     unlimited = run(make_task("vllm", lengths=lengths, num_gpu_blocks=400))
     assert unlimited.values["best_effort_completed"] == 3 and "window_s" not in unlimited.values
 

@@ -16,8 +16,8 @@ def row(system: str, attained: float = 1.0, tokens: float = 100.0, **changes: An
         "admission_control": True,
         "slower": 1.0,
     }
-    values = {"slo_attainment": attained, "best_effort_output_tokens_per_s": tokens, "ttft_attainment_admitted": 0.9}
-    values |= {"latency_sensitive_tpot_s_p50": 0.1, "latency_sensitive_output_tokens_per_s": 50.0}
+    values = {"slo_attainment": attained, "best_effort_tokens_per_s": tokens, "ttft_attainment_admitted": 0.9}
+    values |= {"latency_sensitive_tpot_s_p50": 0.1, "latency_sensitive_tokens_per_s": 50.0}
     return {"system": system, "baseline": "sarathi", **place, **values, **changes}
 
 
