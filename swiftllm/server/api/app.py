@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
+from swiftllm.core.request import ServiceClass
 from swiftllm.server.api.chat import answer_chat
 from swiftllm.server.api.completions import answer_completion
 from swiftllm.server.api.context import ServingContext
@@ -56,15 +57,14 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
-    app = Application(
-        RequestStarts(lambda: service.is_serving), title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None
-    )
+    starts = RequestStarts(lambda: service.is_serving)
+    app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app, metrics)
     app.include_router(open_routes(context))
     app.include_router(metrics.router)
     app.include_router(StatusPage(service, context.model_name, recorder).router)
     app.include_router(ActivityLog(service).router)
-    app.include_router(api_routes(context))
+    app.include_router(api_routes(context, starts))
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
@@ -72,7 +72,7 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     )  # wraps ``send`` of streams too
 
 
-def api_routes(context: ServingContext) -> APIRouter:
+def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
     """Paths that require the API key if one is set."""
 
     async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
@@ -89,6 +89,8 @@ def api_routes(context: ServingContext) -> APIRouter:
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
             body.check_fields()
+            if body.service_class is ServiceClass.BEST_EFFORT:
+                await starts.wait_for_start(body.service_class)
         return body
 
     @router.post("/v1/completions")

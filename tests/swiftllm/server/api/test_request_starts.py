@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+from swiftllm.core.request import ServiceClass
 from swiftllm.server.api.request_starts import MAX_LOOP_PASSES_HELD, RequestStarts
 
 
@@ -66,5 +67,26 @@ def test_a_cancelled_task_takes_no_pass() -> None:
         busy = False
         await asyncio.wait_for(tasks[1], 10.0)
         await asyncio.wait_for(starts.wait_for_start(), 10.0)
+
+    asyncio.run(run())
+
+
+def test_best_effort_tasks_let_later_ones_go_first() -> None:
+    async def run() -> None:
+        busy, order = True, []
+        starts = RequestStarts(lambda: busy)
+
+        async def task(name: str, *service_class: ServiceClass) -> None:
+            await starts.wait_for_start(*service_class)
+            order.append(name)
+
+        tasks = [asyncio.create_task(task("first"))]
+        tasks += [asyncio.create_task(task(f"rest-{i}", ServiceClass.BEST_EFFORT)) for i in range(3)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(task(f"urgent-{i}")) for i in range(3)]
+        await asyncio.sleep(0)
+        busy = False
+        await asyncio.wait_for(asyncio.gather(*tasks), 10.0)
+        assert order == ["first", "urgent-0", "urgent-1", "urgent-2", "rest-0", "rest-1", "rest-2"]
 
     asyncio.run(run())
