@@ -146,6 +146,9 @@ def main(options: Options) -> int:
 
 def run_served(options: Options, settings: Mapping[str, Any], selection: Selection, console: Console) -> int:
     """Figure http: the machine first, then the systems. Returns the exit status."""
+    from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
+
+    stop_on_sigterm()
     try:
         model = model_folder(options.model)
     except ValueError as error:

@@ -114,7 +114,8 @@ def served_point(
     duration_s = duration_of(section, selection)
     urgent = latency_sensitive(**section["latency_sensitive"], duration_s=duration_s, seed=seed, trace_dir=folder)
     stream = section[best_effort] if best_effort else None
-    flags = {"ttft_slo_s": section["ttft_slo_s"], "tpot_slo_s": StrategyConfig().tpot_slo_s, **flags}
+    own = {name: section[name] for name in ("ttft_slo_s", "slo_margin")}
+    flags = {"tpot_slo_s": StrategyConfig().tpot_slo_s, **own, **flags}
     targets = Targets(flags["ttft_slo_s"], flags["tpot_slo_s"])
     row = {
         "panel": name,
