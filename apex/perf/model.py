@@ -204,7 +204,7 @@ class PerfModel:
 
     def ends_s(self, rows: int) -> float:
         """The part of an iteration beside its layers: the host's work, embedding, logits and sampling."""
-        return self.host_work_s(rows) + self._curve("ends", self.table.ends, rows) if rows > 0 else 0.0
+        return self.host_work_s(rows) + self.logits_s(rows) if rows > 0 else 0.0
 
     def first_boundary_s(self, tokens: int) -> float:
         """Boundary -1, before all layers."""
@@ -212,7 +212,11 @@ class PerfModel:
 
     def last_boundary_s(self, rows: int) -> float:
         """The boundary after all layers. Only rows that get a token cross it; the embedding's time counts here."""
-        return (1.0 - self.table.first_share) * self.linear_s(rows) + self._curve("ends", self.table.ends, rows)
+        return (1.0 - self.table.first_share) * self.linear_s(rows) + self.logits_s(rows)
+
+    def logits_s(self, rows: int) -> float:
+        """Embedding, logits and sampling of the rows that get a token."""
+        return self._curve("ends", self.table.ends, rows)
 
     def hand_over_s(self, requests: int) -> float:
         """What submitting a cohort of ``requests`` to the CPU worker costs the lane, in one layer."""

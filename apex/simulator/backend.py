@@ -12,6 +12,8 @@ Resources:
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
 - PCIe, one link each way. The lane waits for swaps. With an :class:`Interconnect`, which gives their sizes, q, k, v go
   to the host and outputs back; without one the profile's CPU attention includes these transfers.
+- Weights: all on the GPU, unless a placement is given (``apex/simulator/weight_path.py``). Then a streamed boundary
+  waits for its copy. A boundary of the CPU is a task of the CPU worker, for which the lane waits.
 - DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
   transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
@@ -23,7 +25,9 @@ from dataclasses import dataclass
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
+from apex.placement.placement import Place
 from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
+from apex.simulator.weight_path import PlacedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import TicketTimes
@@ -91,8 +95,21 @@ class SimulatedBackend:
 
     worker_restarts = 0
 
-    def __init__(self, model: PerfModel, *, launch_s: float = 0.0, interconnect: Interconnect | None = None) -> None:
-        """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out."""
+    def __init__(
+        self,
+        model: PerfModel,
+        *,
+        launch_s: float = 0.0,
+        interconnect: Interconnect | None = None,
+        weights: PlacedWeights | None = None,
+    ) -> None:
+        """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
+
+        Raises:
+            ValueError: weights are placed, and there is no interconnect over which to stream them.
+        """
+        if weights is not None and interconnect is None:
+            raise ValueError("weights that are not all on the GPU need an interconnect")
         self.num_layers = model.num_layers
         self.clock_s = 0.0
         self._model = model
@@ -108,13 +125,20 @@ class SimulatedBackend:
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
-        self._to_gpu = Link()
+        self._to_gpu = Link() if weights is None else StreamingLink(interconnect.bytes_per_s)
         self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
+        self._weights = weights
+        self._stream = None if weights is None else WeightStream(weights, self._to_gpu, self._worker)
 
     @property
     def busy(self) -> BusyTimes:
         """The seconds each resource has worked so far."""
         return BusyTimes(self._gpu_busy_s, self._cpu_busy_s, self._to_host.busy_s, self._to_gpu.busy_s)
+
+    @property
+    def streamed_bytes(self) -> float:
+        """Bytes of weights that were copied to the GPU so far."""
+        return 0.0 if self._stream is None else self._to_gpu.copied_bytes
 
     @property
     def extrapolated(self) -> frozenset[str]:
@@ -149,6 +173,19 @@ class SimulatedBackend:
         return self._cohort([r for r in cohort.requests if r.request_id not in request_ids])
 
     def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+        if self._stream is None:
+            return self._cross(layer, batches)
+        self.clock_s = self._stream.enter(layer, self.clock_s)
+        on_cpu = self._weights.placement.at(layer) is Place.CPU
+        tokens = self._cross_on_cpu(layer, batches) if on_cpu else self._cross(layer, batches)
+        self._stream.leave(self.clock_s)
+        return tokens
+
+    def holds_weights(self, layer: int) -> bool:
+        """Whether a cohort may cross boundary ``layer`` by itself now, without a copy of weights for it alone."""
+        return self._stream is None or self._stream.holds(layer)
+
+    def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         num_rows = 0
         for batch in batches:
             num_rows += batch.num_rows
@@ -159,6 +196,21 @@ class SimulatedBackend:
             self._run(self._first_s[num_rows])
             return {}
         self._run(self._last_s[sum(len(batch.sampled) for batch in batches)])
+        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+
+    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+        """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
+        rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
+        if rows:
+            link = self._interconnect
+            crossing_s = link.transfer_s(rows * self._weights.hidden_bytes_per_row)
+            self._worker.return_outputs(self.clock_s)
+            to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
+            task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
+            self.collect_output(task)
+        if layer < self._last:
+            return {}
+        self._run(self._model.logits_s(rows))
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:

@@ -8,6 +8,7 @@ from apex.perf.model import PerfModel, ProfileTable
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
 from apex.simulator.cpu_path import Interconnect
+from apex.simulator.weight_path import PlacedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import OverlapExecutor
@@ -33,6 +34,7 @@ def build_simulated(
     interconnect: Interconnect | None = None,
     remote_hosts: RemoteHosts | None = None,
     believed: ProfileTable | None = None,
+    weights: PlacedWeights | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
@@ -46,6 +48,7 @@ def build_simulated(
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
+        weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         believed: the table from which the scheduler predicts in place of ``table``, to see what a wrong one costs.
 
     Raises:
@@ -63,7 +66,7 @@ def build_simulated(
             return PerfModel(times, num_layers)
         return SeveralHostsModel(times, num_layers, remote_hosts, kv)
 
-    backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect)
+    backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect, weights=weights)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     prediction = (model(believed or table), strategy) if found.offloads else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
@@ -78,7 +81,14 @@ def build_simulated(
         "launch_s": launch_s,
         "interconnect": asdict(interconnect) if interconnect else None,
         "remote_hosts": asdict(remote_hosts) if remote_hosts else None,
+        "weights": weights.placement.describe() if weights else None,
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    return Engine(scheduler, OverlapExecutor(backend), backend, vocab_size=vocab_size, description=description)
+    return Engine(
+        scheduler,
+        OverlapExecutor(backend, backend.holds_weights),
+        backend,
+        vocab_size=vocab_size,
+        description=description,
+    )

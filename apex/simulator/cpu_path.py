@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from swiftllm.engine.backend import TicketTimes
 
+RESOLUTION_S = 1e-9
+"""Delays below this are ignored."""
+
 
 @dataclass(frozen=True)
 class Interconnect:
@@ -57,6 +60,9 @@ class Link:
         self.busy_s += seconds
         return start_s, self._free_s
 
+    def advance(self, time_s: float) -> None:
+        """Begin what the link does by itself before ``time_s``: nothing, unless weights are streamed over it."""
+
 
 class CpuTask:
     """One layer's CPU attention of a cohort; transfers while it computes delay ``done_s``."""
@@ -96,13 +102,20 @@ class SimulatedWorker:
     def return_outputs(self, time_s: float) -> None:
         """Send back the outputs of all tasks done by ``time_s``, in the order of completion."""
         computing = self._computing
-        while computing and computing[0].done_s <= time_s:
+        while computing and (done_s := computing[0].done_s) <= time_s:
+            self._to_gpu.advance(done_s)
+            if computing[0].done_s > done_s + RESOLUTION_S:
+                continue  # copies of weights delayed the task
             task = computing.popleft()
             if not task.return_s:
                 task.ready_s = task.done_s
                 continue
             start_s, task.ready_s = self._to_gpu.book_transfer(task.done_s, task.return_s)
             self.slow_down(start_s, task.ready_s)
+
+    def next_done_s(self) -> float:
+        """When the task at work is done; infinite without one."""
+        return self._computing[0].done_s if self._computing else float("inf")
 
     def ready_s(self, task: CpuTask) -> float:
         """When a task's output is on the GPU, if nothing else is submitted before."""

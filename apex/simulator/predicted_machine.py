@@ -69,6 +69,13 @@ class PredictedMachine:
         weights = "" if self.model.quantisation is None else f", {self.table.identity['weights']}"
         return f"{self.model_name} ({self.dtype}{weights}) on {gpus} and {hosts}, CPU attention at {gb_s}"
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, packed where they are quantised."""
+        if self.model.quantisation is not None:
+            return bytes_of_weights(self.model, getattr(torch, self.dtype))
+        return self.model.num_parameters * ITEMSIZES[self.dtype]
+
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
 
@@ -77,9 +84,7 @@ class PredictedMachine:
         """
         itemsize = ITEMSIZES[self.dtype]
         block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
-        weight_bytes = self.model.num_parameters * itemsize
-        if self.model.quantisation is not None:
-            weight_bytes = bytes_of_weights(self.model, getattr(torch, self.dtype))
+        weight_bytes = self.weight_bytes
         gpus_gb = self.gpu["memory_gb"] * self.tensor_parallel
         gpu_bytes = gpus_gb * 1e9 * GPU_MEMORY_SHARE - weight_bytes
         host_bytes = self.host["memory_gb"] * 1e9 * self.cpu_hosts

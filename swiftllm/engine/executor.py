@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -76,8 +76,13 @@ class OverlapExecutor:
     A cohort lives from the plan that first names it until its token is done, which may take many plans.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, may_step: Callable[[int], bool] = lambda layer: True) -> None:
+        """``may_step``: whether a free-running cohort may cross this boundary without the lane now.
+
+        It may not where the weights would be streamed for it alone.
+        """
         self.backend = backend
+        self._may_step = may_step
         self._cohorts: dict[int, Cohort] = {}
         self._plan = IterationPlan()
         self._submissions = itertools.count(1)
@@ -129,7 +134,9 @@ class OverlapExecutor:
                 self._step(cohort, run)
             for rider in [r for r in riders if r.rule is SteppingRule.FREE_RUNNING and r.cohort.layer <= last]:
                 # At the lane's next layer it boards, since a rider costs less than a step.
-                if rider.crossings_left > 0 and rider.cohort.layer != layer + 1 and _is_ready(rider.cohort):
+                if rider.crossings_left <= 0 or rider.cohort.layer == layer + 1:
+                    continue
+                if self._may_step(rider.cohort.layer) and _is_ready(rider.cohort):
                     rider.crossings_left -= 1
                     self._step(rider.cohort, run)
             riders = [rider for rider in riders if rider.crossings_left > 0]

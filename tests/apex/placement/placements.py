@@ -1,0 +1,76 @@
+"""Machines whose weights do not fit, and engines that decode only, for tests of placements."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from apex.placement.placement import Placement
+from apex.simulator.build import build_simulated
+from apex.simulator.placed_machine import WeightPlacer
+from apex.simulator.predicted_machine import predict_machine
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.engine.engine import Engine
+
+BLOCK = 16
+ITERATIONS = 8
+MACHINES = {
+    "t4": ("t4", "g4dn-4xlarge", "llama-2-13b"),
+    "a10": ("a10", "dual-xeon-6342", "llama-2-13b"),
+    "a10g": ("a10", "g5-16xlarge", "llama-3.1-70b"),
+    "a4000": ("rtx-a4000", "ryzen-7950x", "llama-2-34b"),
+    "h100": ("h100", "hgx-numa-node", "llama-3.1-70b"),
+}
+
+
+@functools.cache
+def placer_of(name: str) -> WeightPlacer:
+    return WeightPlacer(predict_machine(*MACHINES[name], "float16"), BLOCK)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Means of iterations in which all requests decode; ``contexts`` are tokens in each tier, all requests summed."""
+
+    iteration_s: float
+    tokens: float
+    streamed_bytes: float
+    contexts: dict[Tier, int]
+    engine: Engine
+
+
+def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int, num_cpu: int, prompt: int) -> Decoded:
+    """Let requests decode under a placement until every iteration is like the one before, and measure it."""
+    blocks_each = -(-prompt // BLOCK) + 8
+    engine = build_simulated(
+        system,
+        placer.without_transfers(),
+        placer.machine.model.num_layers,
+        num_gpu_blocks=num_gpu * blocks_each,
+        num_cpu_blocks=num_cpu * blocks_each,
+        max_num_batched_tokens=32768,
+        max_num_seqs=num_gpu + num_cpu,
+        max_model_len=1 << 20,
+        interconnect=placer.interconnect,
+        weights=placer.with_placement(placement),
+        believed=placer.believed(placement),
+    )
+    for i in range(num_gpu + num_cpu):
+        engine.add_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120))
+    running = engine.scheduler.running
+    while sum(map(len, running.values())) < num_gpu + num_cpu or engine.scheduler.prefilling:
+        assert len(engine.scheduler.requests) == num_gpu + num_cpu, "requests end before all of them decode"
+        engine.step()
+    for _ in range(2):
+        engine.step()
+    contexts = {tier: sum(r.num_tokens + ITERATIONS / 2 for r in queue) for tier, queue in running.items()}
+    start_s, tokens, streamed = engine.now(), engine.stats().output_tokens, engine.backend.streamed_bytes
+    for _ in range(ITERATIONS):
+        engine.step()
+    return Decoded(
+        (engine.now() - start_s) / ITERATIONS,
+        (engine.stats().output_tokens - tokens) / ITERATIONS,
+        (engine.backend.streamed_bytes - streamed) / ITERATIONS,
+        contexts,
+        engine,
+    )

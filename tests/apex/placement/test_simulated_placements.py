@@ -1,0 +1,57 @@
+"""Simulated iterations with weights off the GPU, against the closed forms, within 3% on five machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from apex.perf.model import PerfModel
+from apex.placement.formulas import batch_s, hidden_kv_bytes, one_request_s
+from apex.placement.placement import SLOTS, Place, Placement
+from apex.placement.search import choose_placement
+from apex.simulator.placed_machine import WeightPlacer
+from swiftllm.core.request import Tier
+from tests.apex.placement.placements import MACHINES, decode, placer_of
+
+PROMPT = 2000
+CASES = {"link-bound": ("fastdecode", 0.4), "cpu-bound": ("fastdecode", 1.6), "neo": ("neo", 0.2)}
+
+
+def all_streamed(placer: WeightPlacer) -> Placement:
+    return Placement((Place.STREAMED,) * len(placer.boundary_bytes))
+
+
+@pytest.mark.parametrize(("system", "factor"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_batch_takes_the_longest_of_stream_cpu_and_gpu(machine: str, system: str, factor: float) -> None:
+    """max(S/beta, K/b + S/D, GPU work), on either side of K*."""
+    placer = placer_of(machine)
+    link, model = placer.interconnect, PerfModel(placer.machine.table, placer.machine.model.num_layers)
+    cpu_bytes_per_s = float(placer.machine.table.identity["cpu_attention_gb_s"]) * 1e9
+    streamed_bytes = sum(placer.boundary_bytes)
+    token_bytes = placer.machine.model.kv_bytes_per_token(2)
+    most = hidden_kv_bytes(streamed_bytes, link.bytes_per_s, cpu_bytes_per_s, link.dram_bytes_per_s)
+    requests = max(2, round(factor * most / (token_bytes * PROMPT)))
+    found = decode(system, placer, all_streamed(placer), 0, requests, PROMPT)
+    kv_bytes = found.contexts[Tier.CPU] * token_bytes
+    gpu_s = model.num_layers * model.linear_s(requests) + model.ends_s(requests)
+    args = (gpu_s, link.bytes_per_s, cpu_bytes_per_s, link.dram_bytes_per_s)
+    assert found.iteration_s == pytest.approx(batch_s(streamed_bytes, kv_bytes, *args), rel=0.03)
+    assert found.tokens == requests
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_one_request_keeps_link_and_cpu_at_work(machine: str) -> None:
+    """(W + b G) / (beta + b), with the placement that the search chooses where nothing may be resident."""
+    placer = placer_of(machine)
+    link, model = placer.interconnect, PerfModel(placer.machine.table, placer.machine.model.num_layers)
+    costs = placer.costs(1)
+    other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.ends_s(1)
+    choice = choose_placement(costs, SLOTS * max(placer.boundary_bytes), other_s)
+    assert not choice.placement.count(Place.RESIDENT)
+    assert choice.placement.count(Place.STREAMED) and choice.placement.count(Place.CPU)
+    found = decode("swiftllm", placer, choice.placement, 1, 0, PROMPT)
+    closed_s = one_request_s(
+        sum(placer.boundary_bytes), link.bytes_per_s, costs[1].weight_bytes / costs[1].cpu_s, choice.gpu_s
+    )
+    assert found.iteration_s == pytest.approx(closed_s, rel=0.03)
+    assert found.iteration_s == pytest.approx(choice.iteration_s, rel=0.03)
