@@ -5,14 +5,14 @@ The load to choose for is that of requests of one size, half-way through their o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
-from apex.placement.formulas import batch_s, cpu_read_bytes_per_s
-from apex.placement.placement import BoundaryCost, Place, Placement
-from apex.placement.search import Choice, choose_placement
+from apex.placement.formulas import batch_s
+from apex.placement.placement import BoundaryCost, CopyEffect, Place, Placement
+from apex.placement.search import Choice, choose_exactly, choose_placement
 from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
@@ -57,6 +57,16 @@ class PlacedMachine:
     predicted_tokens_per_s: float
 
 
+@dataclass(frozen=True)
+class _Estimate:
+    """A predicted rate, and what the placement that gives it is chosen for."""
+
+    tokens_per_s: float
+    costs: Sequence[BoundaryCost]
+    gpu_bytes: float
+    other_s: float
+
+
 class WeightPlacer:
     """Places the weights of a machine's model. ``block_size`` is that of KV blocks, in tokens."""
 
@@ -86,6 +96,7 @@ class WeightPlacer:
         )
         self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * self._itemsize
         self._cpu_linear = cpu_linear_curve(machine.host, shape, self._itemsize)
+        self._usable_bytes = machine.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE
         self._model = PerfModel(machine.table, layers)
 
     def place(self, memory_gib: float | Literal["auto"], load: Load) -> PlacedMachine:
@@ -94,23 +105,25 @@ class WeightPlacer:
         Raises:
             ValueError: nothing fits; the message says what would.
         """
-        usable_bytes = self.machine.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE
         if memory_gib == "auto":
-            return max(self._candidates(usable_bytes, load), key=lambda placed: placed.predicted_tokens_per_s)
-        return self._placed(usable_bytes, memory_gib * 2**30, load)
+            return self._placed(max(self._candidates(load), key=lambda estimate: estimate.tokens_per_s))
+        return self._placed(self._best_estimate(memory_gib * 2**30, load))
 
     def costs(self, rows: float) -> list[BoundaryCost]:
-        """Of the boundaries from -1 on, for an iteration of ``rows``; the CPU computes while copies run."""
+        """Of the boundaries from -1 on, for an iteration of ``rows``."""
         link = self.interconnect
-        cpu_share = cpu_read_bytes_per_s(1.0, link.bytes_per_s, link.dram_bytes_per_s)
-        gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows) / cpu_share
+        gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows)
         crossing_s = 2 * link.transfer_s(round(rows * self._hidden_bytes))
-        crossing_s += CHUNK_BYTES / link.bytes_per_s / 2  # the result waits for half a chunk of weights
         whole = max(self.boundary_bytes)
         return [
-            BoundaryCost(size, gpu_s * size / whole, cpu_s * size / whole + crossing_s, size / link.bytes_per_s)
+            BoundaryCost(size, gpu_s * size / whole, cpu_s * size / whole, size / link.bytes_per_s, crossing_s)
             for size in self.boundary_bytes
         ]
+
+    @property
+    def copy_effect(self) -> CopyEffect:
+        """What streaming does to CPU boundaries."""
+        return CopyEffect(self.interconnect.dram_share, CHUNK_BYTES / self.interconnect.bytes_per_s / 2)
 
     def with_placement(self, placement: Placement) -> PlacedWeights:
         """What the simulated backend needs to run a placement."""
@@ -134,91 +147,104 @@ class WeightPlacer:
 
         def seconds(rows: float) -> float:
             costs = zip(placement.places, self.costs(rows), strict=True)
-            compute_s = sum(cost.cpu_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
+            compute_s = sum(cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
             return max(compute_s / layers, stream_s)
 
         linear = Curve(table.linear.sizes, tuple(seconds(rows) for rows in table.linear.sizes))
         lost_s = streamed_bytes / self.interconnect.dram_bytes_per_s / layers
         return replace(table, linear=linear, cpu_attention=_plus(table.cpu_attention, lambda _: lost_s))
 
-    def _candidates(self, usable_bytes: float, load: Load) -> Iterator[PlacedMachine]:
-        """All numbers of boundaries' worth of GPU memory for weights, from none on."""
+    def _candidates(self, load: Load) -> Iterator[_Estimate]:
+        """For all numbers of boundaries' worth of GPU memory for weights, from none on."""
         found, refused = False, None
         for number in range(len(self.boundary_bytes) + 1):
             try:
-                placed = self._placed(usable_bytes, self.other_bytes + number * max(self.boundary_bytes), load)
+                estimate = self._best_estimate(self.other_bytes + number * max(self.boundary_bytes), load)
             except ValueError as error:
                 refused = refused or error
                 continue
             found = True
-            yield placed
+            yield estimate
         if not found:
             raise refused
 
-    def _placed(self, usable_bytes: float, weight_bytes: float, load: Load) -> PlacedMachine:
-        """
+    def _best_estimate(self, weight_bytes: float, load: Load) -> _Estimate:
+        """The highest rate with so many bytes of weights on the GPU, over parts of the CPU tier that are in use.
+
         Raises:
-            ValueError: the weights fit neither GPU nor host, or leave no KV block.
+            ValueError: the weights fit neither GPU nor host, or leave no room for a request.
         """
         machine = self.machine
-        if weight_bytes > usable_bytes:
+        if weight_bytes > self._usable_bytes:
             raise ValueError(
-                f"{weight_bytes / 2**30:.2f} GiB of weights exceed the {usable_bytes / 2**30:.2f} GiB of "
+                f"{weight_bytes / 2**30:.2f} GiB of weights exceed the {self._usable_bytes / 2**30:.2f} GiB of "
                 f"{machine.gpu.name} that may be used: take less, or auto"
             )
-        for_boundaries = weight_bytes - self.other_bytes
-        gpu_requests = max(0.0, usable_bytes - weight_bytes) / self._block_bytes * self._block_size / load.context
-        best: tuple[float, Choice] | None = None
-        host_bytes = machine.host["memory_gb"] * 1e9 * machine.cpu_hosts
-        off_gpu = max(0.0, sum(self.boundary_bytes) - max(0.0, for_boundaries))
-        cpu_bytes = min(host_bytes * HOST_MEMORY_SHARE, host_bytes * HOST_SHARE_WITH_WEIGHTS - off_gpu)
-        if cpu_bytes < 0:
-            raise ValueError(
-                f"{machine.model_name} leaves {off_gpu / 2**30:.1f} GiB of weights to {machine.host.name}, which has "
-                f"{host_bytes / 2**30:.1f} GiB: take a larger --host, a larger --gpu or 4-bit weights"
-            )
-        cpu_requests = cpu_bytes / self._block_bytes * self._block_size / load.context
-        shares = CPU_SHARES if load.offloads else CPU_SHARES[:1]
-        for share in shares:
-            on_gpu = min(gpu_requests, load.max_num_seqs)
-            on_cpu = min(share * cpu_requests, load.max_num_seqs - on_gpu)
-            if on_gpu + on_cpu < 1:
-                continue
-            choice, iteration_s = self._estimate(for_boundaries, on_gpu, on_cpu, load)
-            if best is None or (on_gpu + on_cpu) / iteration_s > best[0]:
-                best = (on_gpu + on_cpu) / iteration_s, choice
-        if best is None:
+        gpu_bytes = weight_bytes - self.other_bytes
+        on_gpu = min(load.max_num_seqs, self._requests(self._usable_bytes - weight_bytes, load))
+        held_bytes = self._cpu_tier_bytes(sum(self.boundary_bytes) - max(0.0, gpu_bytes))
+        estimates = []
+        for share in CPU_SHARES if load.offloads else CPU_SHARES[:1]:
+            on_cpu = min(load.max_num_seqs - on_gpu, share * self._requests(held_bytes, load))
+            if on_gpu + on_cpu >= 1:
+                estimates.append(self._estimate(gpu_bytes, on_gpu, on_cpu, load))
+        if not estimates:
             raise ValueError(
                 f"{weight_bytes / 2**30:.2f} GiB of weights leave no request of {load.context:g} tokens on "
                 f"{machine.gpu.name}: take a smaller --weights-gpu-memory, or auto"
             )
-        rate, choice = best
-        taken = self.other_bytes + choice.placement.gpu_bytes(self.boundary_bytes)
-        gpu_blocks = int(max(0.0, usable_bytes - taken) / self._block_bytes)
-        return PlacedMachine(
-            choice,
-            gpu_blocks,
-            int(cpu_bytes / self._block_bytes),
-            self.without_transfers(),
-            self.believed(choice.placement),
-            self.interconnect,
-            self.with_placement(choice.placement),
-            rate,
-        )
+        return max(estimates, key=lambda estimate: estimate.tokens_per_s)
 
-    def _estimate(self, gpu_bytes: float, on_gpu: float, on_cpu: float, load: Load) -> tuple[Choice, float]:
-        """The placement for these requests and the seconds of an iteration with it."""
+    def _requests(self, kv_bytes: float, load: Load) -> float:
+        return max(0.0, kv_bytes) / self._block_bytes * self._block_size / load.context
+
+    def _cpu_tier_bytes(self, off_gpu_bytes: float) -> float:
+        """Host memory for KV cache beside the weights that the host holds.
+
+        Raises:
+            ValueError: it does not hold them.
+        """
+        machine = self.machine
+        host_bytes = machine.host["memory_gb"] * 1e9 * machine.cpu_hosts
+        tier_bytes = min(host_bytes * HOST_MEMORY_SHARE, host_bytes * HOST_SHARE_WITH_WEIGHTS - max(0.0, off_gpu_bytes))
+        if tier_bytes < 0:
+            raise ValueError(
+                f"{machine.model_name} leaves {off_gpu_bytes / 2**30:.1f} GiB of weights to {machine.host.name}, which "
+                f"has {host_bytes / 2**30:.1f} GiB: take a larger --host, a larger --gpu or 4-bit weights"
+            )
+        return tier_bytes
+
+    def _estimate(self, gpu_bytes: float, on_gpu: float, on_cpu: float, load: Load) -> _Estimate:
+        """The placement for these requests and their rate with it."""
         layers, link = self.machine.model.num_layers, self.interconnect
         attention_s = layers * self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * load.context))
         other_s = attention_s + self._model.ends_s(max(1, round(on_gpu + on_cpu)))
-        choice = choose_placement(self.costs(load.rows(on_gpu + on_cpu)), gpu_bytes, other_s)
+        costs = self.costs(load.rows(on_gpu + on_cpu))
+        choice = choose_placement(costs, gpu_bytes, other_s, self.copy_effect)
         streamed = choice.placement.bytes_at(Place.STREAMED, self.boundary_bytes)
         kv_bytes = on_cpu * load.context * layers * self._shape.kv_elements * self._itemsize
         cpu_gb_s = float(self.machine.table.identity["cpu_attention_gb_s"])
         seconds = batch_s(
             streamed, kv_bytes, choice.iteration_s, link.bytes_per_s, cpu_gb_s * 1e9, link.dram_bytes_per_s
         )
-        return choice, seconds
+        return _Estimate((on_gpu + on_cpu) / seconds, costs, gpu_bytes, other_s)
+
+    def _placed(self, estimate: _Estimate) -> PlacedMachine:
+        choice = choose_exactly(estimate.costs, estimate.gpu_bytes, estimate.other_s, self.copy_effect)
+        placement = choice.placement
+        taken_bytes = placement.gpu_bytes(self.boundary_bytes)
+        resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
+        tier_bytes = self._cpu_tier_bytes(sum(self.boundary_bytes) - resident_bytes)
+        return PlacedMachine(
+            choice,
+            int(max(0.0, self._usable_bytes - self.other_bytes - taken_bytes) / self._block_bytes),
+            int(tier_bytes / self._block_bytes),
+            self.without_transfers(),
+            self.believed(placement),
+            self.interconnect,
+            self.with_placement(placement),
+            estimate.tokens_per_s,
+        )
 
 
 def cpu_linear_curve(host: Host, shape: LayerShape, itemsize: int) -> Curve:

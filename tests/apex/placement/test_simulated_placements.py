@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from apex.perf.model import PerfModel
-from apex.placement.formulas import batch_s, hidden_kv_bytes, one_request_s
-from apex.placement.placement import SLOTS, Place, Placement
-from apex.placement.search import choose_placement
+from apex.placement.formulas import batch_s, cpu_read_bytes_per_s, hidden_kv_bytes, one_request_s
+from apex.placement.placement import Place, Placement, spread
+from apex.placement.search import iteration_s
 from apex.simulator.placed_machine import WeightPlacer
 from swiftllm.core.request import Tier
 from tests.apex.placement.placements import MACHINES, decode, placer_of
@@ -41,17 +41,19 @@ def test_a_batch_takes_the_longest_of_stream_cpu_and_gpu(machine: str, system: s
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_one_request_keeps_link_and_cpu_at_work(machine: str) -> None:
-    """(W + b G) / (beta + b), with the placement that the search chooses where nothing may be resident."""
+    """(W + b G) / (beta + b): nothing is resident, and as much is streamed as crosses while the CPU works."""
     placer = placer_of(machine)
     link, model = placer.interconnect, PerfModel(placer.machine.table, placer.machine.model.num_layers)
-    costs = placer.costs(1)
+    costs, effect = placer.costs(1), placer.copy_effect
+    read_s = costs[1].cpu_s / cpu_read_bytes_per_s(1.0, link.bytes_per_s, link.dram_bytes_per_s)
+    cpu_bytes_per_s = costs[1].weight_bytes / (read_s + costs[1].crossing_s + effect.wait_s)
     other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.ends_s(1)
-    choice = choose_placement(costs, SLOTS * max(placer.boundary_bytes), other_s)
-    assert not choice.placement.count(Place.RESIDENT)
-    assert choice.placement.count(Place.STREAMED) and choice.placement.count(Place.CPU)
-    found = decode("swiftllm", placer, choice.placement, 1, 0, PROMPT)
-    closed_s = one_request_s(
-        sum(placer.boundary_bytes), link.bytes_per_s, costs[1].weight_bytes / costs[1].cpu_s, choice.gpu_s
-    )
+    number = len(costs)
+    gpu_s = other_s + costs[1].gpu_s * number * link.bytes_per_s / (link.bytes_per_s + cpu_bytes_per_s)
+    closed_s = one_request_s(sum(placer.boundary_bytes), link.bytes_per_s, cpu_bytes_per_s, gpu_s)
+    streamed = round(closed_s / costs[1].stream_s)
+    placement = spread(number, streamed, number - streamed)
+    found = decode("swiftllm", placer, placement, 1, 0, PROMPT)
     assert found.iteration_s == pytest.approx(closed_s, rel=0.03)
-    assert found.iteration_s == pytest.approx(choice.iteration_s, rel=0.03)
+    assert found.iteration_s == pytest.approx(iteration_s(placement, costs, other_s, effect), rel=0.03)
+    assert found.streamed_bytes == placement.bytes_at(Place.STREAMED, placer.boundary_bytes)
