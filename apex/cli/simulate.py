@@ -26,8 +26,10 @@ from apex.replay.loop import check_requests, replay_requests
 from apex.replay.records import ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
+from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
+    from apex.simulator.placed_machine import PlacedMachine
     from apex.simulator.predicted_machine import PredictedMachine
     from swiftllm.engine.engine import Engine
 
@@ -45,6 +47,7 @@ class Simulate(ConfigFile):
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
       apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
       apex simulate --system sarathi omniserve --request-rate 1 --best-effort-requests 500 --duration-s 600
+      apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-13b --weights-gpu-memory auto
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
     GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
@@ -72,6 +75,9 @@ class Simulate(ConfigFile):
     """Weights, activations and KV cache."""
     weights: Weights = "auto"
     """auto: as config.json says; int4: the layers' matrices in 4 bits, by a kernel whose speed is an assumption."""
+    weights_gpu_memory: float | Literal["auto"] | None = None
+    """GiB of GPU memory for weights; the others are streamed over PCIe or computed by the CPU. auto: as many as give
+    the highest predicted throughput. By default all weights must fit."""
     cpu_kernel: str = "native"
     """CPU attention kernel: native, ispc or llamafile."""
     cpu_bandwidth_gb_s: float | None = None
@@ -123,20 +129,28 @@ class Simulate(ConfigFile):
                 max_tokens=self.max_num_batched_tokens,
             )
             strategy = self.strategy.config(*self.system)
-            blocks = machine.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks, self.block_size)
+            placed = {system: self._placed(system, machine) for system in self.system}
+            blocks = {system: self._blocks(machine, placed[system]) for system in self.system}
         rate = "all at once" if self.request_rate is None else f"{self.request_rate:g} a second"
         rest = self.best_effort.words(self.input_len, self.output_len)
-        gpu_blocks, cpu_blocks = blocks
-        print(
-            f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}{rest}; "
-            f"{gpu_blocks} GPU and {cpu_blocks} CPU blocks of {self.block_size} tokens"
-        )
+        counts = {
+            system: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens"
+            for system, (gpu, cpu) in blocks.items()
+        }
+        workload = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}{rest}"
+        if self.weights_gpu_memory is None:
+            print(f"{workload}; {counts[self.system[0]]}")
+        else:
+            print(workload)
+            for system, machine_placed in placed.items():
+                print(f"{system}: {machine_placed.choice.describe()}; {counts[system]}")
         requests, records = self._requests(), []
         for system in self.system:
             with _input_errors():
-                engine = self._engine(system, machine, blocks, strategy)
+                engine = self._engine(system, machine, blocks[system], strategy, placed[system])
                 check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
             measured = self._measure(engine, requests, machine, strategy)
+            gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
@@ -153,6 +167,8 @@ class Simulate(ConfigFile):
         for name in (*sizes, "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if isinstance(self.weights_gpu_memory, float) and not 0.0 <= self.weights_gpu_memory < float("inf"):
+            raise InputError(f"weights_gpu_memory={self.weights_gpu_memory} must be a number of GiB from 0 on, or auto")
         for name in ("num_gpu_blocks", "num_cpu_blocks"):
             if (getattr(self, name) or 0) < 0:
                 raise InputError(f"{name}={getattr(self, name)} must not be negative")
@@ -162,12 +178,33 @@ class Simulate(ConfigFile):
         self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
 
+    def _placed(self, system: str, machine: PredictedMachine) -> PlacedMachine | None:
+        """The machine with a placement of its weights for a system; None where all are on the GPU."""
+        if self.weights_gpu_memory is None:
+            return None
+        from apex.simulator.placed_machine import Load, WeightPlacer
+
+        load = Load(self.input_len, self.output_len, self.max_num_seqs, find_system(system).offloads)
+        return WeightPlacer(machine, self.block_size).place(self.weights_gpu_memory, load)
+
+    def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:
+        """KV blocks of the GPU and the CPU tier."""
+        if placed is None:
+            return machine.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks, self.block_size)
+        return placed.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks)
+
     def _engine(
-        self, system: str, machine: PredictedMachine, blocks: tuple[int, int], strategy: StrategyConfig
+        self,
+        system: str,
+        machine: PredictedMachine,
+        blocks: tuple[int, int],
+        strategy: StrategyConfig,
+        placed: PlacedMachine | None,
     ) -> Engine:
+        off_gpu = {} if placed is None else placed.engine_options
         return build_simulated(
             system,
-            machine.table,
+            machine.table if placed is None else placed.table,
             machine.model.num_layers,
             num_gpu_blocks=blocks[0],
             num_cpu_blocks=blocks[1],
@@ -177,6 +214,7 @@ class Simulate(ConfigFile):
             max_model_len=machine.model.max_position_embeddings,
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
+            **off_gpu,
         )
 
     def _requests(self) -> list[ReplayRequest]:
@@ -211,6 +249,7 @@ class Simulate(ConfigFile):
             "model": machine.model_name,
             "dtype": machine.dtype,
             "weights": machine.table.identity.get("weights", machine.dtype),
+            "placement": description["weights"],
             "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out{rest}",
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),

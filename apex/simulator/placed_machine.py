@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.placement.formulas import batch_s
@@ -17,6 +17,7 @@ from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row,
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
 from apex.simulator.predicted_machine import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, PredictedMachine
+from apex.simulator.quantised_weights import packed_bytes
 from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
 
 HOST_SHARE_WITH_WEIGHTS = 0.9  # of host memory for the CPU tier and weights
@@ -56,6 +57,26 @@ class PlacedMachine:
     weights: PlacedWeights
     predicted_tokens_per_s: float
 
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of :func:`apex.simulator.build.build_simulated` beside the table."""
+        return {"interconnect": self.interconnect, "weights": self.weights, "believed": self.believed}
+
+    def num_blocks(self, num_gpu: int | None, num_cpu: int | None) -> tuple[int, int]:
+        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
+
+        Raises:
+            ValueError: a tier exceeds its memory.
+        """
+        most = {"num_gpu_blocks": self.num_gpu_blocks, "num_cpu_blocks": self.num_cpu_blocks}
+        for name, given in zip(most, (num_gpu, num_cpu), strict=True):
+            if given is not None and given > most[name]:
+                raise ValueError(f"{name}={given} exceeds the memory beside the weights, which holds {most[name]}")
+        return tuple(
+            default if given is None else given
+            for default, given in zip(most.values(), (num_gpu, num_cpu), strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class _Estimate:
@@ -83,7 +104,8 @@ class WeightPlacer:
         self._block_bytes = machine.model.kv_bytes_per_token(self._itemsize) * block_size
         self._block_size = block_size
         shape, first, layers = self._shape, machine.table.first_share, machine.model.num_layers
-        layer_bytes = shape.gemm_weights * self._itemsize
+        scheme = machine.model.quantisation
+        layer_bytes = shape.gemm_weights * self._itemsize if scheme is None else packed_bytes(shape, scheme)
         self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)
         self.other_bytes = machine.weight_bytes - layers * layer_bytes
         """Embedding, head and norms, which stay on the GPU."""
