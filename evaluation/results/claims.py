@@ -211,6 +211,8 @@ METRIC_WORDS = {
     "ttft_over_uncontrolled": "share of first tokens in time over that without admission control",
     "throughput_over_uncontrolled": "throughput over that without admission control",
     "request_rate_at_latency": "request rate at which latency gets there",
+    "layer_latency_s": "latency of a layer",
+    "request_latency_s": "latency of a generation",
     "per_token_latency_s_mean": "mean per-token latency",
     "per_token_latency_s_p50": "median per-token latency",
     "per_token_latency_s_p99": "99th percentile of per-token latency",

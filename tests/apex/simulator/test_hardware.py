@@ -38,10 +38,10 @@ from apex.simulator.hardware import (
 )
 from swiftllm.model.config import ModelConfig
 
-GPUS = ("a10", "a100", "a30", "a40", "h100", "h200", "t4")
+GPUS = ("a10", "a100", "a30", "a40", "h100", "h200", "rtx-a4000", "t4")
 HOSTS = (
     "dual-xeon-6130", "dual-xeon-6342", "g4dn-12xlarge", "g4dn-4xlarge", "g5-12xlarge", "g5-16xlarge", "g5-2xlarge",
-    "g5-4xlarge", "g5-8xlarge", "hgx-numa-node", "xeon-6342",
+    "g5-4xlarge", "g5-8xlarge", "hgx-numa-node", "ryzen-7950x", "xeon-6342",
 )  # fmt: skip
 LLAMA_2_7B, LLAMA_3_8B = load_model_config("llama-2-7b"), load_model_config("llama-3.1-8b")
 MODELS = {"t4": LLAMA_2_7B, "a10": LLAMA_3_8B}

@@ -1,0 +1,1 @@
+"""Park and Egger's experiments, predicted: operations of a layer, splits, and whole generations."""

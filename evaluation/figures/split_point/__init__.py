@@ -1,0 +1,1 @@
+"""Park and Egger's split search, drawn as their Fig. 14."""

@@ -1,0 +1,121 @@
+"""Predicts the experiments of Park and Egger: split search, generations of three models, beside their claims.
+
+python evaluation/reproduce_split_point.py [--help]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from apex.cli.output import number, stdout_console, table
+from apex.cli.parser import parse_options
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.runner import print_error
+from evaluation.experiments.split_point.generations import SYSTEMS, generation_rows, measured_operations, search_rows
+from evaluation.figures.split_point.draw import draw_search
+from evaluation.figures.style import save_figure
+from evaluation.results.claims import load_claims, print_claims
+from evaluation.results.folder import FlatRecord
+from evaluation.results.paths import RESULTS_DIR
+
+NAME = "split-point"
+REASONS = (
+    "Where ours differs:",
+    "Fig. 14a, 14b: the times of Fig. 6a allow no 30%. They would if Scores took 40 ms on the CPU in place of 78; "
+    "Fig. 10a says that CPU work takes about half without copies. Two split points allow 42% with the same times.",
+    "Fig. 14c, 14d: the paper has no times of a batch of 100. Ours are those of 50, attention and KV cache twice.",
+    "Fig. 15: copies into pinned memory are all that sets FlexGen apart, at an assumed rate.",
+    "Fig. 16: the paper's text does not say how large the batches are. With 16 bits the gain is smaller here. With "
+    "compression it is larger: decompression takes a fixed 5 ms an operation, and the GPU's part takes long.",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Park and Egger's split of a model between CPU and GPU, all weights in host memory. SIMULATED (predicted times, no
+    GPU needed).
+
+    Models, workloads and figures come from configs/experiments/split-point.yaml, the claims from configs/claims.yaml.
+    Results and the figure go to results/split-point/.
+    """
+
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Experiment file to use instead of configs/experiments/split-point.yaml."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to split-point/ in this folder."""
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0, or 2 for invalid options."""
+    console = stdout_console()
+    try:
+        settings = experiment_settings(NAME, options.config)
+        searches, generations = search_rows(settings), generation_rows(settings)
+    except (ValueError, FileNotFoundError) as error:
+        print_error(error, console)
+        return 2
+    console.print("[bold]SIMULATED[/]: latency of a layer of OPT-30B, from the paper's own times", soft_wrap=True)
+    print_searches(searches, console)
+    console.print("[bold]SIMULATED[/]: latency of a generation in seconds, and the layer's part on the GPU")
+    print_generations(generations, console)
+    print_claims(load_claims("split-search"), searches, console, with_assumptions=False)
+    print_claims(load_claims(NAME), generations, console, with_assumptions=False)
+    for line in REASONS:
+        console.print(line, highlight=False, soft_wrap=True)
+    folder = options.results_dir / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps([*searches, *generations], indent=1) + "\n")
+    panels = {entry["title"]: measured_operations(settings, name) for name, entry in settings["measured"].items()}
+    png, _ = save_figure(draw_search(panels, settings["split_pieces"]), folder)
+    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_searches(rows: Sequence[FlatRecord], console: Console) -> None:
+    times = ("cpu_s", "host_to_device_s", "decompress_s", "layer_latency_s")
+    lines = [
+        (row["workload"], row["system"], row["on_gpu"], *(number(1e3 * row[time], ".1f") for time in times))
+        for row in rows
+    ]
+    titles = ("workload", "split", "on the GPU", "CPU ms", "H2D ms", "decompr. ms", "latency ms")
+    console.print(table(titles, lines, left=("workload", "split", "on the GPU")))
+
+
+def print_generations(rows: Sequence[FlatRecord], console: Console) -> None:
+    """One line for each model, workload and output length."""
+    lines: dict[tuple[str, str, int], dict[str, FlatRecord]] = {}
+    for row in rows:
+        place = row["setting"].removeprefix("park-egger-"), row["workload"], row["output_len"]
+        lines.setdefault(place, {})[row["system"]] = row
+    shown = [
+        (
+            model,
+            workload,
+            str(output_len),
+            *(number(systems[system]["request_latency_s"], ",.0f") for system in SYSTEMS),
+            number(systems["cpu-gpu"]["request_latency_s"] / systems["gpu-only"]["request_latency_s"], ".2f"),
+            systems["cpu-gpu"]["on_gpu"],
+        )
+        for (model, workload, output_len), systems in lines.items()
+    ]
+    titles = ("model", "workload", "out", *SYSTEMS, "/ GPU only", "on the GPU")
+    console.print(table(titles, shown, left=("model", "workload", "on the GPU")))
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_options(Options)))

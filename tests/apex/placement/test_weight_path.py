@@ -1,0 +1,139 @@
+"""The simulated stream of weights: bytes, slots, what goes first on the link, and who waits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from apex.cli import main
+from apex.perf.model import Curve, PerfModel
+from apex.placement.placement import Place, Placement
+from apex.simulator.backend import SimulatedBackend
+from apex.simulator.cpu_path import Interconnect
+from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
+from tests.apex.placement.placements import decode, placer_of
+from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
+
+BYTES = 100 * CHUNK_BYTES
+RATE = BYTES / 0.05  # a boundary crosses in 50 ms, a chunk in 0.5
+STREAMED = Placement((Place.STREAMED,) * (LAYERS + 1))
+
+
+def make_backend(placement: Placement = STREAMED, dram: float = float("inf")) -> SimulatedBackend:
+    weights = PlacedWeights(placement, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.02, 0.021)), hidden_bytes_per_row=0)
+    link = Interconnect(RATE, 0, 1, dram_bytes_per_s=dram)
+    return SimulatedBackend(PerfModel(flat_ends_table(0.0, 1e-6, 0.0), LAYERS), interconnect=link, weights=weights)
+
+
+def request(tokens: int, tier: Tier) -> Request:
+    made = Request("r", (1,) * tokens, SamplingParams(max_tokens=9), tier=tier)
+    made.status, made.num_uncomputed = RequestStatus.RUNNING, 1
+    return made
+
+
+def lane_of(backend: SimulatedBackend):
+    return backend.open_lane([LaneItem(request(10, Tier.GPU), 9, 1, Tier.GPU, False)])
+
+
+def test_boundaries_wait_for_their_copies_and_the_next_two_are_under_way() -> None:
+    backend = make_backend()
+    lane = lane_of(backend)
+    for layer in range(4):
+        backend.boundary(layer - 1, [lane])
+        assert backend.now() == pytest.approx(0.05 * (layer + 1) + linear_s(1) * (0.5 if layer == 0 else 1.0), abs=1e-3)
+    assert not backend.holds_weights(0) and backend.holds_weights(2)
+
+
+def test_who_crosses_the_same_boundary_finds_the_weights() -> None:
+    """A fresh cohort of NEO follows the lane; a cohort elsewhere has a copy of its own."""
+    backend = make_backend()
+    lane = lane_of(backend)
+    backend.boundary(-1, [lane])
+    before_s = backend.now()
+    backend.boundary(-1, [lane])
+    assert backend.now() - before_s == pytest.approx(0.5 * linear_s(1))
+    before_s = backend.now()
+    backend.boundary(9, [lane])
+    assert backend.now() - before_s >= 0.05
+
+
+def test_swaps_and_outputs_wait_for_a_chunk_not_for_a_boundary() -> None:
+    backend = make_backend()
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([request(3250, Tier.CPU)]))
+    ticket.wait()
+    assert backend.now() == pytest.approx(3.25e-3, abs=0.6e-3)
+    backend.swap([Swap(request(5, Tier.CPU), Tier.CPU, (0,), (0,))])
+    assert backend.now() <= 3.25e-3 + 2 * 0.5e-3 + 2e-4
+
+
+def test_copies_slow_the_cpu_down() -> None:
+    """The link takes a quarter of DRAM bandwidth."""
+    backend = make_backend(dram=4 * RATE)
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([request(30_000, Tier.CPU)]))
+    assert ticket.wait() == pytest.approx(0.03 / 0.75, rel=1e-6)
+
+
+def test_the_cpu_computes_its_boundaries_and_nothing_is_copied_for_them() -> None:
+    backend = make_backend(Placement((Place.CPU,) * (LAYERS + 1)))
+    lane = lane_of(backend)
+    for layer in range(-1, LAYERS):
+        backend.boundary(layer, [lane])
+    assert backend.now() == pytest.approx(0.02 * (LAYERS + 1), rel=0.06)
+    assert backend.streamed_bytes == 0.0 and backend.busy.cpu_s == pytest.approx(0.02 * (LAYERS + 1))
+
+
+@pytest.mark.parametrize("system", ["swiftllm", "fastdecode", "neo", "apex", "adaptive"])
+def test_every_iteration_streams_the_weights_once(system: str) -> None:
+    placer = placer_of("a10")
+    placement = Placement((Place.STREAMED,) * len(placer.boundary_bytes))
+    num_cpu = 0 if system == "swiftllm" else 60
+    found = decode(system, placer, placement, 4, num_cpu, prompt=500)
+    assert found.streamed_bytes == pytest.approx(sum(placer.boundary_bytes), rel=0.01)
+
+
+def test_placed_weights_need_an_interconnect() -> None:
+    weights = PlacedWeights(STREAMED, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.0, 0.0)), 0)
+    with pytest.raises(ValueError, match="interconnect"):
+        SimulatedBackend(PerfModel(flat_ends_table(0.0, 1e-6), LAYERS), weights=weights)
+
+
+def simulate(tmp_path, *flags: str) -> list[dict]:
+    output = tmp_path / "rows.json"
+    machine = ["--gpu", "t4", "--host", "g4dn-4xlarge", "--model", "llama-2-13b"]
+    lengths = ["--input-len", "300", "--output-len", "100", "--num-requests", "40"]
+    assert main(["simulate", *machine, *lengths, *flags, "--output", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+def test_a_model_that_does_not_fit_runs_from_the_command_line(tmp_path, capsys) -> None:
+    gpu_only, neo = simulate(tmp_path, "--system", "swiftllm", "neo", "--weights-gpu-memory", "auto")
+    assert "streamed" in gpu_only["placement"] and "streamed" in neo["placement"]
+    assert neo["output_tokens_per_s"] > gpu_only["output_tokens_per_s"]
+    assert "ms an iteration" in capsys.readouterr().out
+
+
+def test_more_memory_for_weights_means_fewer_blocks(tmp_path) -> None:
+    (little,), (much,) = (
+        simulate(tmp_path, "--system", "swiftllm", "--weights-gpu-memory", memory) for memory in ("3", "9")
+    )
+    assert little["num_gpu_blocks"] > much["num_gpu_blocks"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--weights-gpu-memory", "14"), "take less, or auto"),
+        (("--weights-gpu-memory", "0.1"), "give more"),
+        (("--weights-gpu-memory", "-1"), "from 0 on, or auto"),
+        (("--weights-gpu-memory", "auto", "--num-gpu-blocks", "99999"), "exceeds the memory"),
+        (("--weights-gpu-memory", "auto", "--model", "llama-3.1-70b"), "4-bit weights"),
+        (("--weights-gpu-memory", "auto", "--tensor-parallel", "2", "--link", "pcie-3"), "leave out"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(capsys, flags: tuple[str, ...], words: str) -> None:
+    machine = ["--gpu", "t4", "--host", "g4dn-4xlarge", "--model", "llama-2-13b", "--system", "swiftllm"]
+    assert main(["simulate", *machine, *flags]) == 2
+    assert words in "".join(capsys.readouterr())
