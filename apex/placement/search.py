@@ -42,6 +42,7 @@ def choose_placement(
     gpu_bytes: float,
     other_s: float = 0.0,
     effect: CopyEffect = NO_EFFECT,
+    cpu_computes: bool = True,
 ) -> Choice:
     """The placement with the shortest iteration of all numbers of boundaries that ``gpu_bytes`` allow.
 
@@ -50,11 +51,12 @@ def choose_placement(
         gpu_bytes: GPU memory for resident boundaries and slots.
         other_s: what an iteration takes on the GPU beside its boundaries: attention, logits, sampling.
         effect: of copies on the CPU.
+        cpu_computes: whether boundaries may be the CPU's.
 
     Raises:
         ValueError: no placement fits; the message says what would.
     """
-    return _choices(costs, gpu_bytes, other_s, effect)[0]
+    return _choices(costs, gpu_bytes, other_s, effect, cpu_computes)[0]
 
 
 def choose_exactly(
@@ -62,17 +64,21 @@ def choose_exactly(
     gpu_bytes: float,
     other_s: float = 0.0,
     effect: CopyEffect = NO_EFFECT,
+    cpu_computes: bool = True,
 ) -> Choice:
     """As :func:`choose_placement`, and the fastest few are improved boundary by boundary. Takes up to a second.
 
     The first and the last boundary are smaller than the others, for which an even spread does not account.
     """
-    starts = _choices(costs, gpu_bytes, other_s, effect)[:STARTS]
-    improved = [_improve(choice, costs, gpu_bytes, other_s, effect) for choice in starts]
+    places = tuple(Place) if cpu_computes else (Place.RESIDENT, Place.STREAMED)
+    starts = _choices(costs, gpu_bytes, other_s, effect, cpu_computes)[:STARTS]
+    improved = [_improve(choice, costs, gpu_bytes, other_s, effect, places) for choice in starts]
     return min(improved, key=lambda choice: choice.iteration_s)
 
 
-def _choices(costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, effect: CopyEffect) -> list[Choice]:
+def _choices(
+    costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, effect: CopyEffect, cpu_computes: bool
+) -> list[Choice]:
     """The placements by the seconds of an iteration; those whose objective excludes them are left out.
 
     Raises:
@@ -80,7 +86,7 @@ def _choices(costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, ef
     """
     sizes = [cost.weight_bytes for cost in costs]
     bounded = []
-    for placement in _placements_that_fit(sizes, gpu_bytes):
+    for placement in _placements_that_fit(sizes, gpu_bytes, cpu_computes):
         stream_s, cpu_s, gpu_s = _parts_s(placement, costs, other_s)
         # GPU time adds to the CPU's: a boundary waits for the one before.
         bounded.append((split_s(cpu_s + gpu_s, stream_s), placement, (stream_s, cpu_s, gpu_s)))
@@ -95,12 +101,17 @@ def _choices(costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, ef
 
 
 def _improve(
-    choice: Choice, costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, effect: CopyEffect
+    choice: Choice,
+    costs: Sequence[BoundaryCost],
+    gpu_bytes: float,
+    other_s: float,
+    effect: CopyEffect,
+    places: Sequence[Place],
 ) -> Choice:
     """The choice after all changes of one boundary, and exchanges with the first or the last, that make it faster."""
     sizes = [cost.weight_bytes for cost in costs]
     while True:
-        neighbours = [p for p in _neighbours(choice.placement) if p.gpu_bytes(sizes) <= gpu_bytes]
+        neighbours = [p for p in _neighbours(choice.placement, places) if p.gpu_bytes(sizes) <= gpu_bytes]
         seconds, index = min(
             ((iteration_s(p, costs, other_s, effect), i) for i, p in enumerate(neighbours)), default=(float("inf"), 0)
         )
@@ -109,10 +120,10 @@ def _improve(
         choice = Choice(neighbours[index], seconds, *_parts_s(neighbours[index], costs, other_s))
 
 
-def _neighbours(placement: Placement) -> Iterator[Placement]:
+def _neighbours(placement: Placement, allowed: Sequence[Place]) -> Iterator[Placement]:
     places = placement.places
     for index, old in enumerate(places):
-        for new in Place:
+        for new in allowed:
             if new is not old:
                 yield Placement((*places[:index], new, *places[index + 1 :]))
     for end in (0, len(places) - 1):
@@ -164,7 +175,7 @@ def iteration_s(
     return clock_s - start_s
 
 
-def _placements_that_fit(sizes: Sequence[float], gpu_bytes: float) -> Iterator[Placement]:
+def _placements_that_fit(sizes: Sequence[float], gpu_bytes: float, cpu_computes: bool) -> Iterator[Placement]:
     """One placement for each number of streamed boundaries: as many resident ones as fit, the others on the CPU.
 
     Fewer resident boundaries than memory allows are never faster.
@@ -173,7 +184,7 @@ def _placements_that_fit(sizes: Sequence[float], gpu_bytes: float) -> Iterator[P
     for streamed in range(number + 1):
         free_bytes = gpu_bytes - (SLOTS * largest if streamed else 0.0)
         least = number - streamed - 1 - int(max(0.0, free_bytes) / largest)  # the first and last make up one boundary
-        for on_cpu in range(max(0, least), number - streamed + 1):
+        for on_cpu in range(max(0, least), number - streamed + 1 if cpu_computes else 1):
             placement = spread(number, streamed, on_cpu)
             if placement.gpu_bytes(sizes) <= gpu_bytes:
                 yield placement

@@ -33,6 +33,8 @@ class Load:
     max_num_seqs: int
     offloads: bool
     """Whether the system has a CPU tier of KV cache."""
+    cpu_computes: bool = True
+    """Whether the CPU may compute boundaries."""
 
     @property
     def context(self) -> float:
@@ -86,6 +88,7 @@ class _Estimate:
     costs: Sequence[BoundaryCost]
     gpu_bytes: float
     other_s: float
+    cpu_computes: bool
 
 
 class WeightPlacer:
@@ -242,17 +245,19 @@ class WeightPlacer:
         attention_s = layers * self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * load.context))
         other_s = attention_s + self._model.ends_s(max(1, round(on_gpu + on_cpu)))
         costs = self.costs(load.rows(on_gpu + on_cpu))
-        choice = choose_placement(costs, gpu_bytes, other_s, self.copy_effect)
+        choice = choose_placement(costs, gpu_bytes, other_s, self.copy_effect, load.cpu_computes)
         streamed = choice.placement.bytes_at(Place.STREAMED, self.boundary_bytes)
         kv_bytes = on_cpu * load.context * layers * self._shape.kv_elements * self._itemsize
         cpu_gb_s = float(self.machine.table.identity["cpu_attention_gb_s"])
         seconds = batch_s(
             streamed, kv_bytes, choice.iteration_s, link.bytes_per_s, cpu_gb_s * 1e9, link.dram_bytes_per_s
         )
-        return _Estimate((on_gpu + on_cpu) / seconds, costs, gpu_bytes, other_s)
+        return _Estimate((on_gpu + on_cpu) / seconds, costs, gpu_bytes, other_s, load.cpu_computes)
 
     def _placed(self, estimate: _Estimate) -> PlacedMachine:
-        choice = choose_exactly(estimate.costs, estimate.gpu_bytes, estimate.other_s, self.copy_effect)
+        choice = choose_exactly(
+            estimate.costs, estimate.gpu_bytes, estimate.other_s, self.copy_effect, estimate.cpu_computes
+        )
         placement = choice.placement
         taken_bytes = placement.gpu_bytes(self.boundary_bytes)
         resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
