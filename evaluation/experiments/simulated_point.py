@@ -15,6 +15,7 @@ from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
+from apex.simulator.weight_path import PlacedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
@@ -33,8 +34,8 @@ PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
 class SimulatedHardware:
     """A machine and model as the simulator knows them; ``table`` holds one layer's times.
 
-    ``gpu``, ``model`` and ``dtype`` are names for the rows. ``launch_s`` (seconds), ``interconnect`` and
-    ``remote_hosts`` are not in the table.
+    ``gpu``, ``model`` and ``dtype`` are names for the rows. ``launch_s`` (seconds), ``interconnect``, ``remote_hosts``
+    and ``weights`` are not in the table.
     """
 
     gpu: str
@@ -45,6 +46,7 @@ class SimulatedHardware:
     launch_s: float = 0.0
     interconnect: Interconnect | None = None
     remote_hosts: RemoteHosts | None = None
+    weights: PlacedWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def build_engine(task: SimulatedTask) -> Engine:
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
         believed=task.believed,
+        weights=hardware.weights,
     )
 
 
