@@ -25,8 +25,8 @@ from rich.console import Console
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.experiments.runner import print_error
-from evaluation.experiments.split_point.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.figures.split_point.draw import draw_search
 from evaluation.figures.style import save_figure
 from evaluation.results.claims import load_claims, print_claims

@@ -8,8 +8,8 @@ import pytest
 
 from evaluation import reproduce_split_point
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.split_point.generations import SYSTEMS, generation_rows, measured_operations
-from evaluation.experiments.split_point.operations import LayerOfModel, Machine
+from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations
+from evaluation.experiments.placements.operations import LayerOfModel, Machine
 
 SETTINGS = experiment_settings("split-point")
 OPT = LayerOfModel(**SETTINGS["models"]["opt-30b"])

@@ -1,1 +1,0 @@
-"""Park and Egger's experiments, predicted: operations of a layer, splits, and whole generations."""

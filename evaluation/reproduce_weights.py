@@ -1,0 +1,102 @@
+"""What 4-bit weights, streamed weights and the CPU tier of KV cache give on small cards, SIMULATED.
+
+python evaluation/reproduce_weights.py [--help]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from apex.environment import PACKAGES, use_environment
+
+    use_environment(*PACKAGES)
+
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from apex.cli.output import number, stdout_console, table
+from apex.cli.parser import parse_options
+from evaluation.experiments.options import Folder, experiment_settings
+from evaluation.experiments.placements.points import make_weight_points, with_gains
+from evaluation.experiments.points import run_point
+from evaluation.experiments.runner import print_error, run_experiment
+from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.figures.paper_figure import read_run
+from evaluation.results.folder import FlatRecord
+from evaluation.results.paths import RESULTS_DIR
+from swiftllm.machine import usable_cores
+
+NAME = "weights"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Models in 16 and 4 bits on cards that hold them or not, with and without the CPU tier of KV cache. SIMULATED
+    (predicted times, no GPU needed).
+
+    Machines, models and lengths come from configs/experiments/weights.yaml. Results and provenance go to
+    results/weights/<run>/. Running the same command again continues an interrupted run.
+    """
+
+    jobs: int | None = None
+    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Experiment file to use instead of configs/experiments/weights.yaml."""
+    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    """Results go to weights/<run>/ in this folder."""
+    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    """Run nothing; print again from the summary.json of this result folder."""
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
+    console = stdout_console()
+    try:
+        if options.from_folder is not None:
+            print_weights(read_run(options.from_folder, [NAME]).summary, console)
+            return 0
+        points, refused = make_weight_points(experiment_settings(NAME, options.config))
+    except (ValueError, FileNotFoundError) as error:
+        print_error(error, console)
+        return 2
+    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
+    jobs = options.jobs or usable_cores()
+    outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs, with_gains)
+    print_weights(outcome.summary, console)
+    for reason in refused:
+        console.print(f"not possible: {reason}", soft_wrap=True)
+    return outcome.print_outcome(console)
+
+
+def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
+    """One line for each machine, model, weights, lengths and run."""
+    lines = [
+        (
+            row["gpu"],
+            row["host"],
+            row["model"],
+            row["weights"],
+            f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}",
+            row["run"],
+            number(row["output_tokens_per_s"], ",.1f"),
+            number(row["ratio_to_gpu_only"], ".2f"),
+            number(row["gpu_busy_fraction"], ".0%"),
+            row["placement"],
+        )
+        for row in rows
+    ]
+    titles = ("GPU", "host", "model", "weights", "in/out", "run", "tok/s", "/ GPU-only", "GPU busy", "placed")
+    console.print("[bold]SIMULATED[/]: output tokens per second; 4-bit products are as fast as assumed")
+    console.print("placed: boundaries that are resident / streamed / on the CPU")
+    console.print(table(titles, lines, left=("GPU", "host", "model", "weights", "in/out", "run", "placed")))
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_options(Options)))
