@@ -82,7 +82,7 @@ class OverlapExecutor:
         It may not where the weights would be streamed for it alone.
         """
         self.backend = backend
-        self._may_step = may_step
+        self.may_step = may_step
         self._cohorts: dict[int, Cohort] = {}
         self._plan = IterationPlan()
         self._submissions = itertools.count(1)
@@ -136,7 +136,7 @@ class OverlapExecutor:
                 # At the lane's next layer it boards, since a rider costs less than a step.
                 if rider.crossings_left <= 0 or rider.cohort.layer == layer + 1:
                     continue
-                if self._may_step(rider.cohort.layer) and _is_ready(rider.cohort):
+                if self.may_step(rider.cohort.layer) and _is_ready(rider.cohort):
                     rider.crossings_left -= 1
                     self._step(rider.cohort, run)
             riders = [rider for rider in riders if rider.crossings_left > 0]

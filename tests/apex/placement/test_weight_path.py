@@ -85,6 +85,14 @@ def test_the_cpu_computes_its_boundaries_and_nothing_is_copied_for_them() -> Non
     assert backend.streamed_bytes == 0.0 and backend.busy.cpu_s == pytest.approx(0.02 * (LAYERS + 1))
 
 
+def test_free_running_cohorts_do_not_step_where_weights_would_be_copied_for_them() -> None:
+    placer = placer_of("a10")
+    engine = decode("adaptive", placer, Placement((Place.STREAMED,) * len(placer.boundary_bytes)), 4, 60, 500).engine
+    assert engine.executor.may_step == engine.backend.holds_weights
+    held = [layer for layer in range(-1, placer.machine.model.num_layers) if engine.backend.holds_weights(layer)]
+    assert len(held) <= 1
+
+
 @pytest.mark.parametrize("system", ["swiftllm", "fastdecode", "neo", "apex", "adaptive"])
 def test_every_iteration_streams_the_weights_once(system: str) -> None:
     placer = placer_of("a10")

@@ -129,6 +129,22 @@ def test_free_running_crosses_many_layers_in_a_pass(
     assert shared_layers(backend) == shared
 
 
+def test_free_running_stays_where_its_weights_would_be_streamed_for_it_alone(backend: FakeBackend) -> None:
+    """Asked once in vain it would step behind the lane to the end, as above; boundaries 1 and 2 are refused to it."""
+    kind = type("Delayed", (ReadyAfter,), {"polls": 1})
+    backend.submit_cpu_attention = lambda layer, batch: kind(backend, batch, layer)
+    cohort = CohortPlan(7, (place(backend, "c", Tier.CPU, 0),), SteppingRule.FREE_RUNNING)
+    asked: list[int] = []
+
+    def may_step(layer: int) -> bool:
+        asked.append(layer)
+        return layer not in (1, 2)
+
+    result = OverlapExecutor(backend, may_step).run(plan((place(backend, "g", Tier.GPU, 0),), [cohort]))
+    assert result.cohort_layers == {7: 1} and "c" not in result.tokens
+    assert 1 in asked and 2 not in asked
+
+
 @pytest.mark.parametrize("rule", [SteppingRule.RIDE_IF_READY, SteppingRule.FREE_RUNNING])
 def test_overlap_never_waits(backend: FakeBackend, rule: SteppingRule) -> None:
     backend.submit_cpu_attention = lambda layer, batch: NeverReady(backend, batch, layer)
