@@ -102,7 +102,7 @@ def test_a_wrong_answer_is_a_failed_record_with_the_reason(behave, tokens, words
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (429, {"error": {"message": "queue is full", "code": 429}}, "HTTP 429: queue is full"),
+        (429, {"error": {"message": "queue is full", "code": 429}}, f"{REFUSED}HTTP 429: queue is full"),
         (400, {"object": "error", "message": "too long"}, "HTTP 400: too long"),
         (500, "<html>oops</html>", "HTTP 500: <html>oops"),
         (503, "", "HTTP 503: Service Unavailable"),
