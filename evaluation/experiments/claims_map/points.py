@@ -19,6 +19,7 @@ from evaluation.experiments.sensitivity import with_cpu_bandwidth
 from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_sweep_points, point_names
 from evaluation.results.claims import Claim
 from evaluation.traces.workloads import Lengths
+from swiftllm.systems import systems
 
 METRIC = "output_tokens_per_s"
 REFERENCE = "neo"
@@ -64,8 +65,9 @@ def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]
 
 
 def mappable(claim: Claim) -> bool:
-    """Whether the map shows the claim: a number on throughput, about one setting."""
-    return claim.ratio is not None and claim.metric == METRIC and claim.setting is not None
+    """Whether the map shows the claim: a number on throughput, about one setting, of systems that are scheduled."""
+    is_number = claim.ratio is not None and claim.metric == METRIC
+    return is_number and claim.setting is not None and systems().keys() >= set(claim.systems)
 
 
 def make_map_points(

@@ -96,4 +96,6 @@ def why_not_mapped(claim: Claim) -> str:
         return "states no number"
     if claim.metric != METRIC:
         return f"is about {METRIC_WORDS.get(claim.metric, claim.metric)}, which needs many request rates in each cell"
+    if claim.setting is not None:
+        return "is about a paper whose systems are no schedulers"
     return "names no machine"
