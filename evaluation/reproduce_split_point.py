@@ -5,7 +5,6 @@ python evaluation/reproduce_split_point.py [--help]
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from evaluation.experiments.runner import print_error
 from evaluation.figures.split_point.draw import draw_search
 from evaluation.figures.style import save_figure
 from evaluation.results.claims import load_claims, print_claims
-from evaluation.results.folder import FlatRecord
+from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 
 NAME = "split-point"
@@ -51,13 +50,13 @@ class Options:
     GPU needed).
 
     Models, workloads and figures come from configs/experiments/split-point.yaml, the claims from configs/claims.yaml.
-    Results and the figure go to results/split-point/.
+    Results, figure and provenance go to results/split-point/<run>/.
     """
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Experiment file to use instead of configs/experiments/split-point.yaml."""
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
-    """Results go to split-point/ in this folder."""
+    """Results go to split-point/<run>/ in this folder."""
 
 
 def main(options: Options) -> int:
@@ -77,12 +76,13 @@ def main(options: Options) -> int:
     print_claims(load_claims(NAME), generations, console, with_assumptions=False)
     for line in REASONS:
         console.print(line, highlight=False, soft_wrap=True)
-    folder = options.results_dir / NAME
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps([*searches, *generations], indent=1) + "\n")
+    folder = ResultFolder(NAME, {"experiment": NAME, "settings": settings}, options.results_dir)
+    folder.record_invocation()
+    folder.save_summary([*searches, *generations])
     panels = {entry["title"]: measured_operations(settings, name) for name, entry in settings["measured"].items()}
-    png, _ = save_figure(draw_search(panels, settings["split_pieces"]), folder)
+    png, _ = save_figure(draw_search(panels, settings["split_pieces"]), folder.path)
     console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+    console.print(f"summary and provenance: {folder.path}", highlight=False, soft_wrap=True)
     return 0
 
 

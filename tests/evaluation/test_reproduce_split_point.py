@@ -40,8 +40,9 @@ def test_the_script_prints_claims_and_reasons_and_draws(tmp_path, capsys) -> Non
     assert reproduce_split_point.main(reproduce_split_point.Options(results_dir=tmp_path)) == 0
     printed = capsys.readouterr().out
     assert "SIMULATED" in printed and "Fig. 14a" in printed and "Where ours differs" in printed
-    folder = tmp_path / "split-point"
-    assert {path.name for path in folder.iterdir()} == {"summary.json", "figure.png", "figure.pdf"}
+    folder = tmp_path / "split-point" / "latest"
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"summary.json", "summary.md", "provenance.json", "figure.png", "figure.pdf"}
     assert all(row["backend"] == "simulated" for row in json.loads((folder / "summary.json").read_text()))
 
 
