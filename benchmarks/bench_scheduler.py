@@ -110,7 +110,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
         num_cpu_blocks=num_requests * blocks_each,
         max_num_batched_tokens=8192,
         max_num_seqs=num_requests,
-        strategy=TARGETS if mix.systems else None,
+        strategy=TARGETS if system in OF_TWO_CLASSES else None,
     )
     draw = random.Random(0)
     for i in range(6 * num_requests):

@@ -31,6 +31,9 @@ class RequestRefusedForNow(RequestRefused):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:  # so that it can cross processes
+        return type(self), (str(self), self.retry_after_s)
+
 
 class Tier(enum.Enum):
     """Where a request's KV cache lives: never in both tiers, except during a swap."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -302,3 +303,8 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
         engine.step()
     add(engine, "second", 100, 50)
     assert seen[1].decodes == 1 and seen[1].decode_context == 253 and seen[1].prompts == [(100, 0)]
+
+
+def test_a_refusal_for_now_crosses_processes() -> None:
+    refusal = pickle.loads(pickle.dumps(RequestRefusedForNow("too many requests", 2.5)))
+    assert str(refusal) == "too many requests" and refusal.retry_after_s == 2.5
