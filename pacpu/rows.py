@@ -12,23 +12,19 @@ from pacpu import _pacpu
 
 __all__ = [
     "linear",
+    "linear_is_fastest",
     "pack_matrix",
     "packed_shape",
     "rms_norm",
     "rotary",
     "silu_and_mul",
     "store_kv",
-    "widening_is_fastest",
 ]
 
 
-def widening_is_fastest() -> bool:
-    """Whether `linear` is the fastest way to multiply bfloat16 matrices on this CPU.
-
-    It is where there is AVX-512 and no AMX, and where the instruction for dot products of bfloat16 does less in a
-    second than fused multiply-adds in float32 do: that is measured in the first call (10 ms).
-    """
-    return _pacpu.widening_is_fastest()
+def linear_is_fastest() -> bool:
+    """Whether `linear` is the fastest way to multiply bfloat16 matrices on this CPU: with AVX-512 and without AMX."""
+    return _pacpu.linear_is_fastest()
 
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
@@ -47,7 +43,10 @@ def pack_matrix(weight: Any, packed: Any) -> None:
 
 
 def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
-    """`out = x weight^T + bias`, in bfloat16, by multiply-adds in float32. Needs AVX-512 (`pacpu.isa()`).
+    """`out = x weight^T + bias`, in bfloat16, summed in float32. Needs AVX-512 (`pacpu.isa()`).
+
+    With AVX-512 BF16 by its dot products, which take subnormal numbers for zero, unless they are slower than
+    multiply-adds in float32: that is measured in the first call (10 ms).
 
     A row of the result is the same, bit by bit, whatever other rows there are.
 

@@ -95,14 +95,14 @@ static constexpr size_t linear_scratch_floats(const Linear& p) {
 // Those of the instruction set in use.
 const RowKernels& row_kernels();
 
-// Whether `linear` is the fastest way to multiply bfloat16 here: there are wide vectors and no matrix unit, and the
-// instruction for dot products of bfloat16 is no faster than fused multiply-adds in float32 (measured when first asked).
-bool widening_is_fastest();
+// Whether `linear` is the fastest way to multiply bfloat16 here: there are wide vectors and no matrix unit.
+bool linear_is_fastest();
 
 extern const RowKernels rows_portable;
 #if defined(__x86_64__)
 extern const RowKernels rows_avx2;
 extern const RowKernels rows_avx512;
+extern const RowKernels rows_avx512bf16;
 #endif
 
 }  // namespace pacpu

@@ -2,9 +2,11 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -14,18 +16,71 @@
 namespace pacpu {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+// How long a helper looks for the next call before it sleeps. Waking it takes some 50 us, and the calls of an iteration
+// follow each other sooner than that.
+constexpr auto awake_time = std::chrono::microseconds(100);
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// Waits for what another thread does within a few us, unless that thread has lost its core.
+class Backoff {
+public:
+    void wait() {
+        if (++rounds_ < 2000) return pause_briefly();
+        if (rounds_ < 2200) {
+            sched_yield();
+            return;
+        }
+        const timespec time{0, 50'000};
+        nanosleep(&time, nullptr);
+    }
+
+private:
+    int rounds_ = 0;
+};
+
+// Held for some ns only. A mutex would put the loser to sleep.
+class SpinLock {
+public:
+    void lock() {
+        for (Backoff backoff; is_locked_.exchange(true, std::memory_order_acquire);) backoff.wait();
+    }
+    void unlock() { is_locked_.store(false, std::memory_order_release); }
+
+private:
+    std::atomic<bool> is_locked_{false};
+};
+
+struct Phase {
+    std::atomic<int> next_part{0}, num_done{0};
+};
+
 struct Job {
-    void (*function)(void*, int);
+    void (*function)(void*, int, int);
     void* context;
-    int num_parts;
-    std::atomic<int> next_part{0};
-    int helpers = 0;  // guarded by the pool's mutex
-    std::condition_variable idle{};
+    int num_phases;
+    const int* num_parts;
+    int max_helpers;
+    int num_joined = 0;                // guarded by the pool's lock
+    std::atomic<int> num_helpers{0};  // those at work
+    Phase phases[max_phases]{};
 
     void work() {
-        for (int part; (part = next_part.fetch_add(1, std::memory_order_relaxed)) < num_parts;) function(context, part);
+        for (int i = 0; i < num_phases; ++i) {
+            Phase& phase = phases[i];
+            int done = 0;
+            for (int part; (part = phase.next_part.fetch_add(1, std::memory_order_relaxed)) < num_parts[i]; ++done)
+                function(context, i, part);
+            if (done) phase.num_done.fetch_add(done, std::memory_order_release);
+            for (Backoff backoff; phase.num_done.load(std::memory_order_acquire) < num_parts[i];) backoff.wait();
+        }
     }
-    bool wants_help() const { return next_part.load(std::memory_order_relaxed) < num_parts && helpers < num_parts - 1; }
 };
 
 int usable_cpus() {
@@ -38,19 +93,18 @@ class Pool {
 public:
     void run(Job& job) {
         {
-            std::lock_guard lock(mutex_);
-            grow(job.num_parts - 1);
+            std::lock_guard lock(jobs_lock_);
+            grow(job.max_helpers);
             jobs_.push_back(&job);
         }
-        if (job.num_parts == 2) {
-            wake_.notify_one();
-        } else {
-            wake_.notify_all();
-        }
+        num_calls_.fetch_add(1);
+        if (num_asleep_.load() > 0) wake(job.max_helpers);
         job.work();
-        std::unique_lock lock(mutex_);
-        jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
-        job.idle.wait(lock, [&] { return job.helpers == 0; });
+        {
+            std::lock_guard lock(jobs_lock_);
+            jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+        }
+        for (Backoff backoff; job.num_helpers.load(std::memory_order_acquire) > 0;) backoff.wait();
     }
 
 private:
@@ -66,27 +120,57 @@ private:
         }
     }
 
+    void wake(int wanted) {
+        std::lock_guard lock(sleep_);
+        if (wanted == 1)
+            woken_.notify_one();
+        else
+            woken_.notify_all();
+    }
+
     void help() {
-        std::unique_lock lock(mutex_);
+        auto sleep_at = Clock::now() + awake_time;
         for (;;) {
-            auto job = std::find_if(jobs_.begin(), jobs_.end(), [](Job* job) { return job->wants_help(); });
-            if (job == jobs_.end()) {
-                wake_.wait(lock);
+            // Before the look at the jobs: a call that comes after the look differs from this number.
+            const unsigned seen = num_calls_.load();
+            if (Job* job = join()) {
+                job->work();
+                job->num_helpers.fetch_sub(1, std::memory_order_release);  // the last touch: the job may be gone
+                sleep_at = Clock::now() + awake_time;
                 continue;
             }
-            Job& mine = **job;
-            ++mine.helpers;
-            lock.unlock();
-            mine.work();
-            lock.lock();
-            if (--mine.helpers == 0) mine.idle.notify_one();
+            while (num_calls_.load(std::memory_order_relaxed) == seen) {
+                for (int i = 0; i < 32; ++i) pause_briefly();
+                if (Clock::now() < sleep_at) continue;
+                std::unique_lock lock(sleep_);
+                num_asleep_.fetch_add(1);  // before the caller's number is read again: one of the two sees the other
+                woken_.wait(lock, [&] { return num_calls_.load() != seen; });
+                num_asleep_.fetch_sub(1);
+            }
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    Job* join() {
+        std::lock_guard lock(jobs_lock_);
+        for (Job* job : jobs_) {
+            const Phase& last = job->phases[job->num_phases - 1];
+            if (job->num_joined == job->max_helpers ||
+                last.next_part.load(std::memory_order_relaxed) >= job->num_parts[job->num_phases - 1])
+                continue;
+            ++job->num_joined;
+            job->num_helpers.fetch_add(1, std::memory_order_relaxed);
+            return job;
+        }
+        return nullptr;
+    }
+
+    SpinLock jobs_lock_;
     std::vector<Job*> jobs_;
     int num_helpers_ = 0;
+    std::atomic<unsigned> num_calls_{0};
+    std::mutex sleep_;
+    std::condition_variable woken_;
+    std::atomic<int> num_asleep_{0};
 };
 
 // Never destroyed: helpers may still wait on it while the process exits. A forked child has none of its parent's
@@ -95,9 +179,10 @@ Pool* pool = nullptr;
 
 }  // namespace
 
-void run_parts(int num_parts, void (*function)(void*, int), void* context) {
-    if (num_parts <= 1) {
-        if (num_parts == 1) function(context, 0);
+void run_phases(int num_phases, const int* num_parts, int num_threads, void (*function)(void*, int, int), void* context) {
+    if (num_threads <= 1 || (num_phases == 1 && num_parts[0] <= 1)) {
+        for (int phase = 0; phase < num_phases; ++phase)
+            for (int part = 0; part < num_parts[phase]; ++part) function(context, phase, part);
         return;
     }
     static std::once_flag once;
@@ -105,7 +190,7 @@ void run_parts(int num_parts, void (*function)(void*, int), void* context) {
         pool = new Pool;
         pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
     });
-    Job job{function, context, num_parts};
+    Job job{function, context, num_phases, num_parts, num_threads - 1};
     pool->run(job);
 }
 

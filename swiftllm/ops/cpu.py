@@ -1,8 +1,7 @@
 """Operations for rows in host memory, by pacpu, or by torch where that is fast.
 
 Matrices are packed once. torch (oneDNN) repacks a plain matrix in every call, which for a few rows takes longer than
-the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CPUs with AVX-512 whose bfloat16
-instructions are slower than float32's, such as Intel's without AMX.
+the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CPUs with AVX-512 and without AMX.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class CpuOps(ReferenceOps):
         self.num_threads = num_threads
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        if _is_widened(weight.dtype):
-            return self._make_widening_linear(weight, bias)
+        if _is_ours(weight.dtype):
+            return self._make_own_linear(weight, bias)
         if not _can_pack(weight.dtype):
             return super().make_linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
@@ -43,7 +42,7 @@ class CpuOps(ReferenceOps):
         """Dequantised once: host memory holds the matrix in full."""
         return self.make_linear(matrix.dequantise(), bias)
 
-    def _make_widening_linear(
+    def _make_own_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         out_features = weight.shape[0]
@@ -90,7 +89,7 @@ class CpuOps(ReferenceOps):
     def prefill_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        if not _is_widened(q.dtype):
+        if not _is_ours(q.dtype):
             return super().prefill_attention(q, k, v, mask, scale)
         # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time.
         return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
@@ -116,11 +115,11 @@ def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:
     One where pacpu computes the GEMMs. Between operations torch's threads spin on cores that pacpu's threads need, and
     small layers then take ten times as long.
     """
-    return 1 if _is_widened(dtype) else lane_threads
+    return 1 if _is_ours(dtype) else lane_threads
 
 
-def _is_widened(dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and rows.widening_is_fastest()
+def _is_ours(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and rows.linear_is_fastest()
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

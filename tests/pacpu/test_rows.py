@@ -139,7 +139,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours():
 def test_linear_needs_wide_vectors():
     _pacpu.select_isa("portable")
     x, packed = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(rows.packed_shape(3, 2), dtype=torch.bfloat16)
-    assert not rows.widening_is_fastest()
+    assert not rows.linear_is_fastest()
     with pytest.raises(ValueError, match="AVX-512"):
         rows.linear(x, packed, None, torch.empty(1, 3, dtype=torch.bfloat16))
 

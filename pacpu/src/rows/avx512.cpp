@@ -1,8 +1,8 @@
 #include "elementwise.h"
-#include "linear.h"
+#include "widening.h"
 
 namespace pacpu {
 
-const RowKernels rows_avx512 = PACPU_ROW_KERNELS(linear);
+const RowKernels rows_avx512 = PACPU_ROW_KERNELS(widening_linear);
 
 }  // namespace pacpu

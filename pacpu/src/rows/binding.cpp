@@ -36,12 +36,15 @@ std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
 // With fewer, waking a thread takes longer than what it does.
 constexpr int64_t min_elements_per_thread = 1 << 15;
 
+// Of a call's parts: threads claim them, so that one which begins late or loses its core does less.
+constexpr int parts_per_thread = 4;
+
 // Calls function(begin, end) for stretches of [0, count) on so many threads, without the GIL.
 template <typename Function>
 void divide(int count, int num_threads, Function&& function) {
     py::gil_scoped_release release;
-    const int num_parts = std::min(count, num_threads);
-    run_parts(num_parts, [&](int part) {
+    const int num_parts = num_threads == 1 ? std::min(count, 1) : std::min(count, num_threads * parts_per_thread);
+    run_phases(1, &num_parts, num_threads, [&](int, int part) {
         function(static_cast<int>(int64_t{count} * part / num_parts),
                  static_cast<int>(int64_t{count} * (part + 1) / num_parts));
     });
@@ -247,7 +250,7 @@ void bind_rows(py::module_& module) {
     module.def("rotary", &rotary);
     module.def("silu_and_mul", &silu_and_mul);
     module.def("store_kv", &store);
-    module.def("widening_is_fastest", &widening_is_fastest);
+    module.def("linear_is_fastest", &linear_is_fastest);
 }
 
 }  // namespace pacpu

@@ -47,7 +47,11 @@ bool dot_bf16_is_slow() { return LEAST_SECONDS("vdpbf16ps") > 2 * LEAST_SECONDS(
 
 const RowKernels& row_kernels() {
 #if defined(__x86_64__)
-    if (current_isa() >= Isa::avx512) return rows_avx512;
+    if (current_isa() >= Isa::avx512bf16) {
+        static const bool is_slow = dot_bf16_is_slow();  // measured when first asked, in 10 ms
+        return is_slow ? rows_avx512 : rows_avx512bf16;
+    }
+    if (current_isa() == Isa::avx512) return rows_avx512;
     if (current_isa() == Isa::avx2) return rows_avx2;
 #endif
     return rows_portable;
@@ -66,14 +70,6 @@ void store_kv(const StoreKV& p, int begin, int end) {
     }
 }
 
-bool widening_is_fastest() {
-#if defined(__x86_64__)
-    if (!row_kernels().linear || !isa_problem(Isa::amx)) return false;
-    static const bool has_no_fast_dot = isa_problem(Isa::avx512bf16) || dot_bf16_is_slow();
-    return has_no_fast_dot;
-#else
-    return false;
-#endif
-}
+bool linear_is_fastest() { return row_kernels().linear && isa_problem(Isa::amx); }
 
 }  // namespace pacpu

@@ -22,7 +22,7 @@ HAS_WIDE_VECTORS = pacpu.isa() not in ("portable", "avx2")
 @pytest.mark.parametrize("num_rows", [1, 33])
 def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     torch.manual_seed(0)
-    monkeypatch.setattr(rows, "widening_is_fastest", lambda: widens)
+    monkeypatch.setattr(rows, "linear_is_fastest", lambda: widens)
     ours, reference = CpuOps(num_threads=lane_threads), ReferenceOps()
     x, residual = (torch.randn(num_rows, 70).to(dtype) for _ in range(2))
     weight, bias, norm = torch.randn(60, 70).to(dtype) / 8, torch.randn(60).to(dtype), torch.randn(70).to(dtype)
@@ -58,7 +58,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
 
 
 def test_torch_leaves_the_cores_to_pacpu_where_that_multiplies(monkeypatch):
-    monkeypatch.setattr(rows, "widening_is_fastest", lambda: True)
+    monkeypatch.setattr(rows, "linear_is_fastest", lambda: True)
     assert [torch_threads(dtype, 2) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [1, 2, 2]
-    monkeypatch.setattr(rows, "widening_is_fastest", lambda: False)
+    monkeypatch.setattr(rows, "linear_is_fastest", lambda: False)
     assert torch_threads(torch.bfloat16, 2) == 2

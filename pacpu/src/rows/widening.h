@@ -3,8 +3,7 @@
 // instructions multiply at a lower rate (Intel's without AMX: at half of it) this is the fastest there is.
 #pragma once
 
-#include "elements.h"
-#include "rows.h"
+#include "panels.h"
 
 namespace pacpu {
 namespace {
@@ -69,18 +68,6 @@ constexpr MultiplyTile multiply_rows[tile_rows + 1] = {nullptr,
                                                        multiply_tile<7, is_packed>,
                                                        multiply_tile<8, is_packed>};
 
-// Rounds the sums of a panel, bias added, to the product.
-void write_panel(const Linear& p, int panel, const float* sums) {
-    const int column = panel * panel_columns, count = min_of(panel_columns, p.out_features - column);
-    for (int r = 0; r < p.rows; ++r)
-        for (int at = 0; at < count; at += width) {
-            const int lanes = min_of(width, count - at);
-            Floats sum = load(sums + r * panel_columns + at);
-            if (p.bias) sum += load_some(p.bias + column + at, lanes);
-            store_some(p.y + r * p.y_stride + column + at, sum, lanes);
-        }
-}
-
 // A product's rows, or some of them, with some of the matrix's panels.
 void multiply_block(const Linear& p, int begin_panel, int end_panel, float* scratch) {
     const int num_pairs = (p.in_features + 1) / 2;
@@ -112,14 +99,8 @@ void multiply_block(const Linear& p, int begin_panel, int end_panel, float* scra
     }
 }
 
-void linear(const Linear& p, int begin_panel, int end_panel, float* scratch) {
-    for (int row = 0; row < p.rows; row += max_block_rows) {
-        Linear block = p;
-        block.rows = min_of(max_block_rows, p.rows - row);
-        block.x += row * p.x_stride;
-        block.y += row * p.y_stride;
-        multiply_block(block, begin_panel, end_panel, scratch);
-    }
+void widening_linear(const Linear& p, int begin_panel, int end_panel, float* scratch) {
+    in_blocks_of_rows(p, [&](const Linear& block) { multiply_block(block, begin_panel, end_panel, scratch); });
 }
 
 }  // namespace

@@ -1,0 +1,8 @@
+#include "dot.h"
+#include "elementwise.h"
+
+namespace pacpu {
+
+const RowKernels rows_avx512bf16 = PACPU_ROW_KERNELS(dot_linear);
+
+}  // namespace pacpu
