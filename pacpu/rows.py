@@ -11,10 +11,12 @@ from typing import Any
 from pacpu import _pacpu
 
 __all__ = [
+    "has_prompt_attention",
     "linear",
     "linear_is_fastest",
     "pack_matrix",
     "packed_shape",
+    "prompt_attention",
     "rms_norm",
     "rotary",
     "silu_and_mul",
@@ -57,6 +59,25 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
         out: bfloat16 `[rows, out_features]`, overwritten.
     """
     _pacpu.linear(x, packed, bias, out, num_threads)
+
+
+def has_prompt_attention() -> bool:
+    """Whether `prompt_attention` runs on this CPU: with AVX-512 BF16, unless that is slower than float32."""
+    return _pacpu.has_prompt_attention()
+
+
+def prompt_attention(q: Any, k: Any, v: Any, out: Any, scale: float, *, num_threads: int = 1) -> None:
+    """Attention of a request's last tokens over its whole context, in bfloat16: no token attends to a later one.
+
+    Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero.
+
+    Args:
+        q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
+        k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
+        out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
+        scale: factor on the scores.
+    """
+    _pacpu.prompt_attention(q, k, v, out, scale, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:

@@ -75,6 +75,39 @@ struct StoreKV {
 };
 void store_kv(const StoreKV& problem, int begin, int end);
 
+// K and V of a prompt are packed in panels of so many tokens; scores are computed for a stretch of panels at a time.
+constexpr int key_panel = 64, key_stretch = 512;
+
+// Attention of a request's last `rows` tokens over its whole context, in bfloat16: row i attends to all tokens but those
+// after it.
+struct Prompt {
+    int rows, num_heads, num_kv_heads, context, head_dim;  // head_dim is even
+    float scale;
+    const BFloat16* q;  // [rows, num_heads, head_dim]
+    int64_t q_stride;
+    const BFloat16* k;  // [num_kv_heads, context, head_dim]
+    int64_t k_head_stride, k_stride;
+    const BFloat16* v;
+    int64_t v_head_stride, v_stride;
+    BFloat16* out;  // [rows, num_heads, head_dim]
+    int64_t out_stride;
+    BFloat16* packed;  // [num_kv_heads, panels, 2, key_panel, padded_dim()]: keys by pairs of elements, values of tokens
+
+    int padded_dim() const { return (head_dim + key_panel - 1) / key_panel * key_panel; }
+    int num_panels() const { return (context + key_panel - 1) / key_panel; }
+    BFloat16* packed_keys(int kv_head, int panel) const {
+        return packed + (int64_t{kv_head} * num_panels() + panel) * 2 * key_panel * padded_dim();
+    }
+    BFloat16* packed_values(int kv_head, int panel) const {
+        return packed_keys(kv_head, panel) + key_panel * padded_dim();
+    }
+    size_t packed_floats() const { return size_t(num_kv_heads) * num_panels() * key_panel * padded_dim(); }
+    size_t scratch_floats(int rows_at_once) const {
+        const size_t heads = size_t(rows_at_once) * (num_heads / num_kv_heads);
+        return heads * (key_stretch + padded_dim() + 2) + heads * (head_dim + key_stretch) / 2 + 1;
+    }
+};
+
 // One instruction set's functions; each does the rows (of a linear: the panels) from `begin` to `end`. By DType.
 struct RowKernels {
     // nullptr: there is none. `scratch`: linear_scratch_floats(problem) floats, aligned to 64 bytes.
@@ -82,6 +115,9 @@ struct RowKernels {
     void (*rms_norm[num_dtypes])(const RmsNorm&, int begin, int end);
     void (*rotary[num_dtypes])(const Rotary&, int begin, int end);
     void (*silu_and_mul[num_dtypes])(const SiluAndMul&, int begin, int end);
+    // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
+    void (*pack_panel)(const Prompt&, int kv_head, int panel);
+    void (*attend_prompt)(const Prompt&, int kv_head, int begin_row, int end_row, float* scratch);
 };
 
 // From a widened row to the next: whole cache lines, and one more, which keeps a tile's rows apart in the cache.

@@ -91,6 +91,10 @@ class CpuOps(ReferenceOps):
     ) -> torch.Tensor:
         if not _is_ours(q.dtype):
             return super().prefill_attention(q, k, v, mask, scale)
+        if rows.has_prompt_attention():  # it needs no mask: a chunk's rows are the last tokens of the context
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            rows.prompt_attention(q, k, v, out, scale, num_threads=self.num_threads)
+            return out
         # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time.
         return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
 

@@ -78,8 +78,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Attention of one request's chunk: ``q [rows, num_heads, head_dim]`` to the same shape.
 
-        k and v are ``[num_kv_heads, context, head_dim]``. Without a mask the chunk is the whole context, and attention
-        is causal. Else bool ``mask [rows, context]`` is true where a row attends.
+        k and v are ``[num_kv_heads, context, head_dim]``. Attention is causal, and the chunk is the end of the context.
+        Where it is not all of it, bool ``mask [rows, context]`` says the same: true where a row attends.
         """
 
     def decode_attention(

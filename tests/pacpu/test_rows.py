@@ -136,6 +136,54 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours():
     assert torch.equal(together, alone)
 
 
+@pytest.mark.skipif("avx512bf16" not in ISAS or BEST_ISA not in ("avx512bf16", "amx"), reason="AVX-512 BF16")
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("num_rows", "context", "num_heads", "num_kv_heads", "head_dim"),
+    [
+        (0, 3, 2, 1, 8),
+        (1, 1, 3, 3, 64),
+        (5, 5, 4, 2, 2),
+        (17, 40, 6, 2, 80),
+        (33, 700, 3, 1, 64),
+        (100, 1100, 2, 1, 128),
+    ],
+)
+def test_prompt_attention(num_threads, num_rows, context, num_heads, num_kv_heads, head_dim):
+    """Parts of a tile, of a panel of keys and of a stretch; earlier chunks; a head that is no multiple of a panel."""
+    use("avx512bf16")
+    if not rows.has_prompt_attention():
+        pytest.skip("dot products are slow here")
+    dtype, scale = torch.bfloat16, head_dim**-0.5
+    q = Rows.random(num_rows, num_heads, head_dim, dtype=dtype, spread=3.0)
+    k, v = (Rows.random(context, num_kv_heads, head_dim, dtype=dtype).transpose(0, 1) for _ in range(2))
+    out = Rows(num_rows, num_heads, head_dim, dtype=dtype)
+    rows.prompt_attention(q, k, v, out.view, scale, num_threads=num_threads)
+    visible = torch.arange(context) <= torch.arange(context - num_rows, context)[:, None]
+    keys, values = (x.double().repeat_interleave(num_heads // num_kv_heads, 0) for x in (k, v))
+    scores = torch.einsum("rhd,htd->hrt", q.double(), keys) * scale
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    out.check(torch.einsum("hrt,htd->rhd", weights, values))
+
+
+def test_prompt_attention_refuses_what_does_not_fit():
+    q, k = torch.ones(3, 4, 8, dtype=torch.bfloat16), torch.ones(2, 5, 8, dtype=torch.bfloat16)
+    for wrong, message in (
+        ({"q": q.float()}, "q must have dtype bfloat16"),
+        ({"k": k[:, :2], "v": k[:, :2]}, "context of at least 3 tokens"),
+        ({"k": torch.ones(3, 5, 8).bfloat16(), "v": torch.ones(3, 5, 8).bfloat16()}, "multiple of k's 3 heads"),
+        ({"v": k[:1]}, "v must have shape"),
+        ({"out": q[:2]}, "out must have shape"),
+    ):
+        arguments = {"q": q, "k": k, "v": k, "out": torch.empty_like(q)} | wrong
+        with pytest.raises(ValueError, match=message):
+            rows.prompt_attention(**arguments, scale=1.0)
+    _pacpu.select_isa("portable")
+    assert not rows.has_prompt_attention()
+    with pytest.raises(ValueError, match="AVX-512 BF16"):
+        rows.prompt_attention(q, k, k, torch.empty_like(q), 1.0)
+
+
 def test_linear_needs_wide_vectors():
     _pacpu.select_isa("portable")
     x, packed = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(rows.packed_shape(3, 2), dtype=torch.bfloat16)

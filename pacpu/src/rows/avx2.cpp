@@ -2,6 +2,6 @@
 
 namespace pacpu {
 
-const RowKernels rows_avx2 = PACPU_ROW_KERNELS(nullptr);
+const RowKernels rows_avx2 = PACPU_ROW_KERNELS(nullptr, nullptr, nullptr);
 
 }  // namespace pacpu

@@ -3,6 +3,6 @@
 
 namespace pacpu {
 
-const RowKernels rows_avx512 = PACPU_ROW_KERNELS(widening_linear);
+const RowKernels rows_avx512 = PACPU_ROW_KERNELS(widening_linear, nullptr, nullptr);
 
 }  // namespace pacpu

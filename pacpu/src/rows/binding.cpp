@@ -238,6 +238,69 @@ void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object,
     divide_rows(k, num_threads, [&](int begin, int end) { store_kv(problem, begin, end); });
 }
 
+// Rows that a part of a prompt's attention computes: with the heads of a group some tiles, and parts enough for the threads.
+constexpr int prompt_rows_at_once = 16;
+
+bool has_prompt_attention() { return row_kernels().attend_prompt; }
+
+void prompt_attention(py::handle q_object, py::handle k_object, py::handle v_object, py::handle out_object,
+                      py::handle scale_object, py::handle num_threads_object) {
+    const Array q = read_array("q", q_object), k = read_array("k", k_object), v = read_array("v", v_object);
+    const Array out = read_array("out", out_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    for (const Array* array : {&q, &k, &v, &out}) check_bfloat16(*array);
+    check_rank(q, 3, "[rows, num_heads, head_dim]");
+    check_rank(k, 3, "[num_kv_heads, context, head_dim]");
+    check_sizes(q);
+    check_sizes(k);
+    const int64_t heads = q.shape[1], kv_heads = k.shape[0];
+    check_shape(k, {kv_heads, k.shape[1], q.shape[2]}, "[num_kv_heads, context, head_dim]");
+    check_shape(v, k.shape, "[num_kv_heads, context, head_dim]");
+    check_shape(out, q.shape, "[rows, num_heads, head_dim]");
+    if (q.shape[2] < 2 || q.shape[2] % 2) refuse("q must have an even head_dim, not " + std::to_string(q.shape[2]));
+    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
+        refuse("q must have a multiple of k's " + std::to_string(kv_heads) + " heads, not " + std::to_string(heads));
+    if (k.shape[1] < q.shape[0])
+        refuse("k must have a context of at least " + std::to_string(q.shape[0]) + " tokens, q's rows, not " +
+               std::to_string(k.shape[1]));
+    for (const Array* array : {&k, &v})
+        if (array->strides[2] != 1) refuse(std::string(array->name) + " must be contiguous within a token");
+    check_writable(out);
+    const RowKernels& kernels = row_kernels();
+    if (!kernels.attend_prompt) refuse("prompt_attention needs AVX-512 BF16; the instruction set in use is another");
+    Prompt problem = {static_cast<int>(q.shape[0]),
+                      static_cast<int>(heads),
+                      static_cast<int>(kv_heads),
+                      static_cast<int>(k.shape[1]),
+                      static_cast<int>(q.shape[2]),
+                      static_cast<float>(read_scalar<double>("scale", scale_object)),
+                      static_cast<const BFloat16*>(q.data),
+                      row_stride(q),
+                      static_cast<const BFloat16*>(k.data),
+                      k.strides[0],
+                      k.strides[1],
+                      static_cast<const BFloat16*>(v.data),
+                      v.strides[0],
+                      v.strides[1],
+                      static_cast<BFloat16*>(out.data),
+                      row_stride(out),
+                      nullptr};
+    if (!problem.rows) return;
+    py::gil_scoped_release release;
+    static thread_local Scratch packed;
+    problem.packed = reinterpret_cast<BFloat16*>(packed.at_least(problem.packed_floats()));
+    const int row_parts = (problem.rows + prompt_rows_at_once - 1) / prompt_rows_at_once;
+    const int num_parts[] = {problem.num_kv_heads * problem.num_panels(), problem.num_kv_heads * row_parts};
+    run_phases(2, num_parts, num_threads, [&](int phase, int part) {
+        if (phase == 0) return kernels.pack_panel(problem, part / problem.num_panels(), part % problem.num_panels());
+        static thread_local Scratch scratch;
+        // The last rows see most of the context: they go first, so that no thread is left with much at the end.
+        const int end = problem.rows - part / problem.num_kv_heads * prompt_rows_at_once;
+        kernels.attend_prompt(problem, part % problem.num_kv_heads, std::max(0, end - prompt_rows_at_once), end,
+                              scratch.at_least(problem.scratch_floats(prompt_rows_at_once)));
+    });
+}
+
 }  // namespace
 
 void bind_rows(py::module_& module) {
@@ -250,6 +313,8 @@ void bind_rows(py::module_& module) {
     module.def("rotary", &rotary);
     module.def("silu_and_mul", &silu_and_mul);
     module.def("store_kv", &store);
+    module.def("has_prompt_attention", &has_prompt_attention);
+    module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
 }
 

@@ -64,11 +64,13 @@ void silu_and_mul(const SiluAndMul& p, int begin, int end) {
     }
 }
 
-#define PACPU_ROW_KERNELS(linear) {                                    \
+#define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt) {         \
     linear,                                                            \
     {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},             \
     {rotary<float>, rotary<Half>, rotary<BFloat16>},                   \
     {silu_and_mul<float>, silu_and_mul<Half>, silu_and_mul<BFloat16>}, \
+    pack_panel,                                                        \
+    attend_prompt,                                                     \
 }
 
 }  // namespace
