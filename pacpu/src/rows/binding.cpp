@@ -39,10 +39,14 @@ constexpr int64_t min_elements_per_thread = 1 << 15;
 // Of a call's parts: threads claim them, so that one which begins late or loses its core does less.
 constexpr int parts_per_thread = 4;
 
-// Calls function(begin, end) for stretches of [0, count) on so many threads, without the GIL.
+// With fewer, a call ends within some 10 us: sooner than another thread that got the GIL gives it back.
+constexpr int64_t min_elements_without_gil = 1 << 16;
+
+// Calls function(begin, end) for stretches of [0, count) on so many threads, without the GIL unless `keeps_gil`.
 template <typename Function>
-void divide(int count, int num_threads, Function&& function) {
-    py::gil_scoped_release release;
+void divide(int count, int num_threads, Function&& function, bool keeps_gil = false) {
+    std::optional<py::gil_scoped_release> release;
+    if (!keeps_gil) release.emplace();
     const int num_parts = num_threads == 1 ? std::min(count, 1) : std::min(count, num_threads * parts_per_thread);
     run_phases(1, &num_parts, num_threads, [&](int, int part) {
         function(static_cast<int>(int64_t{count} * part / num_parts),
@@ -55,7 +59,8 @@ void divide_rows(const Array& array, int num_threads, Function&& function) {
     int64_t elements = 1;
     for (const int64_t size : array.shape) elements *= size;
     const int64_t enough = std::max<int64_t>(1, elements / min_elements_per_thread);
-    divide(static_cast<int>(array.shape[0]), static_cast<int>(std::min<int64_t>(num_threads, enough)), function);
+    divide(static_cast<int>(array.shape[0]), static_cast<int>(std::min<int64_t>(num_threads, enough)), function,
+           elements < min_elements_without_gil);
 }
 
 void pack_matrix(py::handle weight_object, py::handle packed_object) {
