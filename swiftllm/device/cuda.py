@@ -73,10 +73,13 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.can_capture = can_capture
         self.compute = CudaStream(torch.cuda.default_stream(self.torch_device))
-        self.to_host, self.to_device, self.swap = (CudaStream(torch.cuda.Stream(self.torch_device)) for _ in range(3))
+        self.to_host, self.to_device, self.swap = (self.new_stream() for _ in range(3))
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
         self.graph_bytes = int(GRAPHS_SHARE * card_share() * torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def new_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.torch_device))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

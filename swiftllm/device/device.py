@@ -64,6 +64,9 @@ class Device(Protocol):
     graph_bytes: int
     """Device memory that captured graphs may take."""
 
+    def new_stream(self) -> Stream:
+        """Another stream, for copies that must not wait for those of the others."""
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory for ``Stream.copy``; may be dropped while a copy is under way."""
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from swiftllm.device.device import Event, Graph
+from swiftllm.device.device import Event, Graph, Stream
 from swiftllm.machine import available_host_bytes
 
 
@@ -48,6 +48,9 @@ class HostDevice:
     compute = to_host = to_device = swap = _Done()
     can_capture = False
     graph_bytes = 0
+
+    def new_stream(self) -> Stream:
+        return self.compute
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
