@@ -11,9 +11,11 @@ from typing import Any
 from pacpu import _pacpu
 
 __all__ = [
+    "Crossing",
     "has_prompt_attention",
     "linear",
     "linear_is_fastest",
+    "norm_heads",
     "pack_matrix",
     "packed_shape",
     "prompt_attention",
@@ -61,6 +63,54 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
     _pacpu.linear(x, packed, bias, out, num_threads)
 
 
+class Crossing:
+    """A Llama layer from its attention on, and the next layer up to its attention, as one call of several phases.
+
+    `residual += o(attention_out)`, `residual += down(silu_and_mul(gate_up(rms_norm(residual))))`, and
+    `out = projection(rms_norm(residual))`, of which the first heads are normed (`norm_heads`) and turned (`rotary`).
+    The bits are those of the separate functions. Needs AVX-512, as `linear` does. Keeps its arrays alive.
+    """
+
+    def __init__(
+        self,
+        *,
+        o: tuple[Any, Any | None],
+        post_norm: Any,
+        gate_up: tuple[Any, Any | None],
+        down: tuple[Any, Any | None],
+        norm: Any,
+        projection: tuple[Any, Any | None],
+        head_norms: Any | None,
+        attention_size: int,
+        intermediate_size: int,
+        out_features: int,
+        rotated_heads: int,
+        head_dim: int,
+        eps: float,
+    ) -> None:
+        """Every array is bfloat16.
+
+        Args:
+            o, gate_up, down, projection: packed matrix (see `pack_matrix`) and bias, or None.
+            post_norm, norm: weights `[hidden_size]` of the norms before `gate_up` and before `projection`.
+            head_norms: `[rotated_heads, head_dim]`, or None.
+            attention_size, intermediate_size, out_features: inputs of `o` and of `down`, outputs of `projection`.
+            rotated_heads: heads at the front of `out` that are turned; 0: none.
+        """
+        matrices, sizes = (o, post_norm, gate_up, down, norm, projection), (attention_size, intermediate_size)
+        self._native = _pacpu.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
+
+    def __call__(self, attention_out: Any, residual: Any, angles: Any | None, out: Any, *, num_threads: int = 1) -> None:
+        """
+        Args:
+            attention_out: bfloat16 `[rows, attention_size]`.
+            residual: bfloat16 `[rows, hidden_size]`; the next layer's afterwards.
+            angles: float32 `[rows, 2, head_dim]`, see `rotary`; None if no heads are turned.
+            out: bfloat16 `[rows, out_features]`, overwritten.
+        """
+        self._native.run(attention_out, residual, angles, out, num_threads)
+
+
 def has_prompt_attention() -> bool:
     """Whether `prompt_attention` runs on this CPU: with AVX-512 BF16, unless that is slower than float32."""
     return _pacpu.has_prompt_attention()
@@ -90,6 +140,16 @@ def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = 
         addend: `[rows, size]`, or None.
     """
     _pacpu.rms_norm(x, weight, eps, out, addend, num_threads)
+
+
+def norm_heads(x: Any, weights: Any, eps: float, *, num_threads: int = 1) -> None:
+    """`rms_norm` of each head in place, with a weight of its own.
+
+    Args:
+        x: `[rows, heads, head_dim]`.
+        weights: `[heads, head_dim]`.
+    """
+    _pacpu.norm_heads(x, weights, eps, num_threads)
 
 
 def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:

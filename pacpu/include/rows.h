@@ -44,6 +44,16 @@ struct RmsNorm {
     int64_t y_stride;
 };
 
+// Each head of x [rows, num_heads, head_dim] becomes its norm, as above, with a weight of its own.
+struct HeadNorms {
+    int rows, num_heads, head_dim;
+    void* x;
+    int64_t x_stride, element_bytes;
+    const void* weights;  // [num_heads, head_dim]
+    float eps;
+};
+void norm_heads(const HeadNorms& problem, void (*rms_norm)(const RmsNorm&, int, int), int begin, int end);
+
 // x = x * cos + (x with the halves of each head exchanged) * sin, in place; `angles` [rows, 2, head_dim]: cos, signed sin.
 struct Rotary {
     int rows, num_heads, head_dim;

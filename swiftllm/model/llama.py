@@ -65,6 +65,9 @@ class LlamaModel:
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is the next layer's afterwards.
         """
         weights = self._weights.boundary(layer)
+        if weights.in_one_call is not None:
+            qkv = weights.in_one_call(attention_out.flatten(1), residual, rotary_rows)
+            return qkv.view(len(qkv), -1, self.config.head_dim)
         normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual), residual, weights.norm)
         return self._qkv(weights, normed, rotary_rows, out)
 
@@ -74,6 +77,8 @@ class LlamaModel:
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
         """
         weights = self._weights.boundary(self._last)
+        if weights.in_one_call is not None:
+            return weights.in_one_call(attention_out.flatten(1), residual, None)
         ffn = self._ffn(weights.ffn, attention_out, residual)
         return weights.projection(self._norm_of_sum(ffn, residual, weights.norm))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import LayerWeights, LlamaWeights, ModelPart, dummy_weights, load_weights
-from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 
@@ -40,6 +40,8 @@ class BoundaryWeights:
     """QKV of the next layer; at the last boundary the vocabulary's."""
     head_norms: torch.Tensor | None
     """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
+    in_one_call: Crossing | None = None
+    """All of the above but the embedding, where the operations have it."""
 
 
 class WeightProvider(Protocol):
@@ -69,10 +71,13 @@ class ResidentWeights:
             layer = weights.layers.pop(0)
             qkv = make_linear(ops, layer.qkv, layer.qkv_bias)
             norms = _head_norms(layer, config)
-            self._boundaries.append(BoundaryWeights(embed, ffn, layer.input_norm, qkv, norms))
+            rotated_heads = config.num_heads + config.num_kv_heads
+            in_one_call = _in_one_call(ops, config, ffn, layer.input_norm, qkv, norms, rotated_heads)
+            self._boundaries.append(BoundaryWeights(embed, ffn, layer.input_norm, qkv, norms, in_one_call))
             embed, ffn = None, _ffn(layer, ops)
             del layer
-        self._boundaries.append(BoundaryWeights(None, ffn, weights.final_norm, lm_head, None))
+        in_one_call = _in_one_call(ops, config, ffn, weights.final_norm, lm_head, None, 0)
+        self._boundaries.append(BoundaryWeights(None, ffn, weights.final_norm, lm_head, None, in_one_call))
 
     def boundary(self, layer: int) -> BoundaryWeights:
         return self._boundaries[layer + 1]
@@ -119,6 +124,25 @@ def _ffn(layer: LayerWeights, ops: Ops) -> FfnWeights:
         norm=layer.post_norm,
         gate_up=make_linear(ops, layer.gate_up, layer.gate_up_bias),
         down=make_linear(ops, layer.down, layer.down_bias),
+    )
+
+
+def _in_one_call(
+    ops: Ops,
+    config: ModelConfig,
+    ffn: FfnWeights | None,
+    norm: torch.Tensor,
+    projection: Linear,
+    head_norms: torch.Tensor | None,
+    rotated_heads: int,
+) -> Crossing | None:
+    """See :attr:`BoundaryWeights.in_one_call`."""
+    if ffn is None:
+        return None
+    layer = {"o": ffn.o, "post_norm": ffn.norm, "gate_up": ffn.gate_up, "down": ffn.down}
+    heads = {"rotated_heads": rotated_heads, "head_dim": config.head_dim, "head_norms": head_norms}
+    return ops.make_crossing(
+        CrossingParts(**layer, norm=norm, projection=projection, **heads, eps=config.rms_norm_eps)
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 import pacpu
 from pacpu import rows
+from swiftllm.ops.interface import Crossing, CrossingParts
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
@@ -29,7 +30,7 @@ class CpuOps(ReferenceOps):
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         if _is_ours(weight.dtype):
-            return self._make_own_linear(weight, bias)
+            return PackedLinear(self, weight, bias)
         if not _can_pack(weight.dtype):
             return super().make_linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
@@ -42,19 +43,11 @@ class CpuOps(ReferenceOps):
         """Dequantised once: host memory holds the matrix in full."""
         return self.make_linear(matrix.dequantise(), bias)
 
-    def _make_own_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        out_features = weight.shape[0]
-        packed = weight.new_empty(rows.packed_shape(*weight.shape))
-        rows.pack_matrix(weight, packed)
-
-        def linear(x: torch.Tensor) -> torch.Tensor:
-            out = x.new_empty((x.shape[0], out_features))
-            rows.linear(x, packed, bias, out, num_threads=self.num_threads)
-            return out
-
-        return linear
+    def make_crossing(self, parts: CrossingParts) -> Crossing | None:
+        linears = parts.o, parts.gate_up, parts.down, parts.projection
+        if not all(isinstance(linear, PackedLinear) for linear in linears):
+            return None
+        return PackedCrossing(self, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -67,6 +60,9 @@ class CpuOps(ReferenceOps):
         out = torch.empty_like(addend)
         rows.rms_norm(residual, weight, eps, out, addend=addend, num_threads=self.num_threads)
         return out
+
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        rows.norm_heads(x, weights, eps, num_threads=self.num_threads)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows.rotary(x, rotary_rows, num_threads=self.num_threads)
@@ -111,6 +107,51 @@ class CpuOps(ReferenceOps):
     ) -> None:
         how = {"num_threads": self.num_threads, "kernel": self._cpu_kernel}
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
+
+
+class PackedLinear:
+    """``x weight^T + bias`` by pacpu; see :meth:`CpuOps.make_linear`."""
+
+    def __init__(self, ops: CpuOps, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.packed = weight.new_empty(rows.packed_shape(*weight.shape))
+        self.bias = bias
+        self._ops = ops
+        rows.pack_matrix(weight, self.packed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((x.shape[0], self.out_features))
+        rows.linear(x, self.packed, self.bias, out, num_threads=self._ops.num_threads)
+        return out
+
+
+class PackedCrossing:
+    """See :meth:`CpuOps.make_crossing`."""
+
+    def __init__(self, ops: CpuOps, parts: CrossingParts) -> None:
+        """The linears are :class:`PackedLinear`."""
+        matrices = {name: getattr(parts, name) for name in ("o", "gate_up", "down", "projection")}
+        self._ops = ops
+        self._out_features = parts.projection.out_features
+        self._crossing = rows.Crossing(
+            **{name: (linear.packed, linear.bias) for name, linear in matrices.items()},
+            post_norm=parts.post_norm,
+            norm=parts.norm,
+            head_norms=parts.head_norms,
+            attention_size=parts.o.in_features,
+            intermediate_size=parts.down.in_features,
+            out_features=self._out_features,
+            rotated_heads=parts.rotated_heads,
+            head_dim=parts.head_dim,
+            eps=parts.eps,
+        )
+
+    def __call__(
+        self, attention_out: torch.Tensor, residual: torch.Tensor, rotary_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = residual.new_empty((residual.shape[0], self._out_features))
+        self._crossing(attention_out, residual, rotary_rows, out, num_threads=self._ops.num_threads)
+        return out
 
 
 def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,24 @@ import torch
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 Linear = Callable[..., torch.Tensor]
+Crossing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CrossingParts:
+    """The work between two attentions, part by part. Linears are of :meth:`Ops.make_linear`."""
+
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    norm: torch.Tensor
+    projection: Linear
+    head_norms: torch.Tensor | None
+    rotated_heads: int
+    """Heads of the projection that are normed and rotated, from the first on; 0 for the vocabulary's."""
+    head_dim: int
+    eps: float
 
 
 class Ops(Protocol):
@@ -31,6 +50,13 @@ class Ops(Protocol):
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         """The same for a quantised matrix; ``x`` has its inputs in their own order."""
+
+    def make_crossing(self, parts: CrossingParts) -> Crossing | None:
+        """All parts in one call, with the bits of the separate calls; None where there is no such call.
+
+        A function of ``attention_out [rows, num_heads * head_dim]``, ``residual [rows, hidden_size]``, which it
+        overwrites, and the rows' angles (see :meth:`rotary_`); returns the projection.
+        """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""

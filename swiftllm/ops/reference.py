@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from swiftllm.ops.interface import CrossingParts
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 # Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
@@ -36,6 +37,9 @@ class ReferenceOps:
             return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
 
         return linear
+
+    def make_crossing(self, parts: CrossingParts) -> None:
+        return None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -69,8 +69,8 @@ class ShardedWeights:
             return replace(weights, embed=self._embed)
         ffn = replace(weights.ffn, o=self._summed(weights.ffn.o), down=self._summed(weights.ffn.down))
         if layer < self._last:
-            return replace(weights, ffn=ffn)
-        return replace(weights, ffn=ffn, projection=self._gathered(weights.projection))
+            return replace(weights, ffn=ffn, in_one_call=None)
+        return replace(weights, ffn=ffn, in_one_call=None, projection=self._gathered(weights.projection))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         own = token_ids - self._group.rank * self._part_size

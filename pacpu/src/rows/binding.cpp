@@ -3,15 +3,13 @@
 
 #include <algorithm>
 
-#include "arguments.h"
-#include "rows.h"
+#include "checks.h"
 #include "scratch.h"
 #include "thread_team.h"
 
 namespace py = pybind11;
 
 namespace pacpu {
-namespace {
 
 DType float_dtype(const Array& array) {
     const std::optional<DType> dtype = dtype_of(array);
@@ -33,11 +31,10 @@ std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
     return {(out_features + panel_columns - 1) / panel_columns, (in_features + 1) / 2, panel_columns, 2};
 }
 
+namespace {
+
 // With fewer, waking a thread takes longer than what it does.
 constexpr int64_t min_elements_per_thread = 1 << 15;
-
-// Of a call's parts: threads claim them, so that one which begins late or loses its core does less.
-constexpr int parts_per_thread = 4;
 
 // With fewer, a call ends within some 10 us: sooner than another thread that got the GIL gives it back.
 constexpr int64_t min_elements_without_gil = 1 << 16;
@@ -49,8 +46,7 @@ void divide(int count, int num_threads, Function&& function, bool keeps_gil = fa
     if (!keeps_gil) release.emplace();
     const int num_parts = num_threads == 1 ? std::min(count, 1) : std::min(count, num_threads * parts_per_thread);
     run_phases(1, &num_parts, num_threads, [&](int, int part) {
-        function(static_cast<int>(int64_t{count} * part / num_parts),
-                 static_cast<int>(int64_t{count} * (part + 1) / num_parts));
+        function(part_begin(count, num_parts, part), part_begin(count, num_parts, part + 1));
     });
 }
 
@@ -158,6 +154,23 @@ void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_obje
     }
     const auto kernel = row_kernels().rms_norm[static_cast<int>(dtype)];
     divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
+}
+
+void norm_heads(py::handle x_object, py::handle weights_object, py::handle eps_object, py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), weights = read_array("weights", weights_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const DType dtype = float_dtype(x);
+    check_dtype(weights, x);
+    check_rank(x, 3, "[rows, heads, head_dim]");
+    check_sizes(x);
+    check_shape(weights, {x.shape[1], x.shape[2]}, "[heads, head_dim]");
+    row_stride(weights, false);
+    check_writable(x);
+    const int heads = static_cast<int>(x.shape[1]), head_dim = static_cast<int>(x.shape[2]);
+    const HeadNorms problem = {static_cast<int>(x.shape[0]), heads,        head_dim, x.data, row_stride(x),
+                               x.type_bits / 8,              weights.data, static_cast<float>(read_scalar<double>("eps", eps_object))};
+    const auto kernel = row_kernels().rms_norm[static_cast<int>(dtype)];
+    divide_rows(x, num_threads, [&](int begin, int end) { norm_heads(problem, kernel, begin, end); });
 }
 
 void rotary(py::handle x_object, py::handle angles_object, py::handle num_threads_object) {
@@ -315,12 +328,14 @@ void bind_rows(py::module_& module) {
     module.def("pack_matrix", &pack_matrix);
     module.def("linear", &linear);
     module.def("rms_norm", &rms_norm);
+    module.def("norm_heads", py::overload_cast<py::handle, py::handle, py::handle, py::handle>(&norm_heads));
     module.def("rotary", &rotary);
     module.def("silu_and_mul", &silu_and_mul);
     module.def("store_kv", &store);
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
+    bind_crossing(module);
 }
 
 }  // namespace pacpu

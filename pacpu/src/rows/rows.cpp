@@ -57,6 +57,15 @@ const RowKernels& row_kernels() {
     return rows_portable;
 }
 
+void norm_heads(const HeadNorms& p, void (*rms_norm)(const RmsNorm&, int, int), int begin, int end) {
+    const int64_t head_bytes = p.head_dim * p.element_bytes;
+    for (int head = 0; head < p.num_heads; ++head) {
+        void* x = static_cast<char*>(p.x) + head * head_bytes;
+        const void* weight = static_cast<const char*>(p.weights) + head * head_bytes;
+        rms_norm({p.rows, p.head_dim, x, p.x_stride, nullptr, 0, weight, p.eps, x, p.x_stride}, begin, end);
+    }
+}
+
 void store_kv(const StoreKV& p, int begin, int end) {
     const int64_t half_bytes = p.block_size * p.slot_bytes, block_bytes = 2 * half_bytes * p.num_kv_heads;
     for (int row = begin; row < end; ++row) {

@@ -1,0 +1,26 @@
+// Checks of arrays that all bindings of the work on rows make.
+#pragma once
+
+#include <vector>
+
+#include "arguments.h"
+#include "rows.h"
+
+namespace pacpu {
+
+DType float_dtype(const Array& array);
+void check_bfloat16(const Array& array);
+void check_sizes(const Array& array);
+
+std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features);
+
+// Of a call's parts: threads claim them, so that one which begins late or loses its core does less.
+constexpr int parts_per_thread = 4;
+
+// Where the part-th of num_parts nearly equal stretches of [0, count) begins.
+inline int part_begin(int count, int num_parts, int part) { return static_cast<int>(int64_t{count} * part / num_parts); }
+
+// The Python class of a layer's crossing.
+void bind_crossing(pybind11::module_& module);
+
+}  // namespace pacpu

@@ -1,0 +1,213 @@
+// Rows from one layer's attention to the next one's in a single call. Products, norms and activations are phases of one
+// job: no array is made and no thread is woken for each of them.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "checks.h"
+#include "scratch.h"
+#include "thread_team.h"
+
+namespace py = pybind11;
+
+namespace pacpu {
+namespace {
+
+// So many rows cross at a time: each matrix is then read once per block, and activations stay in the caches.
+constexpr int crossing_rows = 512;
+
+// With fewer elements, handing a part of a norm to another thread takes longer than the part.
+constexpr int64_t min_elements_per_part = 1 << 13;
+
+struct Matrix {
+    const BFloat16* packed;
+    const BFloat16* bias;
+    int in_features, out_features;
+};
+
+Linear product(const Matrix& matrix, int rows, const BFloat16* x, int64_t x_stride, BFloat16* y, int64_t y_stride) {
+    return {rows, matrix.in_features, matrix.out_features, x, x_stride, matrix.packed, matrix.bias, y, y_stride};
+}
+
+class Crossing {
+public:
+    Crossing(py::tuple o, py::object post_norm, py::tuple gate_up, py::tuple down, py::object norm, py::tuple projection,
+             py::object head_norms, int64_t attention_size, int64_t intermediate_size, int64_t out_features,
+             int64_t rotated_heads, int64_t head_dim, double eps)
+        : eps_(static_cast<float>(eps)) {
+        for (const int64_t size : {attention_size, intermediate_size, out_features})
+            if (size < 1 || size > int_max / 2) refuse("a matrix cannot have a side of " + std::to_string(size));
+        if (rotated_heads < 0 || (rotated_heads && (head_dim < 2 || head_dim % 2 || rotated_heads > out_features / head_dim)))
+            refuse("rotated_heads cannot be " + std::to_string(rotated_heads) + " of head_dim " + std::to_string(head_dim));
+        const Array norm_array = read_array("norm", norm);
+        check_rank(norm_array, 1, "[hidden_size]");
+        const int64_t hidden_size = norm_array.shape[0];
+        post_norm_ = read_vector("post_norm", post_norm, hidden_size);
+        norm_ = read_vector("norm", norm, hidden_size);
+        o_ = read_matrix("o", o, hidden_size, attention_size);
+        gate_up_ = read_matrix("gate_up", gate_up, 2 * intermediate_size, hidden_size);
+        down_ = read_matrix("down", down, hidden_size, intermediate_size);
+        projection_ = read_matrix("projection", projection, out_features, hidden_size);
+        rotated_heads_ = static_cast<int>(rotated_heads);
+        head_dim_ = static_cast<int>(head_dim);
+        if (!head_norms.is_none()) {
+            const Array weights = read_array("head_norms", head_norms);
+            check_bfloat16(weights);
+            check_shape(weights, {rotated_heads, head_dim}, "[rotated_heads, head_dim]");
+            row_stride(weights, false);
+            head_norms_ = keep(weights, head_norms);
+        }
+    }
+
+    void run(py::handle attention_object, py::handle residual_object, py::handle angles_object, py::handle out_object,
+             py::handle num_threads_object) const {
+        const Array attention = read_array("attention_out", attention_object);
+        const Array residual = read_array("residual", residual_object), out = read_array("out", out_object);
+        const int num_threads = read_num_threads(num_threads_object);
+        for (const Array* array : {&attention, &residual, &out}) {
+            check_bfloat16(*array);
+            check_sizes(*array);
+        }
+        check_rank(residual, 2, "[rows, hidden_size]");
+        const int64_t rows = residual.shape[0];
+        check_shape(residual, {rows, down_.out_features}, "[rows, hidden_size]");
+        check_shape(attention, {rows, o_.in_features}, "[rows, attention_size]");
+        check_shape(out, {rows, projection_.out_features}, "[rows, out_features]");
+        check_writable(residual);
+        check_writable(out);
+        std::optional<Array> angles;
+        if (rotated_heads_) {
+            angles = read_array("angles", angles_object);
+            if (float_dtype(*angles) != DType::float32) refuse("angles must have dtype float32, not " + angles->dtype_name());
+            check_shape(*angles, {rows, 2, head_dim_}, "[rows, 2, head_dim]");
+        }
+        const RowKernels& kernels = row_kernels();
+        if (!kernels.linear) refuse("a crossing needs AVX-512; the instruction set in use is another");
+        const int64_t attention_stride = row_stride(attention), residual_stride = row_stride(residual);
+        const int64_t out_stride = row_stride(out), angles_stride = angles ? row_stride(*angles) : 0;
+        py::gil_scoped_release release;
+        for (int64_t row = 0; row < rows; row += crossing_rows)
+            cross({static_cast<int>(std::min<int64_t>(crossing_rows, rows - row)),
+                   static_cast<const BFloat16*>(attention.data) + row * attention_stride, attention_stride,
+                   static_cast<BFloat16*>(residual.data) + row * residual_stride, residual_stride,
+                   angles ? static_cast<const float*>(angles->data) + row * angles_stride : nullptr, angles_stride,
+                   static_cast<BFloat16*>(out.data) + row * out_stride, out_stride},
+                  kernels, num_threads);
+    }
+
+private:
+    struct Rows {
+        int count;
+        const BFloat16* attention;
+        int64_t attention_stride;
+        BFloat16* residual;
+        int64_t residual_stride;
+        const float* angles;
+        int64_t angles_stride;
+        BFloat16* out;
+        int64_t out_stride;
+    };
+
+    const BFloat16* keep(const Array& array, py::object object) {
+        owners_.push_back(std::move(object));
+        return static_cast<const BFloat16*>(array.data);
+    }
+
+    const BFloat16* read_vector(const char* name, py::object object, int64_t size) {
+        const Array array = read_array(name, object);
+        check_bfloat16(array);
+        check_shape(array, {size}, "[outputs]");
+        row_stride(array, false);
+        return keep(array, std::move(object));
+    }
+
+    Matrix read_matrix(const char* name, const py::tuple& parts, int64_t out_features, int64_t in_features) {
+        if (parts.size() != 2) refuse(std::string(name) + " must be a packed matrix and its bias or None");
+        const Array packed = read_array(name, parts[0]);
+        check_bfloat16(packed);
+        check_shape(packed, packed_shape(out_features, in_features), "packed_shape(out_features, in_features)");
+        row_stride(packed, false);
+        const py::object bias = parts[1];
+        return {keep(packed, parts[0]), bias.is_none() ? nullptr : read_vector(name, bias, out_features),
+                static_cast<int>(in_features), static_cast<int>(out_features)};
+    }
+
+    void cross(const Rows& rows, const RowKernels& kernels, int num_threads) const {
+        const int count = rows.count, hidden = down_.out_features, intermediate = down_.in_features;
+        static thread_local Scratch activations;
+        auto* const normed = reinterpret_cast<BFloat16*>(
+            activations.at_least((int64_t{count} * (2 * int64_t{hidden} + 3 * int64_t{intermediate}) + 1) / 2));
+        BFloat16* const addend = normed + int64_t{count} * hidden;
+        BFloat16* const gate_up = addend + int64_t{count} * hidden;
+        BFloat16* const active = gate_up + int64_t{count} * 2 * intermediate;
+        const int bfloat16 = static_cast<int>(DType::bfloat16);
+
+        const Linear products[] = {
+            product(o_, count, rows.attention, rows.attention_stride, addend, hidden),
+            product(gate_up_, count, normed, hidden, gate_up, 2 * int64_t{intermediate}),
+            product(down_, count, active, intermediate, addend, hidden),
+            product(projection_, count, normed, hidden, rows.out, rows.out_stride),
+        };
+        const auto add_norm = [&](const BFloat16* weight, int begin, int end) {
+            kernels.rms_norm[bfloat16]({count, hidden, rows.residual, rows.residual_stride, addend, hidden, weight, eps_,
+                                        normed, hidden},
+                                       begin, end);
+        };
+        const auto turn = [&](int begin, int end) {
+            if (head_norms_)
+                norm_heads({count, rotated_heads_, head_dim_, rows.out, rows.out_stride, sizeof(BFloat16), head_norms_, eps_},
+                           kernels.rms_norm[bfloat16], begin, end);
+            kernels.rotary[bfloat16](
+                {count, rotated_heads_, head_dim_, rows.out, rows.out_stride, rows.angles, rows.angles_stride}, begin, end);
+        };
+
+        // Even phases are products, odd ones work on whole rows.
+        const int num_phases = rotated_heads_ ? 8 : 7;
+        int num_parts[8];
+        for (int phase = 0; phase < num_phases; ++phase) {
+            const int widths[] = {hidden, intermediate, hidden, rotated_heads_ * head_dim_};
+            const int64_t most = phase % 2 == 0 ? num_panels(products[phase / 2])
+                                                : std::min<int64_t>(count, int64_t{count} * widths[phase / 2] / min_elements_per_part);
+            num_parts[phase] = num_threads == 1 ? 1 : static_cast<int>(std::clamp<int64_t>(most, 1, num_threads * parts_per_thread));
+        }
+        run_phases(num_phases, num_parts, num_threads, [&](int phase, int part) {
+            if (phase % 2 == 0) {
+                const Linear& linear = products[phase / 2];
+                static thread_local Scratch scratch;
+                return kernels.linear(linear, part_begin(num_panels(linear), num_parts[phase], part),
+                                      part_begin(num_panels(linear), num_parts[phase], part + 1),
+                                      scratch.at_least(linear_scratch_floats(linear)));
+            }
+            const int begin = part_begin(count, num_parts[phase], part), end = part_begin(count, num_parts[phase], part + 1);
+            if (phase == 1) return add_norm(post_norm_, begin, end);
+            if (phase == 3)
+                return kernels.silu_and_mul[bfloat16](
+                    {count, intermediate, gate_up, 2 * int64_t{intermediate}, active, intermediate}, begin, end);
+            if (phase == 5) return add_norm(norm_, begin, end);
+            turn(begin, end);
+        });
+    }
+
+    static int num_panels(const Linear& linear) { return (linear.out_features + panel_columns - 1) / panel_columns; }
+
+    std::vector<py::object> owners_;  // of the weights
+    Matrix o_, gate_up_, down_, projection_;
+    const BFloat16* post_norm_;
+    const BFloat16* norm_;
+    const BFloat16* head_norms_ = nullptr;
+    int rotated_heads_, head_dim_;
+    float eps_;
+};
+
+}  // namespace
+
+void bind_crossing(py::module_& module) {
+    py::class_<Crossing>(module, "Crossing")
+        .def(py::init<py::tuple, py::object, py::tuple, py::tuple, py::object, py::tuple, py::object, int64_t, int64_t, int64_t,
+                      int64_t, int64_t, double>())
+        .def("run", &Crossing::run);
+}
+
+}  // namespace pacpu
