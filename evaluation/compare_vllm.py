@@ -3,8 +3,9 @@
     python evaluation/compare_vllm.py [--help]
 
 vLLM is its CPU build in a separate environment (scripts/install_vllm.sh --cpu). Servers start once and stay idle while
-another one is measured; the processor time of the idle servers is measured too. A round measures every system once, and
-each round starts with another system. Ratios are to vLLM with as many cores in the same round.
+another one is measured. A measurement begins when they use no processor time; what they use meanwhile is measured too.
+A round measures every system once, and each round starts with another system. Ratios are to vLLM with as many cores in
+the same round.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ INSTALL = how_to_install("cpu")
 BLOCK_SIZE = 16
 DTYPE = "bfloat16"
 VLLM_KV_CACHE_BYTES = 2 * 2**30  # enough for all requests at once
-IDLE_SHARE_THAT_DISTURBS = 0.05
+IDLE_SHARE_THAT_DISTURBS = 0.05  # cores
+QUIET_CHECK_S, MOST_QUIET_CHECKS = 1.0, 20
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ class RunningServers:
         measured: RoundTask = point.task
         running = self.get_server(measured.system)
         others = [server for server in self.by_key.values() if server is not running]
+        _await_quiet(others)
         prompts = measured.prompt_tokens
         task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=prompts, launched=running)
         start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
@@ -242,6 +245,15 @@ class RunningServers:
             text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
         return PointResult(values, result.records, {**result.details, "command": measured.system.command.describe()})
+
+
+def _await_quiet(servers: Sequence[LaunchedServer]) -> None:
+    """Wait until idle servers leave the cores alone, some seconds at most: vLLM's go on after their last request."""
+    for _ in range(MOST_QUIET_CHECKS):
+        before = sum(server.processor_s() for server in servers)
+        time.sleep(QUIET_CHECK_S)
+        if sum(server.processor_s() for server in servers) - before < IDLE_SHARE_THAT_DISTURBS * QUIET_CHECK_S:
+            return
 
 
 def run_vllm_client(

@@ -12,6 +12,7 @@ from pacpu import _pacpu
 
 __all__ = [
     "Crossing",
+    "argmax",
     "has_prompt_attention",
     "linear",
     "linear_is_fastest",
@@ -100,7 +101,9 @@ class Crossing:
         matrices, sizes = (o, post_norm, gate_up, down, norm, projection), (attention_size, intermediate_size)
         self._native = _pacpu.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
 
-    def __call__(self, attention_out: Any, residual: Any, angles: Any | None, out: Any, *, num_threads: int = 1) -> None:
+    def __call__(
+        self, attention_out: Any, residual: Any, angles: Any | None, out: Any, *, num_threads: int = 1
+    ) -> None:
         """
         Args:
             attention_out: bfloat16 `[rows, attention_size]`.
@@ -170,6 +173,16 @@ def silu_and_mul(x: Any, out: Any, *, num_threads: int = 1) -> None:
         out: `[rows, size]`, overwritten.
     """
     _pacpu.silu_and_mul(x, out, num_threads)
+
+
+def argmax(x: Any, out: Any, *, num_threads: int = 1) -> None:
+    """The column of each row's highest value, the first of equals. NaN counts as the highest value.
+
+    Args:
+        x: `[rows, size]`; size is at least 1.
+        out: int64 `[rows]`, overwritten.
+    """
+    _pacpu.argmax(x, out, num_threads)
 
 
 def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_threads: int = 1) -> None:

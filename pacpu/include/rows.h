@@ -72,6 +72,14 @@ struct SiluAndMul {
     int64_t y_stride;
 };
 
+// The column of each row's highest value, the first of equals; NaN counts as the highest.
+struct Argmax {
+    int rows, size;  // size is at least 1
+    const void* x;
+    int64_t x_stride;
+    int64_t* found;  // [rows]
+};
+
 // Puts row i of k and v [rows, num_kv_heads, head_dim] into slot offsets[i] of block blocks[i] of a layer's KV cache.
 struct StoreKV {
     int rows, num_kv_heads, block_size;
@@ -125,6 +133,7 @@ struct RowKernels {
     void (*rms_norm[num_dtypes])(const RmsNorm&, int begin, int end);
     void (*rotary[num_dtypes])(const Rotary&, int begin, int end);
     void (*silu_and_mul[num_dtypes])(const SiluAndMul&, int begin, int end);
+    void (*argmax[num_dtypes])(const Argmax&, int begin, int end);
     // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
     void (*pack_panel)(const Prompt&, int kv_head, int panel);
     void (*attend_prompt)(const Prompt&, int kv_head, int begin_row, int end_row, float* scratch);

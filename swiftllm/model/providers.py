@@ -141,9 +141,7 @@ def _in_one_call(
         return None
     layer = {"o": ffn.o, "post_norm": ffn.norm, "gate_up": ffn.gate_up, "down": ffn.down}
     heads = {"rotated_heads": rotated_heads, "head_dim": config.head_dim, "head_norms": head_norms}
-    return ops.make_crossing(
-        CrossingParts(**layer, norm=norm, projection=projection, **heads, eps=config.rms_norm_eps)
-    )
+    return ops.make_crossing(CrossingParts(**layer, norm=norm, projection=projection, **heads, eps=config.rms_norm_eps))
 
 
 def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:

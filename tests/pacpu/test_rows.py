@@ -82,6 +82,39 @@ def test_rotary(isa, dtype, num_rows, num_threads, num_heads, head_dim):
 @every_isa
 @every_dtype
 @how_many
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 2), (3, 64), (4, 40)])
+def test_norm_heads(isa, dtype, num_rows, num_threads, num_heads, head_dim):
+    use(isa)
+    x = Rows(num_rows, num_heads, head_dim, dtype=dtype)
+    before = torch.randn(num_rows, num_heads, head_dim).to(dtype)
+    x.view.copy_(before)
+    weights = torch.randn(num_heads, head_dim).to(dtype)
+    rows.norm_heads(x.view, weights, 1e-5, num_threads=num_threads)
+    x.check(F.rms_norm(before.double(), (head_dim,), None, 1e-5) * weights.double())
+
+
+@every_isa
+@every_dtype
+@how_many
+@pytest.mark.parametrize("size", [1, 7, 512, 1300])
+def test_argmax_takes_the_first_of_equals(isa, dtype, num_rows, num_threads, size):
+    use(isa)
+    x = Rows(num_rows, size, dtype=dtype).view
+    x.copy_(torch.randn(num_rows, size).round())
+    for row, special in zip(range(num_rows), (torch.nan, torch.inf, -torch.inf), strict=False):
+        x[row, torch.randint(size, (2,))] = special
+    if num_rows > 3:
+        x[3] = -torch.inf
+    out = torch.full((num_rows,), -1)
+    rows.argmax(x, out, num_threads=num_threads)
+    for row, found in zip(x.tolist(), out.tolist(), strict=True):
+        places = [i for i, value in enumerate(row) if value != value] or [row.index(max(row))]
+        assert found == places[0]
+
+
+@every_isa
+@every_dtype
+@how_many
 @pytest.mark.parametrize("size", SIZES)
 def test_silu_and_mul(isa, dtype, num_rows, num_threads, size):
     use(isa)
@@ -226,6 +259,12 @@ KV, CACHE, SLOTS = torch.ones(2, 1, 8), torch.ones(3, 1, 2, 4, 8), torch.zeros(2
         (lambda: rows.rms_norm(X.int(), X[0], 1e-5, X), "x must have dtype float32, float16 or bfloat16, not int32"),
         (lambda: rows.rotary(torch.ones(2, 1, 5), torch.ones(2, 2, 5)), "even head_dim, not 5"),
         (lambda: rows.rotary(torch.ones(2, 1, 4), torch.ones(2, 4)), "angles must have shape"),
+        (
+            lambda: rows.norm_heads(torch.ones(2, 1, 4), torch.ones(2, 4), 1e-5),
+            r"weights must have shape .* = \[1, 4\]",
+        ),
+        (lambda: rows.argmax(X[:, :0], SLOTS), "x must have at least one column"),
+        (lambda: rows.argmax(X, SLOTS.int()), "out must have dtype int64, not int32"),
         (lambda: rows.silu_and_mul(X, X), r"x must have shape .* = \[2, 12\]"),
         (lambda: rows.silu_and_mul(X.T, torch.ones(6, 1, dtype=BF16)), "x must be contiguous within a row"),
         (lambda: rows.store_kv(KV, KV, CACHE, SLOTS + 3, SLOTS), r"blocks\[0\] must be below 3, not 3"),

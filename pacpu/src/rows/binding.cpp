@@ -210,6 +210,23 @@ void silu_and_mul(py::handle x_object, py::handle out_object, py::handle num_thr
     divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
 }
 
+void argmax(py::handle x_object, py::handle out_object, py::handle num_threads_object) {
+    const Array x = read_array("x", x_object), out = read_array("out", out_object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const DType dtype = float_dtype(x);
+    check_rank(x, 2, "[rows, size]");
+    check_sizes(x);
+    if (x.shape[1] < 1) refuse("x must have at least one column");
+    if (!is_int(out, 64)) refuse("out must have dtype int64, not " + out.dtype_name());
+    check_shape(out, {x.shape[0]}, "[rows]");
+    row_stride(out, false);
+    check_writable(out);
+    const Argmax problem = {static_cast<int>(x.shape[0]), static_cast<int>(x.shape[1]), x.data, row_stride(x),
+                            static_cast<int64_t*>(out.data)};
+    const auto kernel = row_kernels().argmax[static_cast<int>(dtype)];
+    divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
+}
+
 void check_slots(const Array& array, int64_t rows, int64_t limit) {
     if (!is_int(array, 64)) refuse(std::string(array.name) + " must have dtype int64, not " + array.dtype_name());
     check_shape(array, {rows}, "[rows]");
@@ -331,6 +348,7 @@ void bind_rows(py::module_& module) {
     module.def("norm_heads", py::overload_cast<py::handle, py::handle, py::handle, py::handle>(&norm_heads));
     module.def("rotary", &rotary);
     module.def("silu_and_mul", &silu_and_mul);
+    module.def("argmax", &argmax);
     module.def("store_kv", &store);
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);

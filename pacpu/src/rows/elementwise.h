@@ -64,11 +64,52 @@ void silu_and_mul(const SiluAndMul& p, int begin, int end) {
     }
 }
 
+// The first NaN, else the first of the highest values. Whole stretches are compared first, since a maximum takes a fraction
+// of the time of its place.
+template <typename T>
+void argmax(const Argmax& p, int begin, int end) {
+    constexpr int stretch = 512;
+    for (int r = begin; r < end; ++r) {
+        const T* x = (const T*)p.x + r * p.x_stride;
+        float highest = 0;
+        int from = -1;
+        bool has_nan = false;
+        for (int first = 0; first < p.size && !has_nan; first += stretch) {
+            const int stop = min_of(first + stretch, p.size);
+            Floats most = splat(-__builtin_inff()), nan{};
+            for (int i = first; i < stop; i += width) {
+                // The last lanes repeat an element: zeros would compete.
+                const Floats part = load_some(x + i, stop - i);
+                Floats value = part;
+                for (int lane = stop - i; lane < width; ++lane) value[lane] = part[0];
+                most = maximum(value, most);
+                nan = value != value ? splat(1.0f) : nan;
+            }
+            const auto larger = [](Floats a, Floats b) { return maximum(a, b); };
+            most = reduce<1>(most, larger);
+            has_nan = reduce<1>(nan, larger)[0] > 0;
+            if (has_nan || from < 0 || most[0] > highest) {
+                highest = most[0];
+                from = first;
+            }
+        }
+        for (int i = from, is_found = 0; !is_found; i += width) {
+            const Floats value = load_some(x + i, p.size - i);
+            for (int lane = 0; lane < width && !is_found; ++lane)
+                if (has_nan ? value[lane] != value[lane] : value[lane] == highest) {
+                    p.found[r] = i + lane;
+                    is_found = 1;
+                }
+        }
+    }
+}
+
 #define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt) {         \
     linear,                                                            \
     {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},             \
     {rotary<float>, rotary<Half>, rotary<BFloat16>},                   \
     {silu_and_mul<float>, silu_and_mul<Half>, silu_and_mul<BFloat16>}, \
+    {argmax<float>, argmax<Half>, argmax<BFloat16>},                   \
     pack_panel,                                                        \
     attend_prompt,                                                     \
 }

@@ -7,6 +7,7 @@ import pacpu
 from pacpu import rows
 from swiftllm.ops import reference
 from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.ops.interface import CrossingParts, Linear
 from swiftllm.ops.reference import ReferenceOps
 from tests.reference.tolerances import TOLERANCES, assert_close
 
@@ -32,11 +33,47 @@ def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     mine, torchs = residual.clone(), residual.clone()
     assert_close(ours.add_rms_norm_(mine, x, norm, 1e-5), reference.add_rms_norm_(torchs, x, norm, 1e-5))
     assert_close(mine, torchs)
+    heads, weights = torch.randn(num_rows, 5, 14).to(dtype), torch.randn(5, 14).to(dtype)
+    mine, torchs = heads.clone(), heads.clone()
+    ours.norm_heads_(mine, weights, 1e-5)
+    reference.norm_heads_(torchs, weights, 1e-5)
+    assert_close(mine, torchs)
     assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x))
     q, k, v = torch.randn(num_rows, 4, 8).to(dtype), *torch.randn(2, 2, num_rows + 3, 8).to(dtype)
     mask = torch.arange(num_rows + 3) <= torch.arange(3, num_rows + 3)[:, None]
     for qkv in ((q, k, v, mask, 0.3), (q, k[:, :num_rows], v[:, :num_rows], None, 0.3)):
         assert_close(ours.prefill_attention(*qkv), reference.prefill_attention(*qkv))
+
+
+@pytest.mark.parametrize(
+    "multiplies", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_WIDE_VECTORS, reason="AVX-512"))]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_crossing_in_one_call_where_pacpu_multiplies(monkeypatch, multiplies, dtype):
+    torch.manual_seed(0)
+    monkeypatch.setattr(rows, "linear_is_fastest", lambda: multiplies)
+    ops = CpuOps(num_threads=2)
+    norm = torch.randn(32).to(dtype)
+
+    def linear(out_features: int, in_features: int) -> Linear:
+        return ops.make_linear((torch.randn(out_features, in_features) / 6).to(dtype), None)
+
+    heads = {"head_norms": torch.randn(6, 8).to(dtype), "rotated_heads": 6, "head_dim": 8}
+    parts = CrossingParts(linear(32, 32), norm, linear(96, 32), linear(32, 48), norm, linear(64, 32), **heads, eps=1e-5)
+    crossing = ops.make_crossing(parts)
+    assert (crossing is not None) == (multiplies and dtype is torch.bfloat16)
+    if crossing is None:
+        return
+    attention_out, residual = torch.randn(2, 17, 32).to(dtype)
+    mine, expected = residual.clone(), residual.clone()
+    angles = torch.randn(17, 2, 8)
+    out = crossing(attention_out, mine, angles)
+    normed = ops.add_rms_norm_(expected, parts.o(attention_out), norm, 1e-5)
+    normed = ops.add_rms_norm_(expected, parts.down(ops.silu_and_mul(parts.gate_up(normed))), norm, 1e-5)
+    qkv = parts.projection(normed)
+    ops.norm_heads_(qkv.view(17, 8, 8)[:, :6], parts.head_norms, 1e-5)
+    ops.rotary_(qkv.view(17, 8, 8)[:, :6], angles)
+    assert torch.equal(out, qkv) and torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("rows", [200, 193, 192, 33])
