@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from apex.placement.costs import BoundaryCost, CopyEffect
 from apex.placement.formulas import split_s
-from apex.placement.placement import SLOTS, BoundaryCost, CopyEffect, Place, Placement, spread
+from swiftllm.model.placement import SLOTS, Place, Placement, spread
 
 NO_EFFECT = CopyEffect()
 CYCLES = 4

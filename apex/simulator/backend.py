@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
-from apex.placement.placement import Place
 from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
 from apex.simulator.weight_path import PlacedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import TicketTimes
+from swiftllm.model.placement import Place
 
 PLACEHOLDER_TOKEN = 0
 """Every sampled token. Nothing is computed, so only ``max_tokens`` ends a request."""

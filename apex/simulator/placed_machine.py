@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.placement.costs import BoundaryCost, CopyEffect
 from apex.placement.formulas import batch_s
-from apex.placement.placement import BoundaryCost, CopyEffect, Place, Placement
 from apex.placement.search import Choice, choose_exactly, choose_placement
 from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.cpu_path import Interconnect
@@ -19,6 +19,7 @@ from apex.simulator.hardware import Host, LayerShape
 from apex.simulator.predicted_machine import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, PredictedMachine
 from apex.simulator.quantised_weights import packed_bytes
 from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
+from swiftllm.model.placement import Place, Placement
 
 HOST_SHARE_WITH_WEIGHTS = 0.9  # of host memory for the CPU tier and weights
 CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the best is taken for an estimate

@@ -13,7 +13,9 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.model.boundary_tensors import matrices_of, packed_bytes, split_boundaries
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Placement
 from swiftllm.model.weights import LlamaWeights
 
 EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier without a GPU: small, as on the GPUs this engine is for
@@ -38,13 +40,31 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, on_host: bool = Fals
     return total + orders + sum(matrix.nbytes for matrix in packed)
 
 
-def check_weights(model: ModelConfig, dtype: torch.dtype, free_bytes: int, *, on_host: bool = False) -> None:
-    """Check that the weights fit, before any is loaded.
+def boundary_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
+    """Bytes of what may be elsewhere than on the device, for each boundary from -1 on; see :func:`weight_bytes`."""
+    weights = LlamaWeights.empty(model, "meta", dtype)
+    if model.quantisation is not None:
+        weights.empty_quantised(model, "meta", torch.float16)
+    return [packed_bytes(matrices_of(boundary)) for boundary in split_boundaries(weights)]
+
+
+def check_weights(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    placement: Placement | None = None,
+    *,
+    on_host: bool = False,
+) -> None:
+    """Check that the weights fit, before any is loaded. ``placement``: by default all are on the device.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory.
     """
     needed = weight_bytes(model, dtype, on_host=on_host)
+    if placement is not None and not placement.is_all_resident:
+        sizes = boundary_bytes(model, dtype)
+        needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
     if needed > free_bytes:
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "

@@ -66,8 +66,10 @@ class LlamaModel:
         """
         weights = self._weights.boundary(layer)
         if weights.in_one_call is not None:
-            qkv = weights.in_one_call(attention_out.flatten(1), residual, rotary_rows)
-            return qkv.view(len(qkv), -1, self.config.head_dim)
+            qkv = weights.in_one_call(attention_out.flatten(1), residual, rotary_rows).unflatten(
+                1, (-1, self.config.head_dim)
+            )
+            return qkv if out is None else out.copy_(qkv)
         normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual), residual, weights.norm)
         return self._qkv(weights, normed, rotary_rows, out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from swiftllm.config import EngineConfig
+from swiftllm.model.boundary_tensors import BoundaryTensors, FfnTensors, split_boundaries
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.weights import LayerWeights, LlamaWeights, ModelPart, dummy_weights, load_weights
-from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
+from swiftllm.model.weights import LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.ops.interface import Crossing, CrossingParts, Linear, MakesLinears, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 
@@ -50,12 +51,14 @@ class WeightProvider(Protocol):
     num_logits: int
     """Columns of the last boundary's projection."""
 
-    def boundary(self, layer: int) -> BoundaryWeights:
-        """The matrices that the compute stream's next work uses, until the next call.
+    def enter(self, layer: int) -> None:
+        """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
 
-        A boundary may be asked for more than once while it is crossed. Where graphs are captured, the work of this call
-        is captured too.
-        """
+    def holds(self, layer: int) -> bool:
+        """Whether a boundary can be entered without a copy of its own."""
+
+    def boundary(self, layer: int) -> BoundaryWeights:
+        """The matrices of a boundary, for work on the compute stream once it is entered."""
 
 
 class ResidentWeights:
@@ -64,45 +67,34 @@ class ResidentWeights:
     def __init__(self, config: ModelConfig, weights: LlamaWeights, ops: Ops) -> None:
         """Takes ``weights`` over: its layers are gone afterwards, so that packed matrices don't double the memory."""
         self.num_logits = config.vocab_size
-        lm_head = make_linear(ops, weights.lm_head, None)
+        tensors = split_boundaries(weights)
         self._boundaries: list[BoundaryWeights] = []
-        embed, ffn = partial(F.embedding, weight=weights.embedding), None
-        while weights.layers:
-            layer = weights.layers.pop(0)
-            qkv = make_linear(ops, layer.qkv, layer.qkv_bias)
-            norms = _head_norms(layer, config)
-            rotated_heads = config.num_heads + config.num_kv_heads
-            in_one_call = _in_one_call(ops, config, ffn, layer.input_norm, qkv, norms, rotated_heads)
-            self._boundaries.append(BoundaryWeights(embed, ffn, layer.input_norm, qkv, norms, in_one_call))
-            embed, ffn = None, _ffn(layer, ops)
-            del layer
-        in_one_call = _in_one_call(ops, config, ffn, weights.final_norm, lm_head, None, 0)
-        self._boundaries.append(BoundaryWeights(None, ffn, weights.final_norm, lm_head, None, in_one_call))
+        while tensors:
+            self._boundaries.append(make_boundary(ops, config, tensors.pop(0)))
+
+    def enter(self, layer: int) -> None:
+        pass
+
+    def holds(self, layer: int) -> bool:
+        return True
 
     def boundary(self, layer: int) -> BoundaryWeights:
         return self._boundaries[layer + 1]
 
 
-def open_weights(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Ops,
-    part: ModelPart | None = None,
-) -> WeightProvider:
-    """The weights that a configuration names, or a ``part`` of them.
+def read_weights(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, part: ModelPart | None = None
+) -> LlamaWeights:
+    """The tensors that a configuration names, or a ``part`` of them.
 
     Raises what :func:`~swiftllm.model.weights.load_weights` does.
     """
     if config.load_format == "dummy":
-        weights = dummy_weights(model, device, dtype, config.seed, part)
-    else:
-        weights = load_weights(config.model, model, device, dtype, part)
-    return ResidentWeights(model if part is None else part.sizes, weights, ops)
+        return dummy_weights(model, device, dtype, config.seed, part)
+    return load_weights(config.model, model, device, dtype, part)
 
 
-def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+def make_linear(ops: MakesLinears, weight: Matrix, bias: torch.Tensor | None) -> Linear:
     """The linear of a matrix, by its kind; see :meth:`~swiftllm.ops.interface.Ops.make_linear`."""
     if isinstance(weight, torch.Tensor):
         return ops.make_linear(weight, bias)
@@ -118,34 +110,47 @@ def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
     return side_by_side
 
 
-def _ffn(layer: LayerWeights, ops: Ops) -> FfnWeights:
+def make_boundary(
+    ops: Ops, config: ModelConfig, tensors: BoundaryTensors, layer_linears: MakesLinears | None = None
+) -> BoundaryWeights:
+    """A boundary that ``ops`` compute; the matrices of layers go to ``layer_linears`` where that is given."""
+    last, ffn, makes = tensors.projects_vocabulary, tensors.ffn, layer_linears or ops
+    head_norms = None if last else _head_norms(tensors, config)
+    weights = BoundaryWeights(
+        embed=None if tensors.embedding is None else partial(F.embedding, weight=tensors.embedding),
+        ffn=None if ffn is None else _ffn(ffn, makes),
+        norm=tensors.norm,
+        projection=make_linear(ops if last else makes, tensors.projection, tensors.projection_bias),
+        head_norms=head_norms,
+    )
+    if weights.ffn is None or layer_linears is not None:
+        return weights
+    parts = CrossingParts(
+        o=weights.ffn.o,
+        post_norm=weights.ffn.norm,
+        gate_up=weights.ffn.gate_up,
+        down=weights.ffn.down,
+        norm=weights.norm,
+        projection=weights.projection,
+        head_norms=head_norms,
+        rotated_heads=0 if last else config.num_heads + config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+    )
+    return replace(weights, in_one_call=ops.make_crossing(parts))
+
+
+def _ffn(tensors: FfnTensors, makes: MakesLinears) -> FfnWeights:
     return FfnWeights(
-        o=make_linear(ops, layer.o, layer.o_bias),
-        norm=layer.post_norm,
-        gate_up=make_linear(ops, layer.gate_up, layer.gate_up_bias),
-        down=make_linear(ops, layer.down, layer.down_bias),
+        o=make_linear(makes, tensors.o, tensors.o_bias),
+        norm=tensors.norm,
+        gate_up=make_linear(makes, tensors.gate_up, tensors.gate_up_bias),
+        down=make_linear(makes, tensors.down, tensors.down_bias),
     )
 
 
-def _in_one_call(
-    ops: Ops,
-    config: ModelConfig,
-    ffn: FfnWeights | None,
-    norm: torch.Tensor,
-    projection: Linear,
-    head_norms: torch.Tensor | None,
-    rotated_heads: int,
-) -> Crossing | None:
-    """See :attr:`BoundaryWeights.in_one_call`."""
-    if ffn is None:
+def _head_norms(tensors: BoundaryTensors, config: ModelConfig) -> torch.Tensor | None:
+    if tensors.q_norm is None or tensors.k_norm is None:
         return None
-    layer = {"o": ffn.o, "post_norm": ffn.norm, "gate_up": ffn.gate_up, "down": ffn.down}
-    heads = {"rotated_heads": rotated_heads, "head_dim": config.head_dim, "head_norms": head_norms}
-    return ops.make_crossing(CrossingParts(**layer, norm=norm, projection=projection, **heads, eps=config.rms_norm_eps))
-
-
-def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:
-    if layer.q_norm is None or layer.k_norm is None:
-        return None
-    norms = ((layer.q_norm, config.num_heads), (layer.k_norm, config.num_kv_heads))
+    norms = ((tensors.q_norm, config.num_heads), (tensors.k_norm, config.num_kv_heads))
     return torch.cat([norm.expand(heads, -1) for norm, heads in norms])

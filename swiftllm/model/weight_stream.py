@@ -7,80 +7,92 @@ from collections.abc import Mapping
 import torch
 
 from swiftllm.device.device import Device, Event
+from swiftllm.model.placement import SLOTS
 
-SLOTS = 2  # while one boundary is used, the next arrives
 CHUNK_BYTES = 8 << 20  # other copies of the link wait for one chunk, not for a whole boundary
 
 
 class WeightStream:
     """The streamed boundaries of a model. Each has one fixed slot, so that captured graphs find its weights.
 
-    Boundaries are used in ascending order, again and again. :meth:`leave` sends the next boundary of the slot.
+    An iteration enters the boundaries in ascending order. Once the next one is entered, whichever that is, the slot of
+    the one before takes the next but one of the streamed boundaries. Who enters a boundary out of order waits for a
+    copy of its own; all others of an iteration cause one copy of each boundary together.
 
     Attributes:
         bytes_sent: to the device so far, those of the first :data:`SLOTS` boundaries at the start included.
     """
 
     def __init__(self, device: Device, buffers: Mapping[int, torch.Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
-        """``buffers``: of each streamed boundary its weights, ``[elements]`` of one dtype, in :meth:`Device.pinned`
-        memory. ``chunk_bytes``: of one copy.
+        """``buffers``: of each streamed boundary its weights, uint8 ``[bytes]``, in :meth:`Device.pinned` memory.
+        ``chunk_bytes``: of one copy.
 
         Raises:
-            ValueError: there is no buffer, or their dtypes differ.
+            ValueError: there is no buffer.
         """
-        if len({buffer.dtype for buffer in buffers.values()}) != 1:
-            raise ValueError("streamed weights need at least one boundary, and one dtype for all of them")
+        if not buffers:
+            raise ValueError("streamed weights need at least one boundary")
         self._device, self._copies, self._buffers = device, device.new_stream(), dict(buffers)
         self._order = sorted(buffers)
-        first = self._buffers[self._order[0]]
-        self._chunk = max(1, chunk_bytes // first.itemsize)
+        self._chunk_bytes = chunk_bytes
         size = max(len(buffer) for buffer in buffers.values())
         # Not Device.mirror: on a host that is the buffer itself, and the twin must copy as a GPU does.
-        self._slots = [torch.empty(size, dtype=first.dtype, device=device.torch_device) for _ in self._order[:SLOTS]]
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for _ in self._order[:SLOTS]]
         self._held: list[int] = [0] * len(self._slots)
         self._arrived: list[Event] = []
+        self._current: int | None = None
         self.bytes_sent = 0
         for index in range(len(self._slots)):
             self._arrived.append(self._send(index))
 
-    def need(self, boundary: int) -> torch.Tensor:
-        """The weights of a boundary on the device, ``[elements]``, for work on the compute stream until :meth:`leave`.
+    def slot_of(self, boundary: int) -> torch.Tensor:
+        """Where the weights of a boundary are on the device while it is entered, uint8 ``[bytes]``."""
+        return self._slots[self._order.index(boundary) % SLOTS][: len(self._buffers[boundary])]
 
-        Call it outside of captures.
+    def enter(self, boundary: int) -> None:
+        """Work launched on the compute stream from now on finds this boundary's weights, if it is streamed.
 
-        Raises:
-            RuntimeError: the slot holds another boundary: the caller is not where the lane is.
+        Call it outside of captures, before each crossing.
         """
-        slot = self._slot_with(boundary)
-        self._device.compute.wait(self._arrived[slot])
-        return self._slots[slot][: len(self._buffers[boundary])]
-
-    def leave(self, boundary: int) -> None:
-        """All readers of this iteration are launched: the slot is filled anew once they are done.
-
-        Raises:
-            RuntimeError: see :meth:`need`.
-        """
-        slot = self._slot_with(boundary)
-        index = self._order.index(boundary) + SLOTS
-        self._arrived[slot] = self._send(index if index < len(self._order) else slot)
+        if boundary == self._current:
+            return
+        if self._current is not None:
+            self._leave(self._order.index(self._current))
+        self._current = None
+        if boundary not in self._buffers:
+            return
+        index = self._order.index(boundary)
+        if boundary not in self._held:
+            self._restart(index)
+        self._device.compute.wait(self._arrived[index % SLOTS])
+        self._current = boundary
 
     def holds(self, boundary: int) -> bool:
-        """Whether the boundary's weights are in its slot or on their way: reading them sends nothing."""
-        return boundary in self._held
+        """Whether a boundary can be entered without a copy now: it is not streamed, or was entered last."""
+        return boundary not in self._buffers or boundary == self._current
 
-    def _slot_with(self, boundary: int) -> int:
-        if boundary not in self._held:
-            raise RuntimeError(f"the weights of boundary {boundary} are not in their slot: {self._held} are")
-        return self._held.index(boundary)
+    def _leave(self, index: int) -> None:
+        """All readers of this iteration are launched: the slot is filled anew once they are done."""
+        after = index + SLOTS
+        self._fill(after if after < len(self._order) else index % SLOTS)
+
+    def _restart(self, index: int) -> None:
+        """Send a boundary that is not the next one, and the one that follows it, if that has the other slot."""
+        self._fill(index)
+        follower = (index + 1) % len(self._order)
+        if follower % SLOTS != index % SLOTS and self._order[follower] not in self._held:
+            self._fill(follower)
+
+    def _fill(self, index: int) -> None:
+        self._arrived[index % SLOTS] = self._send(index)
 
     def _send(self, index: int) -> Event:
         """Start the copy of the ``index``-th streamed boundary into its slot."""
         slot, boundary = index % SLOTS, self._order[index]
         source = self._buffers[boundary]
         self._copies.wait(self._device.compute.mark())  # the slot's last readers, or its memory's last owner
-        for start in range(0, len(source), self._chunk):
-            piece = source[start : start + self._chunk]
+        for start in range(0, len(source), self._chunk_bytes):
+            piece = source[start : start + self._chunk_bytes]
             self._copies.copy(self._slots[slot][start : start + len(piece)], piece)
         self._held[slot] = boundary
         self.bytes_sent += source.nbytes

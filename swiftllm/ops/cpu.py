@@ -22,6 +22,8 @@ PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes 
 class CpuOps(ReferenceOps):
     """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
+    repacks_matrices = True
+
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
         """``cpu_kernel``: a kernel of pacpu, by default the best for the dtype. ``num_threads``: threads of pacpu,
         changeable at any time; torch's are separate."""

@@ -31,7 +31,18 @@ class CrossingParts:
     eps: float
 
 
-class Ops(Protocol):
+class MakesLinears(Protocol):
+    """Makes functions of matrices."""
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight. Where graphs
+        are captured, it also accepts ``out=``."""
+
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        """The same for a quantised matrix; ``x`` has its inputs in their own order."""
+
+
+class Ops(MakesLinears, Protocol):
     """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
 
     All tensors of a call are on one device and, unless stated otherwise, of one dtype. Sums are in float32. GPU
@@ -44,12 +55,8 @@ class Ops(Protocol):
     """Whether ``decode_attention`` accepts rows of ``seq_lens`` 0, stores nothing for them and ignores their block
     tables. Captured graphs are padded with such rows."""
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight. Where graphs
-        are captured, it also accepts ``out=``."""
-
-    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
-        """The same for a quantised matrix; ``x`` has its inputs in their own order."""
+    repacks_matrices: bool
+    """Whether linears have a copy of their matrix in another layout; others read it where it is, call by call."""
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.

@@ -21,6 +21,7 @@ class ReferenceOps:
     """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     takes_empty_rows = False
+    repacks_matrices = False
     num_threads = 1  # of pacpu's operations in host memory
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import WeightProvider, open_weights
+from swiftllm.model.providers import ResidentWeights, WeightProvider, read_weights
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -33,7 +33,8 @@ class RankBackend(TorchBackend):
         return num_bytes // self.group.size if self.device.type == "cpu" else num_bytes
 
     def _open_weights(self, config: EngineConfig) -> WeightProvider:
-        own = open_weights(config, self.model_config, self.device, self.dtype, self._ops, self._shard)
+        weights = read_weights(config, self.model_config, self.device, self.dtype, self._shard)
+        own = ResidentWeights(self._shard.sizes, weights, self._ops)
         return ShardedWeights(own, self.group, self.num_layers, self.model_config.vocab_size)
 
     def _capture_graphs(self) -> None:

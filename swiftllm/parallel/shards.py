@@ -63,6 +63,12 @@ class ShardedWeights:
         self._part_size = own.num_logits
         self.num_logits = vocab_size if group.rank == 0 else own.num_logits
 
+    def enter(self, layer: int) -> None:
+        self._own.enter(layer)
+
+    def holds(self, layer: int) -> bool:
+        return self._own.holds(layer)
+
     def boundary(self, layer: int) -> BoundaryWeights:
         weights = self._own.boundary(layer)
         if layer < 0:

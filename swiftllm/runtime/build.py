@@ -10,6 +10,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
@@ -17,10 +18,15 @@ from swiftllm.runtime.workers.interface import MakeWorker
 from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
 
 
-def make_backend(config: EngineConfig, make_worker: MakeWorker = InlineWorker) -> TorchBackend:
-    """The backend of one process, or of several ranks; see :class:`~swiftllm.runtime.torch_backend.TorchBackend`."""
+def make_backend(
+    config: EngineConfig, make_worker: MakeWorker = InlineWorker, placement: Placement | None = None
+) -> TorchBackend:
+    """The backend of one process, or of several ranks, which keep all weights on their GPUs.
+
+    See :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
+    """
     if config.tensor_parallel == 1:
-        return TorchBackend(config, make_worker)
+        return TorchBackend(config, make_worker, placement=placement)
     from swiftllm.parallel.backend import ShardedBackend  # not needed by one process
 
     return ShardedBackend(config, make_worker)
@@ -78,7 +84,7 @@ def assemble_engine(
     }
     return Engine(
         scheduler,
-        OverlapExecutor(backend),
+        OverlapExecutor(backend, backend.holds_weights),
         backend,
         vocab_size=backend.model_config.vocab_size,
         eos_token_ids=backend.model_config.eos_token_ids,

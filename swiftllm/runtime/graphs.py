@@ -28,6 +28,7 @@ import torch
 
 from swiftllm.device.device import Device, Graph
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.sampling.draws import most_likely
 
@@ -112,10 +113,19 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, device: Device, model: LlamaModel, dtype: torch.dtype, *, max_rows: int, max_blocks: int
+        self,
+        device: Device,
+        model: LlamaModel,
+        dtype: torch.dtype,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        placement: Placement,
     ) -> None:
         """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
-        most ``max_blocks`` blocks."""
+        most ``max_blocks`` blocks. Boundaries that the CPU computes are not captured, nor are whole iterations unless
+        all weights are resident."""
+        self._placement = placement
         self.all_agree: Callable[[bool], bool] = lambda is_well: is_well
         self._device = device
         self._model = model
@@ -244,7 +254,10 @@ class LayerGraphs:
         boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
         attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
         wholes = itertools.product((self._lanes,), (WHOLE,), (rows,), self._block_buckets)
+        if not self._placement.is_all_resident:
+            wholes = ()
         keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
+        keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
         for key in keys:  # all, before a capture can fail: ranks launch the same collectives
             if -1 <= key.layer <= 0 or key.layer == self._last:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame

@@ -20,7 +20,9 @@ from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import WeightProvider, open_weights
+from swiftllm.model.placed_weights import open_placed_weights
+from swiftllm.model.placement import Placement, all_resident
+from swiftllm.model.providers import WeightProvider
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
@@ -51,6 +53,7 @@ class TorchBackend:
     Attributes:
         hardware: where the linear layers run.
         graphs: captured graphs; None on a host.
+        placement: where the weights are.
         model_config: of the whole model.
         device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
@@ -62,10 +65,15 @@ class TorchBackend:
     """
 
     def __init__(
-        self, config: EngineConfig, make_worker: MakeWorker = InlineWorker, hardware: Device | None = None
+        self,
+        config: EngineConfig,
+        make_worker: MakeWorker = InlineWorker,
+        hardware: Device | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
-        ``hardware`` replaces the device that ``config.device`` names.
+        ``hardware`` replaces the device that ``config.device`` names. ``placement``: of the weights; default: all on
+        the device.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
@@ -78,20 +86,21 @@ class TorchBackend:
         self.cpu_kernel = resolve_kernel(config, self.dtype)
         self.model_config = ModelConfig.from_folder(config.model)
         self.block_size = config.block_size
+        self.placement = placement or all_resident(self.model_config.num_layers)
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
+        self._host_ops = CpuOps()  # for boundaries that the CPU computes
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
-        sizes, on_host = self._sizes(), self.device.type == "cpu"
-        check_weights(sizes, self.dtype, self._free_bytes(), on_host=on_host)
-        self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
+        sizes = self._sizes()
+        check_weights(sizes, self.dtype, self._free_bytes(), self.placement, on_host=self.device.type == "cpu")
+        self._weights = self._open_weights(config)
+        self._model = LlamaModel(sizes, self._weights, self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
         self.kv_bytes_per_block = sizes.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
         self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
-        self.kv_plan = self._plan_blocks(
-            config,
-            self.hardware.left_free(lambda: widest_iteration(self._model, self._sampler, config, self.dtype)),
-        )
+        widest = partial(widest_iteration, self._model, self._sampler, config, self.dtype)
+        self.kv_plan = self._plan_blocks(config, self.hardware.left_free(widest))
         self.kv_pools = KVPools(sizes, self.kv_plan, self.device, self.dtype)
         self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
         self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
@@ -118,7 +127,8 @@ class TorchBackend:
         return self.model_config
 
     def _open_weights(self, config: EngineConfig) -> WeightProvider:
-        return open_weights(config, self.model_config, self.device, self.dtype, self._ops)
+        placed = self.placement, self.hardware, self._host_ops
+        return open_placed_weights(config, self.model_config, self.dtype, self._ops, *placed)
 
     def _free_bytes(self) -> int:
         """Memory of the device that this process may take."""
@@ -142,6 +152,7 @@ class TorchBackend:
             self.dtype,
             max_rows=config.max_num_seqs,
             max_blocks=-(-longest // self.block_size),
+            placement=self.placement,
         )
 
     def use_hosts(self, hosts: AttentionHosts) -> None:
@@ -155,12 +166,12 @@ class TorchBackend:
 
     def _use_lane_threads(self, division: CoreDivision) -> None:
         self.cores = division
+        self._host_ops.num_threads = division.cpu_threads
         if isinstance(self._ops, CpuOps):
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
         else:
-            # Torch copies in host memory here. More threads would spin after each copy on the worker's cores, and are
-            # no faster for scattered blocks.
+            # Torch copies in host memory here. More threads would spin after each copy on the worker's cores.
             torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
@@ -238,6 +249,7 @@ class TorchBackend:
         if not batches:
             return {}
         self._pacer.wait()
+        self._weights.enter(layer)
         for batch in batches:
             if isinstance(batch, CohortBatch):
                 self._await_return(batch)
@@ -248,6 +260,10 @@ class TorchBackend:
             self._cross(layer, batches)
         self._pacer.launched()
         return tokens
+
+    def holds_weights(self, layer: int) -> bool:
+        """Whether a boundary can be crossed now without a copy of its weights for that alone."""
+        return self._weights.holds(layer)
 
     def _await_return(self, cohort: CohortBatch) -> None:
         """Later work on the device finds the result of the cohort's CPU attention."""
@@ -284,7 +300,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
-        if self.graphs is None:
+        if self.graphs is None or not self.placement.is_all_resident:
             return None
         self._pacer.wait()
         crossed = self.graphs.whole_iteration(lane)
@@ -368,11 +384,10 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
-        self._prompt_scorer.score_prompts(lane.prompts, partial(self._prompt_logits, lane))
+        def logits(rows: slice) -> torch.Tensor:  # of a copy, since the lane has yet to cross this boundary
+            return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
 
-    def _prompt_logits(self, lane: LaneBatch, rows: slice) -> torch.Tensor:
-        # Of a copy, since the lane has yet to cross this boundary.
-        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+        self._prompt_scorer.score_prompts(lane.prompts, logits)
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apex.cli.output import ratio
-from apex.placement.placement import Place
 from apex.simulator.placed_machine import Load, PlacedMachine, WeightPlacer
 from apex.simulator.predicted_machine import PredictedMachine, predict_machine
 from evaluation.experiments.runner import Point
@@ -14,6 +13,7 @@ from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedT
 from evaluation.results.folder import FlatRecord
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths
+from swiftllm.model.placement import Place
 from swiftllm.scheduling.scheduler import SchedulerLimits
 from swiftllm.systems import find_system
 

@@ -64,6 +64,7 @@ class TritonOps(ReferenceOps):
     """
 
     takes_empty_rows = True
+    repacks_matrices = False
 
     def __init__(self, device: torch.device, capability: int, num_multiprocessors: int) -> None:
         """``capability`` is the GPU's compute capability, 75 for sm_75. ``num_multiprocessors`` decides how many splits

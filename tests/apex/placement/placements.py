@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from apex.placement.placement import Placement
 from apex.simulator.build import build_simulated
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
+from swiftllm.model.placement import Placement
 
 BLOCK = 16
 ITERATIONS = 8

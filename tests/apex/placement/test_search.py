@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from apex.placement.costs import BoundaryCost
 from apex.placement.formulas import batch_s, hidden_kv_bytes, one_request_s, split_s
-from apex.placement.placement import SLOTS, BoundaryCost, Place, Placement, all_resident, spread
 from apex.placement.search import choose_exactly, choose_placement, iteration_s
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
+from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode
 
 LAYERS = 4

@@ -6,10 +6,10 @@ import pytest
 
 from apex.perf.model import PerfModel
 from apex.placement.formulas import batch_s, cpu_read_bytes_per_s, hidden_kv_bytes, one_request_s
-from apex.placement.placement import Place, Placement, spread
 from apex.placement.search import iteration_s
 from apex.simulator.placed_machine import WeightPlacer
 from swiftllm.core.request import Tier
+from swiftllm.model.placement import Place, Placement, spread
 from tests.apex.placement.placements import MACHINES, decode, placer_of
 
 PROMPT = 2000

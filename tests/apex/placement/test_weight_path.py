@@ -8,12 +8,12 @@ import pytest
 
 from apex.cli import main
 from apex.perf.model import Curve, PerfModel
-from apex.placement.placement import Place, Placement
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
+from swiftllm.model.placement import Place, Placement
 from tests.apex.placement.placements import decode, placer_of
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 

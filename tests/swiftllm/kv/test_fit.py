@@ -20,6 +20,7 @@ from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, plan_blocks
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.placement import all_resident
 from swiftllm.model.providers import ResidentWeights
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, dummy_weights
@@ -65,7 +66,14 @@ def started(
         after_weights = gpu.allocated
         llama, device = LlamaModel(model, weights, ops, config.max_model_len), CudaDevice()
         max_blocks = -(-config.max_model_len // config.block_size)
-        graphs = LayerGraphs(gpu, llama, torch.float16, max_rows=config.max_num_seqs, max_blocks=max_blocks)
+        graphs = LayerGraphs(
+            gpu,
+            llama,
+            torch.float16,
+            max_rows=config.max_num_seqs,
+            max_blocks=max_blocks,
+            placement=all_resident(model.num_layers),
+        )
         free = device.left_free(lambda: widest_iteration(llama, Sampler(0, gpu), config, torch.float16))
         yield Started(gpu.peak - after_weights, free)
         del graphs

@@ -1,11 +1,9 @@
 """The model against transformers on the same files."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 from swiftllm.config import EngineConfig
@@ -13,14 +11,13 @@ from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import BoundaryWeights, FfnWeights, ResidentWeights
-from swiftllm.model.weights import LayerWeights, load_weights
+from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
-from tests.reference.fake_gpu import fake_gpu
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -133,71 +130,3 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert request.output_token_ids == generated[0, len(prompt) :].tolist()
-
-
-class OneSlotWeights:
-    """Copies the matrices of a boundary, each time they are asked for, to where the last boundary's were.
-
-    Attributes: ``num_copied``, boundaries handed out.
-    """
-
-    def __init__(self, config, model, device, dtype, ops) -> None:
-        self._weights = load_weights(config.model, model, device, dtype)
-        self._ops = ops
-        first = self._weights.layers[0]
-        self._slots = {name: torch.empty_like(t) for name, t in vars(first).items() if t is not None}
-        self.num_copied, self.num_logits = 0, model.vocab_size
-
-    def boundary(self, layer: int) -> BoundaryWeights:
-        self.num_copied += 1
-        whole = self._weights
-        ffn = None if layer < 0 else self._ffn(whole.layers[layer])
-        if layer == len(whole.layers) - 1:
-            return BoundaryWeights(None, ffn, whole.final_norm, self._ops.make_linear(whole.lm_head, None), None)
-        norm, qkv = self._copy("input_norm", whole.layers[layer + 1]), self._linear("qkv", whole.layers[layer + 1])
-        return BoundaryWeights(
-            partial(F.embedding, weight=whole.embedding) if ffn is None else None, ffn, norm, qkv, None
-        )
-
-    def _ffn(self, layer: LayerWeights) -> FfnWeights:
-        o, gate_up, down = (self._linear(name, layer) for name in ("o", "gate_up", "down"))
-        return FfnWeights(o, self._copy("post_norm", layer), gate_up, down)
-
-    def _linear(self, name: str, layer: LayerWeights) -> Linear:
-        return self._ops.make_linear(self._copy(name, layer), None)
-
-    def _copy(self, name: str, layer: LayerWeights) -> torch.Tensor:
-        return self._slots[name].copy_(getattr(layer, name))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu with torch's operations", "fake GPU", "fake GPU with graphs"])
-def test_a_provider_that_holds_one_boundary_at_a_time_gives_the_same_tokens(tiny_model_dir, monkeypatch, device):
-    providers: list[OneSlotWeights] = []
-
-    def open_one_slot(*how) -> OneSlotWeights:
-        providers.append(OneSlotWeights(*how))
-        return providers[-1]
-
-    def tokens() -> list[list[int]]:
-        sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 16, "max_num_seqs": 4, "max_model_len": 64}
-        driver = BackendDriver(TorchBackend(EngineConfig(str(tiny_model_dir()), dtype="float32", **sizes)))
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=1)
-        requests = [driver.admit(tier.value, list(range(3, 12)), tier, sampling) for tier in Tier]
-        driver.prefill(requests, 5)
-        for _ in range(3):
-            driver.decode(requests)
-        driver.decode(requests[:1])
-        return [request.output_token_ids for request in requests]
-
-    expected = tokens()
-    assert len(set(expected[0])) > 1
-    monkeypatch.setattr("swiftllm.runtime.torch_backend.open_weights", open_one_slot)
-    if device.startswith("fake"):
-        with fake_gpu(0, can_capture="graphs" in device) as cuda:
-            assert tokens() == expected
-        assert bool(cuda.replays) == ("graphs" in device)
-    else:
-        if device != "cpu":
-            monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ReferenceOps())
-        assert tokens() == expected
-    assert providers[0].num_copied

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
-from swiftllm.model.weight_stream import SLOTS, WeightStream
+from swiftllm.model.placement import SLOTS
+from swiftllm.model.weight_stream import WeightStream
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE
 
@@ -20,56 +23,70 @@ def buffers(device: Device, count: int) -> dict[int, torch.Tensor]:
     """Of ``count`` boundaries, every other one of the model, with different sizes."""
     result = {}
     for index in range(count):
-        result[2 * index - 1] = device.pinned((5 + index,), torch.float32)
-        result[2 * index - 1].copy_(torch.arange(5 + index) + 100.0 * index)
+        result[2 * index - 1] = device.pinned((5 + index,), torch.uint8)
+        result[2 * index - 1].copy_(torch.arange(5 + index) + 20 * index)
     return result
 
 
-def read_all(device: Device, count: int) -> bool:
+def read(stream: WeightStream, boundary: int) -> torch.Tensor:
+    stream.enter(boundary)
+    return stream.slot_of(boundary) + 1
+
+
+def read_all(device: Device, count: int, jumps: bool = False) -> bool:
     """Whether two readers of each boundary, a lane and a rider, find its weights in each iteration."""
     weights = buffers(device, count)
-    stream = WeightStream(device, weights, chunk_bytes=12)
+    stream = WeightStream(device, weights, chunk_bytes=3)
+    order = list(weights) * ITERATIONS
+    if jumps:
+        random.Random(count).shuffle(order)
     seen = []
-    for _ in range(ITERATIONS):
-        for boundary in weights:
-            seen += [(boundary, stream.need(boundary) * 1.0) for _ in range(2)]
-            stream.leave(boundary)
-    sizes = [buffer.nbytes for buffer in weights.values()]
-    assert stream.bytes_sent == sum(sizes[:SLOTS]) + ITERATIONS * sum(sizes)
-    return all(row.tolist() == weights[boundary].tolist() for boundary, row in seen)
+    for boundary in order:
+        seen += [(boundary, read(stream, boundary)) for _ in range(2)]
+        stream.enter(boundary + 1)  # one that is not streamed
+    if not jumps:
+        sizes = [buffer.nbytes for buffer in weights.values()]
+        assert stream.bytes_sent == sum(sizes[:SLOTS]) + ITERATIONS * sum(sizes)
+    return all(row.tolist() == (weights[boundary] + 1).tolist() for boundary, row in seen)
 
 
+@pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_the_host_copies_then_computes(count: int) -> None:
-    assert read_all(HostDevice(), count)
+def test_the_host_copies_then_computes(count: int, jumps: bool) -> None:
+    assert read_all(HostDevice(), count, jumps)
 
 
-def read_on_gpu(seed: int, count: int, ignored: str | None = None) -> tuple[bool, set[str]]:
+def read_on_gpu(seed: int, count: int, ignored: str | None = None, jumps: bool = False) -> tuple[bool, set[str]]:
     with FakeCuda(seed, ignored=ignored) as cuda, torch.inference_mode():
         device = CudaDevice()
         device.torch_device = DEVICE
-        return read_all(device, count), cuda.sites
+        return read_all(device, count, jumps), cuda.sites
 
 
+@pytest.mark.parametrize("jumps", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_readers_find_their_weights_whatever_the_order_of_streams(count: int) -> None:
-    assert all(read_on_gpu(seed, count)[0] for seed in SEEDS)
+def test_readers_find_their_weights_whatever_the_order_of_streams(count: int, jumps: bool) -> None:
+    assert all(read_on_gpu(seed, count, jumps=jumps)[0] for seed in SEEDS)
 
 
-@pytest.mark.parametrize(("method", "caller"), [("need", "read_all"), ("_send", "WeightStream.leave")])
+@pytest.mark.parametrize(("method", "caller"), [("enter", ""), ("_send", "WeightStream._fill")])
 def test_each_wait_is_needed(method: str, caller: str) -> None:
     """A reader waits for its copy, and a copy for the slot's last readers."""
-    start, end = f"wait_event in WeightStream.{method},", f" from {caller}"
-    (site,) = (site for site in read_on_gpu(0, 5)[1] if site.startswith(start) and end in site)
+    sites = read_on_gpu(0, 5)[1]
+    (site,) = (site for site in sites if site.startswith(f"wait_event in WeightStream.{method},") and caller in site)
     assert not all(read_on_gpu(seed, 5, site)[0] for seed in SEEDS)
 
 
-def test_a_boundary_that_is_not_in_its_slot_is_refused() -> None:
+def test_what_is_held_needs_no_copy_now() -> None:
     device = HostDevice()
     stream = WeightStream(device, buffers(device, 4))
-    stream.leave(-1)
-    assert stream.holds(3) and not stream.holds(-1)
-    with pytest.raises(RuntimeError, match="boundary -1"):
-        stream.need(-1)
+    assert stream.holds(0) and not stream.holds(-1)
+    stream.enter(-1)
+    assert stream.holds(-1) and not stream.holds(1)
+    before = stream.bytes_sent
+    stream.enter(-1)
+    assert stream.bytes_sent == before
+    stream.enter(1)  # boundary 3 comes after 1, in the slot of -1
+    assert stream.bytes_sent == before + 7
     with pytest.raises(ValueError, match="at least one"):
         WeightStream(device, {})

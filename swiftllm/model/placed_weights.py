@@ -1,0 +1,149 @@
+"""Weights of which only a part is on the device: others cross to it in each iteration, or are the CPU's to compute."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.device.device import Device
+from swiftllm.model.boundary_tensors import (
+    Matrices,
+    lay_out,
+    map_tensors,
+    matrices_of,
+    packed_bytes,
+    split_boundaries,
+    with_matrices,
+)
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.providers import BoundaryWeights, ResidentWeights, WeightProvider, make_boundary, read_weights
+from swiftllm.model.weight_stream import WeightStream
+from swiftllm.model.weights import LlamaWeights
+from swiftllm.ops.interface import Linear, MakesLinears, Ops
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.reference import ReferenceOps
+
+
+class PlacedWeights:
+    """See :class:`swiftllm.model.providers.WeightProvider`. Norms, embedding and vocabulary stay on the device.
+
+    Attributes:
+        stream: of the streamed boundaries; None if there are none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        ops: Ops,
+        device: Device,
+        placement: Placement,
+        host_linears: MakesLinears,
+    ) -> None:
+        """``weights`` are in host memory and taken over; beside them there is a second copy of one boundary at a time.
+
+        ``ops`` compute on ``device``; ``host_linears`` compute the CPU's boundaries.
+        """
+        self.num_logits = config.vocab_size
+        self._device, self._moved = device, {}
+        tensors = split_boundaries(weights)
+        buffers: dict[int, torch.Tensor] = {}
+        layouts: dict[int, Matrices] = {}
+        for layer, place in enumerate(placement.places, -1):
+            if place is Place.STREAMED:
+                matrices = matrices_of(tensors[layer + 1])
+                layouts[layer] = map_tensors(matrices, lambda tensor: tensor.to("meta"))
+                buffers[layer] = _pack(matrices, device)
+                tensors[layer + 1] = with_matrices(tensors[layer + 1], layouts[layer])
+        self.stream = WeightStream(device, buffers) if buffers else None
+        elsewhere = {
+            Place.CPU: _OnCpu(device, host_linears),
+            Place.STREAMED: ReferenceOps() if ops.repacks_matrices else None,  # slots change
+        }
+        self._boundaries: list[BoundaryWeights] = []
+        for layer, place in enumerate(placement.places, -1):
+            boundary, tensors[layer + 1] = tensors[layer + 1], None
+            matrices = matrices_of(boundary)
+            if place is Place.RESIDENT:
+                matrices = map_tensors(matrices, self._to_device)
+            elif place is Place.STREAMED:
+                matrices = lay_out(layouts[layer], self.stream.slot_of(layer))
+            rest = map_tensors(with_matrices(boundary, _none_of(matrices)), self._to_device)
+            boundary = with_matrices(rest, matrices)
+            self._boundaries.append(make_boundary(ops, config, boundary, elsewhere.get(place)))
+        self._moved.clear()
+
+    def enter(self, layer: int) -> None:
+        if self.stream is not None:
+            self.stream.enter(layer)
+
+    def holds(self, layer: int) -> bool:
+        return self.stream is None or self.stream.holds(layer)
+
+    def boundary(self, layer: int) -> BoundaryWeights:
+        return self._boundaries[layer + 1]
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Moved once, though the vocabulary's matrix may be the embedding."""
+        if id(tensor) not in self._moved:
+            self._moved[id(tensor)] = tensor, tensor.to(self._device.torch_device)  # kept alive: ids are used again
+        return self._moved[id(tensor)][1]
+
+
+def open_placed_weights(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    ops: Ops,
+    placement: Placement,
+    device: Device,
+    host_linears: MakesLinears,
+) -> WeightProvider:
+    """The weights that a configuration names, where ``placement`` has them; see :class:`PlacedWeights`.
+
+    Raises what :func:`~swiftllm.model.weights.load_weights` does.
+    """
+    if placement.is_all_resident:
+        return ResidentWeights(model, read_weights(config, model, device.torch_device, dtype), ops)
+    weights = read_weights(config, model, torch.device("cpu"), dtype)
+    return PlacedWeights(model, weights, ops, device, placement, host_linears)
+
+
+class _OnCpu:
+    """Linears of rows on the device that the CPU computes. A product waits for the rows, and the device for it."""
+
+    def __init__(self, device: Device, linears: MakesLinears) -> None:
+        self._stream = device.compute
+        self._linears = linears
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._there_and_back(self._linears.make_linear(weight, bias))
+
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        return self._there_and_back(self._linears.make_quantised_linear(matrix, bias))
+
+    def _there_and_back(self, linear: Linear) -> Linear:
+        def compute(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            rows = self._stream.fetch(x)
+            self._stream.mark().synchronize()
+            product = self._stream.send(linear(rows))
+            return product if out is None else out.copy_(product)
+
+        return compute
+
+
+def _pack(matrices: Matrices, device: Device) -> torch.Tensor:
+    """A buffer of host memory, uint8 ``[bytes]``, that holds the matrices."""
+    buffer = device.pinned((packed_bytes(matrices),), torch.uint8).zero_()
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    map_tensors(matrices, sources.append)
+    map_tensors(lay_out(matrices, buffer), targets.append)
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+    return buffer
+
+
+def _none_of(matrices: Matrices) -> Matrices:
+    return (None,) * len(matrices)

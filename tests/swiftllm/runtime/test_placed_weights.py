@@ -1,0 +1,146 @@
+"""Weights that are streamed or the CPU's: the same tokens in every placement, and no byte more than needed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import apex.systems
+from swiftllm.config import EngineConfig
+from swiftllm.kv.sizing import boundary_bytes, check_weights, weight_bytes
+from swiftllm.machine import InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import FakeWorker, Hazard
+from tests.swiftllm.runtime.test_streams import DRIVES, SYSTEMS, make_engine, outputs, prompts, serve
+
+LAYERS = 4
+BOUNDARIES = LAYERS + 1
+PLACEMENTS = {
+    "one streamed": spread(BOUNDARIES, 1, 0),
+    "three streamed": spread(BOUNDARIES, 3, 0),
+    "all streamed": spread(BOUNDARIES, BOUNDARIES, 0),
+    "half on the CPU": spread(BOUNDARIES, 0, 3),
+    "all on the CPU": spread(BOUNDARIES, 0, BOUNDARIES),
+    "some of each": Placement((Place.STREAMED, Place.CPU, Place.RESIDENT, Place.STREAMED, Place.STREAMED)),
+}
+every_placement = pytest.mark.parametrize("name", PLACEMENTS)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir) -> Path:
+    return tiny_model_dir(num_hidden_layers=LAYERS)
+
+
+def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
+    sizes = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    config = EngineConfig(str(model_dir), dtype="float32", max_model_len=64, **sizes)
+    return TorchBackend(config, make_worker, placement=placement)
+
+
+def tokens(backend: TorchBackend) -> list[list[int]]:
+    return outputs(DRIVES["swaps"](BackendDriver(backend)))
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir) -> list[list[int]]:
+    return tokens(backend(model_dir, all_resident(LAYERS)))
+
+
+@every_placement
+def test_a_host_gives_the_tokens_of_resident_weights(model_dir, expected, name):
+    assert tokens(backend(model_dir, PLACEMENTS[name])) == expected
+
+
+def tokens_on_fake(model_dir: Path, name: str, cuda) -> list[list[int]] | None:
+    try:
+        return tokens(backend(model_dir, PLACEMENTS[name], partial(FakeWorker, cuda)))
+    except (Hazard, ValueError, AttributeError, RuntimeError) as error:
+        print(error)
+        return None
+
+
+@pytest.mark.parametrize("seed", range(4))
+@every_placement
+def test_a_gpu_gives_the_tokens_of_resident_weights(model_dir, expected, name, seed):
+    with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
+        assert tokens_on_fake(model_dir, name, cuda) == expected
+    assert bool(cuda.replays) == (seed % 2 == 0)
+
+
+def test_every_wait_for_weights_is_needed(model_dir, expected):
+    with fake_gpu(0, can_capture=False) as cuda:
+        tokens_on_fake(model_dir, "some of each", cuda)
+    sites = [site for site in cuda.sites if "WeightStream." in site or "_OnCpu" in site]
+    sites = [site for site in sites if "__init__" not in site]  # a slot's memory has no owner before its first copy
+    assert len(sites) >= 3, cuda.sites
+
+    def is_noticed(site: str) -> bool:
+        for seed in range(12):
+            with fake_gpu(seed, can_capture=seed % 2 == 0, ignored=site) as cuda:
+                if tokens_on_fake(model_dir, "some of each", cuda) != expected:
+                    return True
+        return False
+
+    assert [site for site in sites if not is_noticed(site)] == []
+
+
+@pytest.mark.parametrize("name", ["three streamed", "all streamed", "some of each"])
+@pytest.mark.parametrize("variant", SYSTEMS)
+def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, name, variant):
+    """Lanes, riders and fresh cohorts of an iteration share a copy. Cohorts without a lane may need their own."""
+    placement, made = PLACEMENTS[name], []
+    some_prompts = prompts((7, 19, 3, 22, 12, 15))
+    expected = serve(make_engine(model_dir, "swiftllm"), some_prompts)
+    make_backend = partial(apex.systems.make_backend)
+
+    def make_placed(config, make_worker=InlineWorker, _=None) -> TorchBackend:
+        made.append(make_backend(config, make_worker, placement))
+        return made[-1]
+
+    monkeypatch.setattr("apex.systems.make_backend", make_placed)
+    monkeypatch.setattr("swiftllm.runtime.build.make_backend", make_placed)
+    with fake_gpu(5) as cuda:
+        engine = make_engine(model_dir, variant)
+        iterations = count_iterations(engine)
+        assert serve(engine, some_prompts) == expected
+    assert cuda.replays
+    stream, sizes = made[0]._weights.stream, boundary_bytes(made[0].model_config, torch.float32)
+    streamed = [size for size, place in zip(sizes, placement.places, strict=True) if place is Place.STREAMED]
+    with_lane = iterations.count(True)
+    least = sum(streamed) * with_lane
+    assert stream.bytes_sent >= least
+    if len(iterations) == with_lane:
+        # The last boundary is left when the next iteration enters its first.
+        assert stream.bytes_sent <= sum(streamed[:SLOTS]) + least
+
+
+def count_iterations(engine) -> list[bool]:
+    """Of the iterations that follow, whether they have a lane."""
+    found: list[bool] = []
+    run = engine.executor.run
+
+    def counted(plan):
+        found.append(bool(plan.lane))
+        return run(plan)
+
+    engine.executor.run = counted
+    return found
+
+
+def test_the_device_holds_what_is_resident_and_two_slots(model_dir):
+    model = ModelConfig.from_folder(model_dir)
+    sizes, whole = boundary_bytes(model, torch.float32), weight_bytes(model, torch.float32)
+    others = whole - sum(sizes)
+    placement = PLACEMENTS["three streamed"]
+    needed = others + sum(sizes[i] for i, p in enumerate(placement.places) if p is Place.RESIDENT) + 2 * max(sizes)
+    check_weights(model, torch.float32, needed, placement)
+    with pytest.raises(InsufficientMemory):
+        check_weights(model, torch.float32, needed - 1, placement)
