@@ -10,9 +10,11 @@ from pathlib import Path
 from apex.perf.core_division import division_rates, fastest
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure
+from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
+from swiftllm.model.placement import Placement
 from swiftllm.remote.connect import connect_hosts
 from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_backend, make_kv_manager, scheduler_limits
 from swiftllm.runtime.cores import core_divisions
@@ -42,11 +44,13 @@ def build_system(
         ValueError: no such system, or options that contradict each other.
         ProfileMismatch: the table of the given file was measured on something else.
     """
-    system = find_system(name)
+    system, choice = find_system(name), place_weights(config)
+    placement = None if choice is None else choice.placement
+    placed = {} if choice is None else {"weights_placement": choice.describe()}
     if not system.offloads:
-        return build_gpu_only(name, system.scheduler, config)
+        return build_gpu_only(name, system.scheduler, config, placement, placed)
     strategy = strategy or StrategyConfig()
-    backend = open_backend(config)
+    backend = open_backend(config, placement)
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))
@@ -58,18 +62,21 @@ def build_system(
             "strategy": asdict(strategy),
             "profile": dict(table.identity),
             "attention_hosts": [] if backend.attention_hosts is None else backend.attention_hosts.describe(),
+            **placed,
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
         return assemble_engine(name, config, backend, scheduler, details)
 
 
-def open_backend(config: EngineConfig, *, measure_again: bool = False) -> TorchBackend:
+def open_backend(
+    config: EngineConfig, placement: Placement | None = None, *, measure_again: bool = False
+) -> TorchBackend:
     """A backend with the CPU worker that will serve, and the cores divided between worker and lane.
 
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
     """
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
-    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker)
+    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement)
     with closed_on_failure(backend):
         divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
         if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:

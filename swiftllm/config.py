@@ -58,6 +58,9 @@ class EngineConfig:
     """Processes (ranks) that divide heads, FFN and vocabulary: one for each GPU; without a GPU they share the cores."""
     seed: int = 0
     """Seed of dummy weights, and of requests without their own sampling seed."""
+    weights_gpu_memory: float | None = None
+    """GiB of GPU memory for weights; what exceeds it is streamed over PCIe in every iteration or computed by the CPU,
+    by times measured at the start. By default all weights must fit."""
     attention_hosts: str | None = None
     """Other hosts that hold a part of the CPU tier and compute its attention: HOST:PORT, more of them with commas, of
     `apex attention-host`; with ray_address their number."""
@@ -79,6 +82,11 @@ class EngineConfig:
                 f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "
                 "name the hosts, such as 10.0.0.7:7300"
             )
+        if self.weights_gpu_memory is not None:
+            if not 0.0 <= self.weights_gpu_memory < float("inf"):
+                raise ValueError(f"weights_gpu_memory={self.weights_gpu_memory} must be a number of GiB from 0 on")
+            if self.tensor_parallel != 1:
+                raise ValueError("weights_gpu_memory and tensor_parallel do not work together: drop one of them")
         for name in WHOLE_NUMBERS:
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")

@@ -242,8 +242,11 @@ def running_engine(
     with closing(engine):
         description = engine.describe()
         lane = f"Lane: {description['lane']}"
+        weights = [f"Weights: {line}" for line in (description.get("weights_placement"),) if line]
         hosts = [f"Attention host {host}" for host in description.get("attention_hosts", ())]
-        print(*description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
+        print(
+            *weights, *description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr
+        )
         yield engine
 
 

@@ -70,6 +70,8 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
     model = asdict(backend.model_config)
     # Not part of the hash, but told by name: tables of other weights keep their hash.
     quantised = {"weights": backend.weights_name} if model.pop("quantisation") else {}
+    placement = backend.placement
+    placed = {} if placement.is_all_resident else {"weights_placement": " ".join(placement.places)}
     return {
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
@@ -80,6 +82,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "model": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "dtype": str(backend.dtype).removeprefix("torch."),
         **quantised,
+        **placed,
         "tensor_parallel": str(config.tensor_parallel),
         "block_size": str(backend.block_size),
         # The sizes that can be measured depend on the pools; a power of two tells pools apart well enough.

@@ -69,7 +69,7 @@ def check_weights(
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "
             f"{free_bytes / GIB:.2f} GiB is available: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
-            "take a narrower dtype or a smaller model"
+            "take a narrower dtype or a smaller model, or give weights_gpu_memory, which streams a part of the weights"
         )
 
 

@@ -100,14 +100,20 @@ def _about_ranks(config: EngineConfig) -> list[str]:
     return [f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each"]
 
 
-def build_gpu_only(name: str, make_scheduler: Callable[..., Scheduler], config: EngineConfig) -> Engine:
-    """An engine of the system ``name``, whose scheduler needs no predictions.
+def build_gpu_only(
+    name: str,
+    make_scheduler: Callable[..., Scheduler],
+    config: EngineConfig,
+    placement: Placement | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> Engine:
+    """An engine of the system ``name``, whose scheduler needs no predictions; ``details`` are part of its description.
 
     Raises:
         ValueError: other hosts are asked for, which would compute nothing.
     """
     if config.attention_hosts is not None:
         raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
-    backend = make_backend(config)
+    backend = make_backend(config, placement=placement)
     scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-    return assemble_engine(name, config, backend, scheduler)
+    return assemble_engine(name, config, backend, scheduler, details)

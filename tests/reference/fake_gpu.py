@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+import apex.placement.measured
 import apex.systems
 import pacpu
 import swiftllm.runtime.torch_backend
@@ -49,7 +50,8 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
             device.torch_device = DEVICE
             return device
 
-        patch.setattr(swiftllm.runtime.torch_backend, "open_device", open_device)
-        patch.setattr(swiftllm.runtime.torch_backend, "select_ops", lambda *_: FakeOps(cuda))
+        for module in (swiftllm.runtime.torch_backend, apex.placement.measured):
+            patch.setattr(module, "open_device", open_device)
+            patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         yield cuda

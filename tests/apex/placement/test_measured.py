@@ -1,0 +1,98 @@
+"""The placement that an engine finds for its weights, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex.perf.profile_cache import profile_identity
+from apex.placement import measured
+from apex.placement.measured import place_weights
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.kv.sizing import boundary_bytes, weight_bytes
+from swiftllm.machine import GIB
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place
+from tests.reference.fake_engine import flat_table
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.tiny_model import make_tiny_llama
+from tests.swiftllm.runtime.test_streams import prompts, serve
+
+LAYERS = 5
+SIZES = {
+    "block_size": 4, "num_gpu_blocks": 16, "num_cpu_blocks": 20, "max_num_batched_tokens": 24, "max_num_seqs": 8,
+    "max_model_len": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS)
+
+
+def config_for(model_dir: Path, boundaries: float, **options) -> EngineConfig:
+    """With GPU memory for so many boundaries beside what stays there."""
+    model = ModelConfig.from_folder(model_dir)
+    sizes = boundary_bytes(model, torch.float32)
+    num_bytes = weight_bytes(model, torch.float32) - sum(sizes) + boundaries * max(sizes)
+    return EngineConfig(str(model_dir), dtype="float32", weights_gpu_memory=num_bytes / GIB, **SIZES, **options)
+
+
+@pytest.mark.parametrize("boundaries", [0.0, 2.5, 4.0])
+@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "adaptive"])
+def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, boundaries):
+    config = config_for(model_dir, boundaries)
+    some_prompts, profile = prompts((7, 19, 3, 22)), flat_table(cpu_token_s=2e-6)
+    resident = replace(config, weights_gpu_memory=None)
+    expected = serve(build_system("swiftllm", resident), some_prompts)
+    with fake_gpu(1):
+        engine = build_system(system, config, profile=profile)
+        placement, description = engine.backend.placement, engine.describe()
+        identity = profile_identity(config, engine.backend)
+        assert serve(engine, some_prompts) == expected
+    sizes = boundary_bytes(engine.backend.model_config, torch.float32)
+    assert not placement.is_all_resident
+    assert placement.gpu_bytes(sizes) <= boundaries * max(sizes)
+    assert description["weights_placement"].startswith(placement.describe())
+    assert "ms an iteration" in description["weights_placement"]
+    assert identity["weights_placement"] == " ".join(placement.places)
+
+
+def test_memory_for_all_weights_places_none_elsewhere(model_dir):
+    with fake_gpu(0):
+        assert place_weights(config_for(model_dir, LAYERS + 1)) is None
+        assert place_weights(EngineConfig(str(model_dir), dtype="float32")) is None
+
+
+def test_a_slow_cpu_computes_nothing_and_a_slow_link_copies_nothing(model_dir, monkeypatch):
+    def choice(slow: Place):
+        def costs(model, dtype, device, ops, sizes, rows, progress):
+            seconds = {place: 100.0 if place is slow else 1e-3 for place in Place}
+            of_each = [seconds[place] for place in (Place.RESIDENT, Place.CPU, Place.STREAMED)]
+            return [measured.BoundaryCost(size, *of_each) for size in sizes], measured.CopyEffect()
+
+        monkeypatch.setattr(measured, "measure_costs", costs)
+        with fake_gpu(0):
+            return place_weights(config_for(model_dir, 3.0)).placement
+
+    assert choice(Place.CPU).count(Place.CPU) == 0
+    assert choice(Place.STREAMED).count(Place.STREAMED) == 0
+
+
+def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):
+    with pytest.raises(ValueError, match="without a GPU"):
+        place_weights(config_for(model_dir, 1.0, device="cpu"))
+    with fake_gpu(0):
+        with pytest.raises(ValueError, match=r"give at least 0\.00, or take a smaller model"):
+            place_weights(replace(config_for(model_dir, 1.0), weights_gpu_memory=0.0))
+        monkeypatch.setattr(measured, "available_host_bytes", lambda: GIB // 2 + 1000)
+        with pytest.raises(ValueError, match="take 4-bit weights, a host with more memory"):
+            place_weights(config_for(model_dir, 1.0))
+    with pytest.raises(ValueError, match="from 0 on"):
+        EngineConfig("m", weights_gpu_memory=-1.0)
+    with pytest.raises(ValueError, match="tensor_parallel do not work together"):
+        EngineConfig("m", weights_gpu_memory=1.0, tensor_parallel=2)
