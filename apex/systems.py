@@ -76,7 +76,7 @@ def open_backend(
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
     """
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
-    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement)
+    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
     with closed_on_failure(backend):
         divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
         if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:

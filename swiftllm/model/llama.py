@@ -18,7 +18,11 @@ FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for
 
 
 class LlamaModel:
-    """All tensors live on one device in one dtype, except the rotary table, which is float32."""
+    """All tensors live on one device in one dtype, except the rotary table, which is float32.
+
+    The caller enters a boundary's ``weights`` before it computes one; see
+    :class:`~swiftllm.model.providers.WeightProvider`.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: WeightProvider, ops: Ops, max_model_len: int | None = None
@@ -26,7 +30,7 @@ class LlamaModel:
         """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum."""
         self.config = config
         self.ops = ops
-        self._weights = weights
+        self.weights = weights
         self.num_logits = weights.num_logits
         self._last = config.num_layers - 1
         table = rotary_table(
@@ -39,7 +43,7 @@ class LlamaModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
-        return self._weights.boundary(-1).embed(token_ids)
+        return self.weights.boundary(-1).embed(token_ids)
 
     def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions
@@ -48,7 +52,7 @@ class LlamaModel:
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
         that is given (see :meth:`~swiftllm.ops.interface.Ops.make_linear`); ``split_qkv`` separates them.
         """
-        weights = self._weights.boundary(-1)
+        weights = self.weights.boundary(-1)
         normed = self.ops.rms_norm(residual, weights.norm, self.config.rms_norm_eps)
         return self._qkv(weights, normed, rotary_rows, out)
 
@@ -64,7 +68,7 @@ class LlamaModel:
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is the next layer's afterwards.
         """
-        weights = self._weights.boundary(layer)
+        weights = self.weights.boundary(layer)
         if weights.in_one_call is not None:
             qkv = weights.in_one_call(attention_out.flatten(1), residual, rotary_rows).unflatten(
                 1, (-1, self.config.head_dim)
@@ -78,7 +82,7 @@ class LlamaModel:
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
         """
-        weights = self._weights.boundary(self._last)
+        weights = self.weights.boundary(self._last)
         if weights.in_one_call is not None:
             return weights.in_one_call(attention_out.flatten(1), residual, None)
         ffn = self._ffn(weights.ffn, attention_out, residual)

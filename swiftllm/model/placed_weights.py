@@ -46,8 +46,13 @@ class PlacedWeights:
         ``ops`` compute on ``device``; ``host_linears`` compute the CPU's boundaries.
         """
         self.num_logits = config.vocab_size
-        self._device, self._moved = device, {}
         tensors = split_boundaries(weights)
+        embedding, where = weights.embedding, device.torch_device
+        moved = embedding.to(where)
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            return moved if tensor is embedding else tensor.to(where)  # which may be the vocabulary's matrix, too
+
         buffers: dict[int, torch.Tensor] = {}
         layouts: dict[int, Matrices] = {}
         for layer, place in enumerate(placement.places, -1):
@@ -66,13 +71,12 @@ class PlacedWeights:
             boundary, tensors[layer + 1] = tensors[layer + 1], None
             matrices = matrices_of(boundary)
             if place is Place.RESIDENT:
-                matrices = map_tensors(matrices, self._to_device)
+                matrices = map_tensors(matrices, to_device)
             elif place is Place.STREAMED:
                 matrices = lay_out(layouts[layer], self.stream.slot_of(layer))
-            rest = map_tensors(with_matrices(boundary, _none_of(matrices)), self._to_device)
+            rest = map_tensors(with_matrices(boundary, _none_of(matrices)), to_device)
             boundary = with_matrices(rest, matrices)
             self._boundaries.append(make_boundary(ops, config, boundary, elsewhere.get(place)))
-        self._moved.clear()
 
     def enter(self, layer: int) -> None:
         if self.stream is not None:
@@ -83,12 +87,6 @@ class PlacedWeights:
 
     def boundary(self, layer: int) -> BoundaryWeights:
         return self._boundaries[layer + 1]
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Moved once, though the vocabulary's matrix may be the embedding."""
-        if id(tensor) not in self._moved:
-            self._moved[id(tensor)] = tensor, tensor.to(self._device.torch_device)  # kept alive: ids are used again
-        return self._moved[id(tensor)][1]
 
 
 def open_placed_weights(

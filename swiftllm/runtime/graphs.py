@@ -262,6 +262,8 @@ class LayerGraphs:
             if -1 <= key.layer <= 0 or key.layer == self._last:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
                 # are empty, so this launch stores nothing.
+                if not key.blocks:
+                    self._model.weights.enter(key.layer)
                 self._launch(key)
         error = None
         try:

@@ -92,8 +92,7 @@ class TorchBackend:
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         sizes = self._sizes()
         check_weights(sizes, self.dtype, self._free_bytes(), self.placement, on_host=self.device.type == "cpu")
-        self._weights = self._open_weights(config)
-        self._model = LlamaModel(sizes, self._weights, self._ops, config.max_model_len)
+        self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
@@ -249,7 +248,7 @@ class TorchBackend:
         if not batches:
             return {}
         self._pacer.wait()
-        self._weights.enter(layer)
+        self._model.weights.enter(layer)
         for batch in batches:
             if isinstance(batch, CohortBatch):
                 self._await_return(batch)
@@ -263,7 +262,7 @@ class TorchBackend:
 
     def holds_weights(self, layer: int) -> bool:
         """Whether a boundary can be crossed now without a copy of its weights for that alone."""
-        return self._weights.holds(layer)
+        return self._model.weights.holds(layer)
 
     def _await_return(self, cohort: CohortBatch) -> None:
         """Later work on the device finds the result of the cohort's CPU attention."""

@@ -24,11 +24,13 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         return torch.zeros(shape, dtype=dtype, device=device)
 
     mask = torch.ones(chunk, context, dtype=torch.bool, device=device)  # a lane's masks stay for all layers
+    model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
     attention_out = ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
     if sizes.num_layers > 1:
+        model.weights.enter(0)
         model.cross(0, attention_out, residual, rotary_rows)
 
     gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
@@ -45,6 +47,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
         del tables, out
 
+    model.weights.enter(sizes.num_layers - 1)
     logits = model.leave(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
     how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
     sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
