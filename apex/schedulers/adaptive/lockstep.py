@@ -9,7 +9,7 @@ from apex.perf.model import PerfModel
 from apex.schedulers.adaptive.times import OperationTimes
 
 MEMBER_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.12, 0.06, 0.0)
-STEPPING_SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.25)
+STEPPING_SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.25, 0.0)
 LEAST_TIME_SHARE = 0.02
 """Of an iteration at least this share is charged to its decodes, however much of it the prompts pay."""
 

@@ -14,9 +14,9 @@ import numpy as np
 from apex.schedulers.adaptive.times import Floats, OperationTimes
 
 MEMBER_SHARES = np.array([1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.08])
-"""Shares of the CPU decodes that lockstep may take along."""
-STEPPING_SHARES = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-"""Shares of these that step; the others ride."""
+"""Shares of the CPU decodes that lockstep may take along, at least one request: a part of it would seem to hide."""
+STEPPING_SHARES = np.array([0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+"""Shares of these that step; the others ride. Where all ride, no step reads the weights a second time."""
 FEED_ROUNDS = 4
 """Iterations of the fixed point of :func:`feed_rate`; its values change by less than 1% after them."""
 
@@ -89,7 +89,8 @@ def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     t is :func:`lockstep_layer_s`. The CPU's time need not be hidden.
     """
     g = load.gpu_decodes
-    members = cpu_decodes[:, None, None] * MEMBER_SHARES[:, None]
+    numbers = cpu_decodes[:, None, None]
+    members = np.maximum(numbers * MEMBER_SHARES[:, None], np.minimum(numbers, 1.0))
     stepping = members * STEPPING_SHARES
     members = np.broadcast_to(members, stepping.shape)
     riding = members - stepping

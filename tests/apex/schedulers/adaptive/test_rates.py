@@ -63,15 +63,26 @@ def test_a_layer_of_lockstep() -> None:
 def test_lockstep_takes_the_best_share() -> None:
     """With a fast CPU all go along. With a slow one fewer do, and the rate is no lower than that of any share."""
     numbers = np.array([40.0])
-    fast = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-9), LAYERS))
-    rate = lockstep_rate(fast, LOAD, numbers)
-    layer_s = linear_s(8) + linear_s(40) + LANE_S  # all of them step: the two linear times overlap with nothing
-    assert first(rate.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + 2 * ENDS_S), rel=1e-3)
     slow = lockstep_rate(TIMES, LOAD, numbers)
     for share in (1.0, 0.5, 0.25):
         k = 40 * share
         layer_s = lockstep_layer_s(TIMES, LOAD, np.zeros(1), np.array([k / 2]), np.array([k / 2]))
         assert first(slow.tokens_per_s) >= (8 + k) / (LAYERS * first(layer_s) + 2 * ENDS_S) * (1 - 1e-9)
+
+
+def test_all_ride_while_their_attention_hides_behind_the_lanes() -> None:
+    """Then no step reads the weights again. Attention that hides only behind the lane's linear time needs a step."""
+    numbers = np.array([40.0])
+    fast = lockstep_rate(OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-9), LAYERS)), LOAD, numbers)
+    assert first(fast.riders) == 40
+    layer_s = linear_s(48) + LANE_S
+    assert first(fast.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + ENDS_S))
+    short = replace(LOAD, gpu_context=1.0)  # next to no attention of the lane to hide behind
+    times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-8, cpu_start_s=9e-4), LAYERS))
+    stepping = lockstep_rate(times, short, numbers)
+    assert first(stepping.riders) < 40
+    layer_s = linear_s(48 - 20) + linear_s(20) + GPU_START_S + 8 * GPU_TOKEN_S
+    assert first(stepping.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + 2 * ENDS_S))
 
 
 def test_one_cohort() -> None:
@@ -108,8 +119,8 @@ def test_hand_overs_are_charged() -> None:
 
 @pytest.mark.parametrize(
     ("cpu_token_s", "number", "mode"),
-    [(1e-8, 40, Mode.LOCKSTEP), (1e-6, 40, Mode.FEED), (1e-6, 1, Mode.ONLY)],
-    ids=["fast", "slow", "not worth a step"],
+    [(1e-8, 40, Mode.LOCKSTEP), (1e-6, 40, Mode.FEED), (1e-6, 1, Mode.LOCKSTEP), (1e-5, 1, Mode.ONLY)],
+    ids=["fast", "slow", "rides for nothing", "not worth a wait"],
 )
 def test_the_cpus_speed_and_load_decide(cpu_token_s: float, number: int, mode: Mode) -> None:
     times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, cpu_token_s), LAYERS))

@@ -119,6 +119,21 @@ def test_a_slow_cpu_is_fed_and_a_fast_one_goes_in_lockstep() -> None:
     assert lockstep > 0.8 * sum(bool(plan.cohorts) for plan in made) > 0
 
 
+def test_a_few_that_hide_behind_the_lanes_attention_ride_at_every_iteration() -> None:
+    """Those left over get their tokens at the pace of the lane, and cost it no step."""
+    engine = simulated(cpu_token_s=2e-8)
+    few = 0
+    while engine.has_unfinished():
+        num_cpu = len(engine.scheduler.decoding[Tier.CPU])
+        engine.step()
+        plan, _ = engine.last_iteration
+        if 0 < num_cpu <= 3 and plan.decodes and not plan.swaps:
+            (cohort,) = plan.cohorts
+            assert cohort.rule is SteppingRule.RIDE_AND_WAIT and len(cohort.requests) == num_cpu
+            few += 1
+    assert few > 5
+
+
 def test_free_running_can_be_switched_off() -> None:
     made = plans(simulated(StrategyConfig(disable_asynchronous_overlap=True), cpu_token_s=1e-7))
     assert all(rule.lane_waits for rule in rules(made))
