@@ -9,7 +9,7 @@ from pathlib import Path
 
 from apex.perf.core_division import division_rates, fastest
 from apex.perf.model import PerfModel, ProfileTable
-from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure
+from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure, with_copies
 from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
@@ -56,6 +56,8 @@ def build_system(
             backend.use_hosts(connect_hosts(config, backend))
         limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
+        if choice is not None:
+            table = with_copies(table, choice.stream_s / backend.num_layers)
         model = PerfModel(table, backend.num_layers)
         scheduler = system.scheduler(limits, kv, backend.now, model, strategy)
         details = {

@@ -6,12 +6,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
+from apex.perf.model import TABLE_VERSION, Curve, ProfileTable, attention_rate
 from apex.perf.profiler import Profiler
 from apex.perf.progress import progress_bar
 from apex.perf.workbench import MOST_BLOCKS, Workbench
@@ -37,6 +37,16 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
     table.save(cached)
     logger.info("profile table written to %s", cached)
     return table
+
+
+def with_copies(table: ProfileTable, layer_s: float) -> ProfileTable:
+    """The table where streamed weights take ``layer_s`` seconds a layer to arrive: no boundary is faster on average.
+
+    A table is made of medians of single boundaries, which show the copies only where most boundaries are streamed.
+    """
+    if layer_s <= 0.0:
+        return table
+    return replace(table, linear=Curve(table.linear.sizes, tuple(max(layer_s, s) for s in table.linear.seconds)))
 
 
 def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:

@@ -107,6 +107,28 @@ def lay_out(matrices: Matrices, memory: torch.Tensor) -> Matrices:
     return map_tensors(matrices, place)
 
 
+def pack(matrices: Matrices, make_chunk: Callable[[int], torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
+    """Copy matrices to chunks of memory as :func:`lay_out` expects them in one piece.
+
+    ``make_chunk`` gives uint8 ``[bytes]``, at most ``chunk_bytes``.
+    """
+    size, offset = packed_bytes(matrices), 0
+    chunks = [make_chunk(min(chunk_bytes, size - start)).zero_() for start in range(0, size, chunk_bytes)]
+
+    def copy(tensor: torch.Tensor) -> None:
+        nonlocal offset
+        data, position = tensor.cpu().contiguous().view(-1).view(torch.uint8), offset
+        while len(data):
+            number, start = divmod(position, chunk_bytes)
+            room = chunks[number][start : start + len(data)]
+            room.copy_(data[: len(room)])
+            data, position = data[len(room) :], position + len(room)
+        offset += _aligned(tensor.nbytes)
+
+    map_tensors(matrices, copy)
+    return chunks
+
+
 def _ffn_of(layer: LayerWeights) -> FfnTensors:
     biases = layer.o_bias, layer.gate_up_bias, layer.down_bias
     return FfnTensors(layer.o, layer.post_norm, layer.gate_up, layer.down, *biases)

@@ -11,14 +11,14 @@ from swiftllm.model.boundary_tensors import (
     lay_out,
     map_tensors,
     matrices_of,
-    packed_bytes,
+    pack,
     split_boundaries,
     with_matrices,
 )
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.providers import BoundaryWeights, ResidentWeights, WeightProvider, make_boundary, read_weights
-from swiftllm.model.weight_stream import WeightStream
+from swiftllm.model.weight_stream import CHUNK_BYTES, WeightStream
 from swiftllm.model.weights import LlamaWeights
 from swiftllm.ops.interface import Linear, MakesLinears, Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
@@ -41,7 +41,8 @@ class PlacedWeights:
         placement: Placement,
         host_linears: MakesLinears,
     ) -> None:
-        """``weights`` are in host memory and taken over; beside them there is a second copy of one boundary at a time.
+        """``weights`` are taken over. The matrices of streamed and CPU boundaries are in host memory, where there is a
+        second copy of one boundary at a time.
 
         ``ops`` compute on ``device``; ``host_linears`` compute the CPU's boundaries.
         """
@@ -53,15 +54,15 @@ class PlacedWeights:
         def to_device(tensor: torch.Tensor) -> torch.Tensor:
             return moved if tensor is embedding else tensor.to(where)  # which may be the vocabulary's matrix, too
 
-        buffers: dict[int, torch.Tensor] = {}
+        chunks: dict[int, list[torch.Tensor]] = {}
         layouts: dict[int, Matrices] = {}
         for layer, place in enumerate(placement.places, -1):
             if place is Place.STREAMED:
                 matrices = matrices_of(tensors[layer + 1])
                 layouts[layer] = map_tensors(matrices, lambda tensor: tensor.to("meta"))
-                buffers[layer] = _pack(matrices, device)
+                chunks[layer] = pack(matrices, lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
                 tensors[layer + 1] = with_matrices(tensors[layer + 1], layouts[layer])
-        self.stream = WeightStream(device, buffers) if buffers else None
+        self.stream = WeightStream(device, chunks) if chunks else None
         elsewhere = {
             Place.CPU: _OnCpu(device, host_linears),
             Place.STREAMED: ReferenceOps() if ops.repacks_matrices else None,  # slots change
@@ -74,6 +75,8 @@ class PlacedWeights:
                 matrices = map_tensors(matrices, to_device)
             elif place is Place.STREAMED:
                 matrices = lay_out(layouts[layer], self.stream.slot_of(layer))
+            else:
+                matrices = map_tensors(matrices, torch.Tensor.cpu)  # biases were loaded to the device
             rest = map_tensors(with_matrices(boundary, _none_of(matrices)), to_device)
             boundary = with_matrices(rest, matrices)
             self._boundaries.append(make_boundary(ops, config, boundary, elsewhere.get(place)))
@@ -81,6 +84,10 @@ class PlacedWeights:
     def enter(self, layer: int) -> None:
         if self.stream is not None:
             self.stream.enter(layer)
+
+    def launched(self) -> None:
+        if self.stream is not None:
+            self.stream.launched()
 
     def holds(self, layer: int) -> bool:
         return self.stream is None or self.stream.holds(layer)
@@ -104,7 +111,8 @@ def open_placed_weights(
     """
     if placement.is_all_resident:
         return ResidentWeights(model, read_weights(config, model, device.torch_device, dtype), ops)
-    weights = read_weights(config, model, torch.device("cpu"), dtype)
+    elsewhere = {layer for layer, place in enumerate(placement.places, -1) if place is not Place.RESIDENT}
+    weights = read_weights(config, model, device.torch_device, dtype, on_host=elsewhere)
     return PlacedWeights(model, weights, ops, device, placement, host_linears)
 
 
@@ -129,18 +137,6 @@ class _OnCpu:
             return product if out is None else out.copy_(product)
 
         return compute
-
-
-def _pack(matrices: Matrices, device: Device) -> torch.Tensor:
-    """A buffer of host memory, uint8 ``[bytes]``, that holds the matrices."""
-    buffer = device.pinned((packed_bytes(matrices),), torch.uint8).zero_()
-    sources: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    map_tensors(matrices, sources.append)
-    map_tensors(lay_out(matrices, buffer), targets.append)
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-    return buffer
 
 
 def _none_of(matrices: Matrices) -> Matrices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -54,6 +54,9 @@ class WeightProvider(Protocol):
     def enter(self, layer: int) -> None:
         """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
 
+    def launched(self) -> None:
+        """All that reads the boundary entered last is launched, so far."""
+
     def holds(self, layer: int) -> bool:
         """Whether a boundary can be entered without a copy of its own."""
 
@@ -75,6 +78,9 @@ class ResidentWeights:
     def enter(self, layer: int) -> None:
         pass
 
+    def launched(self) -> None:
+        pass
+
     def holds(self, layer: int) -> bool:
         return True
 
@@ -83,15 +89,17 @@ class ResidentWeights:
 
 
 def read_weights(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, part: ModelPart | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
+    on_host: Collection[int] = (),
 ) -> LlamaWeights:
-    """The tensors that a configuration names, or a ``part`` of them.
-
-    Raises what :func:`~swiftllm.model.weights.load_weights` does.
-    """
+    """The tensors that a configuration names; see :func:`~swiftllm.model.weights.load_weights`."""
     if config.load_format == "dummy":
-        return dummy_weights(model, device, dtype, config.seed, part)
-    return load_weights(config.model, model, device, dtype, part)
+        return dummy_weights(model, device, dtype, config.seed, part, on_host)
+    return load_weights(config.model, model, device, dtype, part, on_host)
 
 
 def make_linear(ops: MakesLinears, weight: Matrix, bias: torch.Tensor | None) -> Linear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,10 @@ class FusedMatrix(NamedTuple):
     modules: tuple[str, ...]
     out_features: tuple[int, ...]
     in_features: int
+
+    def boundary(self, layer: int) -> int:
+        """The boundary that uses the matrix of a layer."""
+        return layer - 1 if self.name == "qkv" else layer
 
 
 def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
@@ -99,14 +103,20 @@ class LlamaWeights:
     layers: list[LayerWeights]
 
     @classmethod
-    def empty(cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> LlamaWeights:
-        """Allocate without filling; not the layers' matrices of a quantised model."""
+    def empty(
+        cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype, on_host: Collection[int] = ()
+    ) -> LlamaWeights:
+        """Allocate without filling; not the layers' matrices of a quantised model.
+
+        ``on_host``: boundaries whose matrices are in host memory; see :class:`FusedMatrix`.
+        """
 
         def new(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def matrix(*shape: int) -> torch.Tensor | None:
-            return new(*shape) if config.quantisation is None else None
+        def matrix(boundary: int, *shape: int) -> torch.Tensor | None:
+            place = "cpu" if boundary in on_host else device
+            return torch.empty(shape, device=place, dtype=dtype) if config.quantisation is None else None
 
         hidden, ffn = config.hidden_size, config.intermediate_size
         embedding = new(config.vocab_size, hidden)
@@ -114,11 +124,11 @@ class LlamaWeights:
         layers = [
             LayerWeights(
                 input_norm=new(hidden),
-                qkv=matrix(config.qkv_size, hidden),
-                o=matrix(hidden, config.num_heads * config.head_dim),
+                qkv=matrix(index - 1, config.qkv_size, hidden),
+                o=matrix(index, hidden, config.num_heads * config.head_dim),
                 post_norm=new(hidden),
-                gate_up=matrix(2 * ffn, hidden),
-                down=matrix(hidden, ffn),
+                gate_up=matrix(index, 2 * ffn, hidden),
+                down=matrix(index, hidden, ffn),
                 qkv_bias=new(config.qkv_size) if config.qkv_bias else None,
                 o_bias=new(hidden) if config.o_bias else None,
                 gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
@@ -126,7 +136,7 @@ class LlamaWeights:
                 q_norm=new(config.head_dim) if config.norms_heads else None,
                 k_norm=new(config.head_dim) if config.norms_heads else None,
             )
-            for _ in range(config.num_layers)
+            for index in range(config.num_layers)
         ]
         return cls(embedding, lm_head, new(hidden), layers)
 
@@ -150,30 +160,37 @@ class LlamaWeights:
         return places
 
     def empty_quantised(
-        self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        on_host: Collection[int] = (),
     ) -> list[QuantisedMatrix]:
-        """Allocate the matrices of a quantised model without filling them."""
+        """Allocate the matrices of a quantised model without filling them; ``on_host``: see :meth:`empty`."""
         matrices = []
-        for place in self.fused_places(config):
+        for place in self.fused_places(config, device, on_host):
             shape = sum(place.modules.values()), place.in_features
             group_size = config.quantisation.group_size_of(place.in_features)
-            matrices.append(QuantisedMatrix.empty(*shape, group_size, dtype, device))
+            matrices.append(QuantisedMatrix.empty(*shape, group_size, dtype, place.device))
             place.put(matrices[-1])
         return matrices
 
-    def fused_places(self, config: ModelConfig) -> list[FusedPlace]:
-        """The places of the layers' matrices, for those that come quantised."""
+    def fused_places(
+        self, config: ModelConfig, device: torch.device | str, on_host: Collection[int] = ()
+    ) -> list[FusedPlace]:
+        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`."""
         return [
             FusedPlace(
                 {
-                    f"model.layers.{index}.{block}.{module}": rows
-                    for module, rows in zip(modules, out_features, strict=True)
+                    f"model.layers.{index}.{matrix.block}.{module}": rows
+                    for module, rows in zip(matrix.modules, matrix.out_features, strict=True)
                 },
-                in_features,
-                partial(setattr, layer, name),
+                matrix.in_features,
+                partial(setattr, layer, matrix.name),
+                "cpu" if matrix.boundary(index) in on_host else device,
             )
             for index, layer in enumerate(self.layers)
-            for name, block, modules, out_features, in_features in fused_matrices(config)
+            for matrix in fused_matrices(config)
         ]
 
 
@@ -183,23 +200,24 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     part: ModelPart | None = None,
+    on_host: Collection[int] = (),
 ) -> LlamaWeights:
     """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
 
     Quantised matrices stay packed, with the dtype of their scales.
 
-    Of each tensor only ``part`` is read, by default all.
+    Of each tensor only ``part`` is read, by default all. ``on_host``: see :meth:`LlamaWeights.empty`.
 
     Raises:
         FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
     part = part or WholeModel(config)
-    weights = LlamaWeights.empty(part.sizes, device, dtype)
+    weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     quantised = None
     if config.quantisation is not None:
-        quantised = QuantisedCollector(config.quantisation, weights.fused_places(config), device, dtype)
+        quantised = QuantisedCollector(config.quantisation, weights.fused_places(config, device, on_host), dtype)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -232,6 +250,7 @@ def dummy_weights(
     dtype: torch.dtype,
     seed: int = 0,
     part: ModelPart | None = None,
+    on_host: Collection[int] = (),
 ) -> LlamaWeights:
     """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
@@ -240,8 +259,9 @@ def dummy_weights(
     """
     part = part or WholeModel(config)
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(device, dtype)
-    weights, shapes = LlamaWeights.empty(part.sizes, device, dtype), _whole_shapes(config)
+    own_noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(dtype)
+    noise = {True: own_noise, False: own_noise.to(device)}  # by whether it is in host memory
+    weights, shapes = LlamaWeights.empty(part.sizes, device, dtype, on_host), _whole_shapes(config)
     for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
@@ -249,11 +269,13 @@ def dummy_weights(
             tensor.zero_()
         else:
             offset = int(torch.randint(DUMMY_PERIOD, (), generator=generator))
-            _fill(tensor, noise, offset, shapes[name], part.slices(name, shapes[name]))
+            _fill(tensor, noise[tensor.device.type == "cpu"], offset, shapes[name], part.slices(name, shapes[name]))
     if config.quantisation is not None:
-        words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator).to(device)
-        for matrix in weights.empty_quantised(config, device, dtype):
-            _repeat(words.roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
+        own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
+        words = {True: own_words, False: own_words.to(device)}
+        for matrix in weights.empty_quantised(config, device, dtype, on_host):
+            on_cpu = matrix.codes.device.type == "cpu"
+            _repeat(words[on_cpu].roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
             matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
             matrix.zeros.fill_(8)
     return weights

@@ -66,6 +66,9 @@ class ShardedWeights:
     def enter(self, layer: int) -> None:
         self._own.enter(layer)
 
+    def launched(self) -> None:
+        self._own.launched()
+
     def holds(self, layer: int) -> bool:
         return self._own.holds(layer)
 

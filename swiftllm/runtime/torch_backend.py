@@ -52,8 +52,7 @@ class TorchBackend:
 
     Attributes:
         hardware: where the linear layers run.
-        graphs: captured graphs; None on a host.
-        placement: where the weights are.
+        graphs, placement: captured graphs, None on a host; where the weights are.
         model_config: of the whole model.
         device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
@@ -72,8 +71,7 @@ class TorchBackend:
         placement: Placement | None = None,
     ) -> None:
         """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
-        ``hardware`` replaces the device that ``config.device`` names. ``placement``: of the weights; default: all on
-        the device.
+        ``hardware`` replaces the device that ``config.device`` names. ``placement``: by default all on the device.
 
         Raises:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
@@ -126,8 +124,8 @@ class TorchBackend:
         return self.model_config
 
     def _open_weights(self, config: EngineConfig) -> WeightProvider:
-        placed = self.placement, self.hardware, self._host_ops
-        return open_placed_weights(config, self.model_config, self.dtype, self._ops, *placed)
+        placed = self._ops, self.placement, self.hardware, self._host_ops
+        return open_placed_weights(config, self.model_config, self.dtype, *placed)
 
     def _free_bytes(self) -> int:
         """Memory of the device that this process may take."""
@@ -257,6 +255,7 @@ class TorchBackend:
             tokens = self._finish(batches)
         elif self.graphs is None or not self.graphs.boundary(layer, batches):
             self._cross(layer, batches)
+        self._model.weights.launched()
         self._pacer.launched()
         return tokens
 

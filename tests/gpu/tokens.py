@@ -6,14 +6,18 @@ import random
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from apex.placement.search import Choice
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import spread
 from tests.gpu.judge import SEED, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
@@ -75,6 +79,15 @@ def check_tokens_float32(device: torch.device) -> None:
 def check_tokens_float16(device: torch.device) -> None:
     """Up to near-ties of the judge's logits."""
     check_tokens(device, "float16", near_tie=NEAR_TIE)
+
+
+def check_streamed_tokens(device: torch.device) -> None:
+    """As float32's, with the weights of all boundaries crossing to the device in every iteration."""
+    with tiny_model() as model:
+        count = ModelConfig.from_folder(str(model)).num_layers + 1
+    streamed = Choice(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0)
+    with patch("apex.systems.place_weights", lambda config: streamed):
+        check_tokens(device, "float32", near_tie=0.0)
 
 
 def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:

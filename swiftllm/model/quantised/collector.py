@@ -14,22 +14,22 @@ from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix, fuse
 
 @dataclass
 class FusedPlace:
-    """Where a fused matrix goes: ``put`` takes it; ``modules`` are its parts with their outputs, from top to bottom."""
+    """Where a fused matrix goes: ``put`` takes it, on ``device``; ``modules`` are its parts with their outputs, from
+    top to bottom."""
 
     modules: Mapping[str, int]
     in_features: int
     put: Callable[[Matrix], None]
+    device: torch.device | str
     parts: dict[str, torch.Tensor | QuantisedMatrix] = field(default_factory=dict)
 
 
 class QuantisedCollector:
-    """Takes a checkpoint's tensors one by one. A module's tensors wait on the device, packed, for the last of them."""
+    """Takes a checkpoint's tensors one by one. A module's tensors wait on its device, packed, for the last of them."""
 
-    def __init__(
-        self, scheme: QuantisationScheme, places: list[FusedPlace], device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, scheme: QuantisationScheme, places: list[FusedPlace], dtype: torch.dtype) -> None:
         """``dtype``: of activations, and of matrices that are not quantised."""
-        self._scheme, self._device, self._dtype = scheme, device, dtype
+        self._scheme, self._dtype = scheme, dtype
         self._places = {module: place for place in places for module in place.modules}
         self._required = required_tensors(scheme)
         self._optional = OPTIONAL[scheme.method]
@@ -53,10 +53,10 @@ class QuantisedCollector:
             shape = [place.modules[module], place.in_features]
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json asks for {shape}")
-            self._add(place, module, tensor.to(self._device, self._dtype))
+            self._add(place, module, tensor.to(place.device, self._dtype))
             return True
         tensors = self._waiting.setdefault(module, {})
-        tensors[kind] = tensor.to(self._device)
+        tensors[kind] = tensor.to(place.device)
         if self._required <= tensors.keys():
             del self._waiting[module]
             try:

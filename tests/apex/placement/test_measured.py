@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.perf.profile_cache import profile_identity
+from apex.perf.profile_cache import profile_identity, with_copies
 from apex.placement import measured
 from apex.placement.measured import place_weights
 from apex.systems import build_system
@@ -81,6 +81,14 @@ def test_a_slow_cpu_computes_nothing_and_a_slow_link_copies_nothing(model_dir, m
 
     assert choice(Place.CPU).count(Place.CPU) == 0
     assert choice(Place.STREAMED).count(Place.STREAMED) == 0
+
+
+def test_schedulers_know_how_long_copies_take():
+    table = flat_table()
+    assert with_copies(table, 0.0) is table
+    slow = with_copies(table, 5.0)
+    assert slow.linear.sizes == table.linear.sizes and min(slow.linear.seconds) == 5.0
+    assert slow.cpu_attention == table.cpu_attention
 
 
 def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):

@@ -44,6 +44,11 @@ def model_dir(tiny_model_dir) -> Path:
     return tiny_model_dir(num_hidden_layers=LAYERS)
 
 
+@pytest.fixture(autouse=True)
+def matrices_span_chunks(monkeypatch):
+    monkeypatch.setattr("swiftllm.model.placed_weights.CHUNK_BYTES", 10_000)
+
+
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
     sizes = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     config = EngineConfig(str(model_dir), dtype="float32", max_model_len=64, **sizes)
@@ -150,8 +155,9 @@ def test_packed_weights_are_streamed_packed(model_dir, tmp_path):
     assert max(sizes) < max(boundary_bytes(ModelConfig.from_folder(model_dir), torch.float32)) / 3
 
 
-def test_smollm2_with_half_of_its_boundaries_on_the_cpu(smollm2_dir):
+def test_smollm2_with_half_of_its_boundaries_on_the_cpu(smollm2_dir, monkeypatch):
     """And a quarter streamed. The lane's CPU and the boundaries' are one here; the rows go the same way as on a GPU."""
+    monkeypatch.undo()  # chunks of the usual size
     layers = ModelConfig.from_folder(smollm2_dir).num_layers
     draw = random.Random(3)
     requests = [[draw.randrange(1000, 40000) for _ in range(9 + i)] for i in range(4)]
