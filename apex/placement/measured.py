@@ -60,26 +60,22 @@ def place_weights(config: EngineConfig) -> Choice | None:
             f"weights_gpu_memory={config.weights_gpu_memory:g} GiB is less than embedding, vocabulary and norms, which "
             f"stay on the GPU: give at least {others / GIB:.2f}, or take a smaller model"
         )
-    check_host_memory(sum(sizes), model)
+    off_gpu_bytes, host_bytes = sum(sizes) - gpu_bytes, available_host_bytes() - HOST_HEADROOM_BYTES
+    if off_gpu_bytes > host_bytes:
+        remedy = "take 4-bit weights" if model.quantisation is None else "take a smaller model"
+        raise ValueError(
+            f"{off_gpu_bytes / GIB:.1f} GiB of weights exceed weights_gpu_memory and the host has "
+            f"{max(0, host_bytes) / GIB:.1f} GiB: {remedy}, a host with more memory, or a GPU that holds them"
+        )
     ops = select_ops(device.torch_device, dtype, resolve_kernel(config, dtype))
     with progress_bar("measuring where weights belong") as progress:
         costs, effect = measure_costs(model, dtype, device, ops, sizes, config.max_num_seqs, progress)
-    return choose_exactly(costs, gpu_bytes, effect=effect)
-
-
-def check_host_memory(num_bytes: int, model: ModelConfig) -> None:
-    """Check that the host can hold the weights of all boundaries while they are divided.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    free_bytes = available_host_bytes() - HOST_HEADROOM_BYTES
-    if num_bytes > free_bytes:
-        remedy = "take 4-bit weights" if model.quantisation is None else "take a smaller model"
-        raise ValueError(
-            f"the weights take {num_bytes / GIB:.1f} GiB of host memory and {max(0, free_bytes) / GIB:.1f} GiB is "
-            f"available: {remedy}, a host with more memory, or a GPU that holds them"
-        )
+    choice = choose_exactly(costs, gpu_bytes, effect=effect)
+    in_full = boundary_bytes(replace(model, quantisation=None), dtype)  # as the CPU multiplies them
+    places = choice.placement
+    if places.bytes_at(Place.STREAMED, sizes) + places.bytes_at(Place.CPU, in_full) > host_bytes:
+        return choose_exactly(costs, gpu_bytes, effect=effect, cpu_computes=False)
+    return choice
 
 
 def measure_costs(

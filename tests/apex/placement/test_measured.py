@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantise import write_folder
 
 from apex.perf.profile_cache import profile_identity, with_copies
 from apex.placement import measured
@@ -81,6 +82,25 @@ def test_a_slow_cpu_computes_nothing_and_a_slow_link_copies_nothing(model_dir, m
 
     assert choice(Place.CPU).count(Place.CPU) == 0
     assert choice(Place.STREAMED).count(Place.STREAMED) == 0
+
+
+def test_the_cpu_computes_nothing_that_the_host_cannot_hold_in_full(model_dir, tmp_path, monkeypatch):
+    """4-bit weights take four times their bytes where the CPU computes them."""
+
+    def costs(model, dtype, device, ops, sizes, rows, progress):
+        return [measured.BoundaryCost(size, 1e-3, 1e-3, 100.0) for size in sizes], measured.CopyEffect()
+
+    write_folder(model_dir, tmp_path / "awq", "awq", 32)
+    monkeypatch.setattr(measured, "measure_costs", costs)
+    config = replace(config_for(tmp_path / "awq", 2.0), max_num_seqs=1)
+    sizes = boundary_bytes(ModelConfig.from_folder(config.model), torch.float32)
+    counts = []
+    with fake_gpu(0):
+        for free_bytes in (8 * sum(sizes), sum(sizes)):
+            monkeypatch.setattr(measured, "available_host_bytes", lambda free=free_bytes: GIB // 2 + free)
+            placement = place_weights(config).placement
+            counts.append((placement.count(Place.CPU) > 0, placement.count(Place.STREAMED) > 0))
+    assert counts == [(True, False), (False, True)]
 
 
 def test_schedulers_know_how_long_copies_take():
