@@ -59,8 +59,7 @@ class TorchBackend:
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
         cores: threads of a lane on a CPU, and of attention over the CPU tier.
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
-        cpu_tier: the CPU tier, with the blocks of other hosts where there are any.
-        attention_hosts: the same, if other hosts hold a part of it.
+        cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
     """
 
     def __init__(
@@ -382,10 +381,11 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
-        def logits(rows: slice) -> torch.Tensor:  # of a copy, since the lane has yet to cross this boundary
-            return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+        self._prompt_scorer.score_prompts(lane.prompts, partial(self._prompt_logits, lane))
 
-        self._prompt_scorer.score_prompts(lane.prompts, logits)
+    def _prompt_logits(self, lane: LaneBatch, rows: slice) -> torch.Tensor:
+        # Of a copy, since the lane has yet to cross this boundary.
+        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""

@@ -47,7 +47,7 @@ class Group:
         system, strategy, _ = VARIANTS[variant]
         with pytest.MonkeyPatch.context() as patch:
             for module in ("apex.systems", "swiftllm.runtime.build"):
-                patch.setattr(f"{module}.make_backend", lambda *_: self.backend)
+                patch.setattr(f"{module}.make_backend", lambda *_, **__: self.backend)
             return build_system(system, self.config, strategy, profile=MADE_UP_PROFILE)
 
     def add(self, engine: Engine) -> list[Request]:

@@ -22,4 +22,5 @@ def pipelining() -> Timeline:
 
 @pytest.fixture(scope="session")
 def free_running() -> Timeline:
-    return record(simulated_engine("adaptive", link=LINK), num_iterations=3)
+    strategy = StrategyConfig(disable_asymmetric_pipelining=True)
+    return record(simulated_engine("adaptive", strategy, LINK), num_iterations=3)
