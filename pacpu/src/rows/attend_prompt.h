@@ -11,12 +11,6 @@ namespace {
 constexpr int attend_vectors = key_panel / width;
 constexpr int attend_rows = 6;  // times attend_vectors accumulators: three quarters of the registers
 
-PACPU_INLINE int32_t pair_at(const BFloat16* p) {
-    int32_t bits;
-    __builtin_memcpy(&bits, p, sizeof bits);
-    return bits;
-}
-
 // sums [rows, key_panel] = (or, if `adds`, +=) x [rows, 2 num_pairs] times weights [num_pairs, key_panel, 2]. Rows of
 // weights are `pair_stride` elements apart.
 template <int rows>
@@ -37,7 +31,7 @@ __attribute__((noinline)) void attend_tile(const BFloat16* x, int64_t x_stride, 
         }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; ++r) {
-            __m512i input = _mm512_set1_epi32(pair_at(x + r * x_stride + 2 * pair));
+            __m512i input = _mm512_set1_epi32(load_pair(x + r * x_stride + 2 * pair));
             pin(input);
 #pragma GCC unroll 4
             for (int v = 0; v < attend_vectors; ++v)
@@ -72,7 +66,7 @@ void pack_panel(const Prompt& p, int kv_head, int panel) {
     BFloat16* keys = p.packed_keys(kv_head, panel);
     for (int pair = 0; pair < p.head_dim / 2; ++pair)
         for (int t = 0; t < key_panel; ++t) {
-            const int32_t both = t < count ? pair_at(k + t * p.k_stride + 2 * pair) : 0;
+            const int32_t both = t < count ? load_pair(k + t * p.k_stride + 2 * pair) : 0;
             __builtin_memcpy(keys + (pair * key_panel + t) * 2, &both, sizeof both);
         }
     const BFloat16* v = p.v + kv_head * p.v_head_stride + first * p.v_stride;

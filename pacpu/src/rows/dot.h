@@ -10,12 +10,6 @@ namespace {
 constexpr int dot_vectors = panel_columns / width;
 constexpr int dot_rows = 8;  // times dot_vectors accumulators: three quarters of the registers
 
-PACPU_INLINE int32_t load_pair(const BFloat16* p) {
-    int32_t bits;
-    __builtin_memcpy(&bits, p, sizeof bits);
-    return bits;
-}
-
 // Adds to `sums` [rows, panel_columns] (or sets, if `is_first`) the products of so many pairs of inputs. `ahead`: memory
 // to fetch.
 template <int rows>

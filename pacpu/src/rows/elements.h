@@ -11,6 +11,13 @@ namespace {
 
 PACPU_INLINE int min_of(int a, int b) { return a < b ? a : b; }
 
+// Two elements as they are.
+PACPU_INLINE int32_t load_pair(const BFloat16* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    return bits;
+}
+
 PACPU_INLINE void store(BFloat16* p, Floats v) {
     const Words bits = (Words)v;
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
