@@ -64,23 +64,10 @@ void dot_block(const Linear& p, int begin_panel, int end_panel, float* scratch) 
         x = copy;
         x_stride = 2 * num_pairs;
     }
-    const int num_tiles = (p.rows + dot_rows - 1) / dot_rows;
-    for (int panel = begin_panel; panel < end_panel; ++panel) {
-        for (int first = 0; first < num_pairs; first += max_block_pairs) {
-            const int count = min_of(max_block_pairs, num_pairs - first);
-            const BFloat16* weights = p.packed + (int64_t{panel} * num_pairs + first) * 2 * panel_columns;
-            const BFloat16* behind = weights + int64_t{2} * count * panel_columns;
-            const bool is_last = panel + 1 == end_panel && first + count == num_pairs;
-            for (int tile = 0; tile < num_tiles; ++tile) {
-                const int row = p.rows * tile / num_tiles, rows = p.rows * (tile + 1) / num_tiles - row;
-                // What comes next is in memory: three tiles fetch a third of its cache lines each.
-                const char* ahead = is_last || tile >= 3 ? nullptr : (const char*)behind + 64 * tile;
-                dot_tiles[rows](x + row * x_stride + 2 * first, x_stride, weights, count, sums + row * panel_columns,
-                                first == 0, ahead);
-            }
-        }
-        write_panel(p, panel, sums);
-    }
+    over_tiles(p, begin_panel, end_panel, dot_rows, sums, [&](const PanelTile& t) {
+        dot_tiles[t.rows](x + t.row * x_stride + 2 * t.first_pair, x_stride, t.weights, t.num_pairs,
+                          sums + t.row * panel_columns, t.first_pair == 0, t.ahead);
+    });
 }
 
 void dot_linear(const Linear& p, int begin_panel, int end_panel, float* scratch) {

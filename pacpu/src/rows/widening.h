@@ -70,7 +70,6 @@ constexpr MultiplyTile multiply_rows[tile_rows + 1] = {nullptr,
 
 // A product's rows, or some of them, with some of the matrix's panels.
 void multiply_block(const Linear& p, int begin_panel, int end_panel, float* scratch) {
-    const int num_pairs = (p.in_features + 1) / 2;
     const int64_t x_stride = padded_inputs(p.in_features);
     float* const x = scratch;
     float* const wide = x + p.rows * x_stride;
@@ -79,24 +78,11 @@ void multiply_block(const Linear& p, int begin_panel, int end_panel, float* scra
         for (int i = 0; i < p.in_features; i += width)
             store(x + r * x_stride + i, load_some(p.x + r * p.x_stride + i, min_of(width, p.in_features - i)));
 
-    const int num_tiles = (p.rows + tile_rows - 1) / tile_rows;
-    for (int panel = begin_panel; panel < end_panel; ++panel) {
-        for (int first = 0; first < num_pairs; first += max_block_pairs) {
-            const int count = min_of(max_block_pairs, num_pairs - first);
-            const BFloat16* weights = p.packed + (int64_t{panel} * num_pairs + first) * 2 * panel_columns;
-            const BFloat16* behind = weights + int64_t{2} * count * panel_columns;
-            const bool is_last = panel + 1 == end_panel && first + count == num_pairs;
-            for (int tile = 0; tile < num_tiles; ++tile) {
-                const int row = p.rows * tile / num_tiles, rows = p.rows * (tile + 1) / num_tiles - row;
-                // What comes next is in memory: three tiles fetch a third of its cache lines each.
-                const char* ahead = is_last || tile >= 3 ? nullptr : (const char*)behind + 64 * tile;
-                const auto multiply = tile == 0 ? multiply_rows<true>[rows] : multiply_rows<false>[rows];
-                multiply(x + row * x_stride + 2 * first, x_stride, weights, wide, count, sums + row * panel_columns,
-                         first == 0, ahead);
-            }
-        }
-        write_panel(p, panel, sums);
-    }
+    over_tiles(p, begin_panel, end_panel, tile_rows, sums, [&](const PanelTile& t) {
+        const auto multiply = t.row == 0 ? multiply_rows<true>[t.rows] : multiply_rows<false>[t.rows];
+        multiply(x + t.row * x_stride + 2 * t.first_pair, x_stride, t.weights, wide, t.num_pairs,
+                 sums + t.row * panel_columns, t.first_pair == 0, t.ahead);
+    });
 }
 
 void widening_linear(const Linear& p, int begin_panel, int end_panel, float* scratch) {

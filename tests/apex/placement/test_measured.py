@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from quantise import write_folder
 from apex.perf.profile_cache import profile_identity, with_copies
 from apex.placement import measured
 from apex.placement.measured import place_weights
+from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.kv.sizing import boundary_bytes, weight_bytes
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place
+from swiftllm.systems import systems
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
@@ -43,15 +46,18 @@ def config_for(model_dir: Path, boundaries: float, **options) -> EngineConfig:
     return EngineConfig(str(model_dir), dtype="float32", weights_gpu_memory=num_bytes / GIB, **SIZES, **options)
 
 
-@pytest.mark.parametrize("boundaries", [0.0, 2.5, 4.0])
-@pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "adaptive"])
+@pytest.mark.parametrize(
+    ("system", "boundaries"),
+    [*itertools.product(("neo", "apex", "adaptive"), (0.0, 4.0)), *((name, 2.5) for name in systems())],
+)
 def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, boundaries):
     config = config_for(model_dir, boundaries)
     some_prompts, profile = prompts((7, 19, 3, 22)), flat_table(cpu_token_s=2e-6)
     resident = replace(config, weights_gpu_memory=None)
     expected = serve(build_system("swiftllm", resident), some_prompts)
     with fake_gpu(1):
-        engine = build_system(system, config, profile=profile)
+        admits_all = StrategyConfig(disable_admission_control=True)
+        engine = build_system(system, config, admits_all, profile=profile)
         placement, description = engine.backend.placement, engine.describe()
         identity = profile_identity(config, engine.backend)
         assert serve(engine, some_prompts) == expected
