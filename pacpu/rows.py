@@ -11,7 +11,9 @@ from typing import Any
 from pacpu import _pacpu
 
 __all__ = [
+    "CODE_COLUMNS",
     "Crossing",
+    "PackedCodes",
     "argmax",
     "has_prompt_attention",
     "linear",
@@ -62,6 +64,47 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
         out: bfloat16 `[rows, out_features]`, overwritten.
     """
     _pacpu.linear(x, packed, bias, out, num_threads)
+
+
+CODE_COLUMNS = 8
+"""Outputs in a panel of :class:`PackedCodes`."""
+
+
+class PackedCodes:
+    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows.
+
+    Outputs are cut into panels of `CODE_COLUMNS`, the last one padded; inputs into blocks of 128, the last one padded,
+    and into groups. Runs on every CPU; in bfloat16 by dot products where `linear` computes with them. Keeps its arrays
+    alive.
+    """
+
+    def __init__(
+        self, codes: Any, scales: Any, zeros: Any, order: Any | None, *, out_features: int, in_features: int
+    ) -> None:
+        """All arrays are contiguous.
+
+        Args:
+            codes: int32 `[panels, blocks, CODE_COLUMNS, 16]`. Bits 4 j to 4 j + 3 of word i: the code of the block's
+                input 16 j + i. Those of padding are arbitrary.
+            scales: float32, float16 or bfloat16 `[panels, groups, CODE_COLUMNS]`. A group is a multiple of 16 inputs.
+            zeros: uint8 `[panels, groups, CODE_COLUMNS]`.
+            order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
+        """
+        self._native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
+
+    def linear(self, x: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
+        """`out = x matrix^T + bias`, summed in float32. A row is the same, bit by bit, whatever other rows there are.
+
+        Args:
+            x: `[rows, in_features]`.
+            bias: `[out_features]`, or None.
+            out: `[rows, out_features]`, overwritten.
+        """
+        self._native.linear(x, bias, out, num_threads)
+
+    def write_out(self, out: Any, *, num_threads: int = 1) -> None:
+        """Write the elements, columns in the order of codes, to `out`: contiguous `[out_features, in_features]`."""
+        self._native.write_out(out, num_threads)
 
 
 class Crossing:

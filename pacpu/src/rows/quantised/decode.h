@@ -1,0 +1,137 @@
+// From 4-bit codes to elements: each is looked up among the 16 values that its group has, which are rounded once.
+#pragma once
+
+#include "../elements.h"
+#include "quantised.h"
+
+namespace pacpu {
+namespace {
+
+constexpr int parts_per_run = run_inputs / width;
+constexpr int most_groups = stretch_blocks * block_runs;  // of a stretch
+
+// The scales and zero points of a panel's groups, from `first` on, as floats.
+struct Groups {
+    int first;
+    float scales[most_groups * code_columns], zeros[most_groups * code_columns];  // [groups, code_columns]
+};
+
+// `count`: a multiple of code_columns.
+template <typename T>
+PACPU_INLINE void widen_scales(const void* from, int64_t offset, int count, float* to) {
+    constexpr int step = width < code_columns ? width : code_columns;
+    for (int i = 0; i < count; i += step) {
+        const Floats scales = load_some((const T*)from + offset + i, step);
+        __builtin_memcpy(to + i, &scales, step * sizeof(float));
+    }
+}
+
+PACPU_INLINE void read_groups(const CodeMatrix& m, int panel, int first, int last, Groups& groups) {
+    const int num_groups = m.in_features / m.group_size, count = (last - first + 1) * code_columns;
+    const int64_t offset = (int64_t{panel} * num_groups + first) * code_columns;
+    groups.first = first;
+    if (m.scale_type == DType::float32) widen_scales<float>(m.scales, offset, count, groups.scales);
+    if (m.scale_type == DType::float16) widen_scales<Half>(m.scales, offset, count, groups.scales);
+    if (m.scale_type == DType::bfloat16) widen_scales<BFloat16>(m.scales, offset, count, groups.scales);
+    for (int i = 0; i < count; ++i) groups.zeros[i] = m.zeros[offset + i];
+}
+
+// The group of each run of a matrix; runs behind the last input take the last one.
+PACPU_INLINE void find_groups(const CodeMatrix& m, int* group_of_run) {
+    const int last = m.in_features / m.group_size - 1, num_runs = code_blocks(m.in_features) * block_runs;
+    for (int run = 0, group = 0; run < num_runs; ++run) {
+        if (run * run_inputs == (group + 1) * m.group_size && group < last) ++group;
+        group_of_run[run] = group;
+    }
+}
+
+// The values of codes `first` to `first + width - 1`.
+PACPU_INLINE Floats values_of(float scale, float zero, int first) {
+    Floats codes;
+    for (int lane = 0; lane < width; ++lane) codes[lane] = first + lane;
+    return (codes - zero) * scale;
+}
+
+template <typename T>
+PACPU_INLINE Floats rounded(Floats x) {
+    T narrowed[width];
+    store(narrowed, x);
+    return load(narrowed);
+}
+template <>
+PACPU_INLINE Floats rounded<float>(Floats x) {
+    return x;
+}
+
+// Lane i is table[words[i] % 16].
+PACPU_INLINE Floats look_up(const float* table, Words words) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_permutexvar_ps((__mmask16)-1, (__m512i)words, load(table));  // as in vectors.h
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(load(table), (__m256i)words);
+    const __m256 high = _mm256_permutevar8x32_ps(load(table + 8), (__m256i)words);
+    return _mm256_blendv_ps(low, high, (__m256)(words << 28));
+#else
+    Floats found;
+    for (int lane = 0; lane < width; ++lane) found[lane] = table[words[lane] & 15];
+    return found;
+#endif
+}
+
+// A run of inputs in the order of codes: where it is, or in `gathered`; zeros behind the last one.
+template <typename T>
+PACPU_INLINE const T* run_of(const T* x, const CodeMatrix& m, int first, T* gathered) {
+    if (first < m.in_features && !m.order) return x + first;
+    for (int i = 0; i < run_inputs; ++i) gathered[i] = first < m.in_features ? x[m.order[first + i]] : T{};
+    return gathered;
+}
+
+// Elements of type T as floats, for products in float32.
+template <typename T>
+struct WideElements {
+    using Element = float;
+    using Vector = Floats;
+    static constexpr int lanes = width;
+
+    static PACPU_INLINE Vector load_vector(const float* p) { return load(p); }
+    static PACPU_INLINE Floats multiply_add(Floats sum, Vector x, Vector y) { return sum + x * y; }
+
+    // Writes elements of a panel, vector of inputs by vector of inputs, as [vectors, code_columns, lanes].
+    static __attribute__((noinline)) void decode(const uint32_t* codes, int num_blocks, const int* group_of_run,
+                                                 const Groups& groups, float* wide) {
+        const char* ahead = (const char*)(codes + num_blocks * code_columns * block_words);
+        alignas(64) float tables[code_columns][1 << 4] = {};
+        int group = -1;
+        for (int block = 0; block < num_blocks; ++block, codes += code_columns * block_words) {
+#pragma GCC unroll 8
+            for (int run = 0; run < block_runs; ++run) {
+                __builtin_prefetch(ahead + (block * block_runs + run) * 64, 0, 2);
+                if (group_of_run[block * block_runs + run] != group) {
+                    group = group_of_run[block * block_runs + run];
+                    const float* scales = groups.scales + (group - groups.first) * code_columns;
+                    const float* zeros = groups.zeros + (group - groups.first) * code_columns;
+                    for (int c = 0; c < code_columns; ++c)
+                        for (int i = 0; i < 1 << 4; i += width)
+                            store(tables[c] + i, rounded<T>(values_of(scales[c], zeros[c], i)));
+                }
+#pragma GCC unroll 4
+                for (int part = 0; part < parts_per_run; ++part)
+#pragma GCC unroll 8
+                    for (int c = 0; c < code_columns; ++c, wide += lanes)
+                        store(wide, look_up(tables[c], load_bits<Words>(codes + c * block_words + part * width) >> 4 * run));
+            }
+        }
+    }
+
+    // A row as floats, in the order of codes.
+    static PACPU_INLINE void take_row(const T* x, const CodeMatrix& m, float* inputs) {
+        T gathered[run_inputs];
+        for (int first = 0; first < code_blocks(m.in_features) * block_inputs; first += run_inputs) {
+            const T* run = run_of(x, m, first, gathered);
+            for (int i = 0; i < run_inputs; i += width) store(inputs + first + i, load(run + i));
+        }
+    }
+};
+
+}  // namespace
+}  // namespace pacpu
