@@ -16,13 +16,20 @@ struct Groups {
     float scales[most_groups * code_columns], zeros[most_groups * code_columns];  // [groups, code_columns]
 };
 
+typedef uint8_t Bytes __attribute__((vector_size(width)));
+
+PACPU_INLINE Floats load(const uint8_t* p) { return __builtin_convertvector(load_bits<Bytes>(p), Floats); }
+
 // `count`: a multiple of code_columns.
 template <typename T>
-PACPU_INLINE void widen_scales(const void* from, int64_t offset, int count, float* to) {
-    constexpr int step = width < code_columns ? width : code_columns;
-    for (int i = 0; i < count; i += step) {
-        const Floats scales = load_some((const T*)from + offset + i, step);
-        __builtin_memcpy(to + i, &scales, step * sizeof(float));
+PACPU_INLINE void widen(const T* from, int count, float* to) {
+    int i = 0;
+    for (; i + width <= count; i += width) store(to + i, load(from + i));
+    if (width > code_columns && i < count) {
+        T padded[width] = {};
+        __builtin_memcpy(padded, from + i, code_columns * sizeof(T));
+        const Floats last = load(padded);
+        __builtin_memcpy(to + i, &last, code_columns * sizeof(float));
     }
 }
 
@@ -30,10 +37,10 @@ PACPU_INLINE void read_groups(const CodeMatrix& m, int panel, int first, int las
     const int num_groups = m.in_features / m.group_size, count = (last - first + 1) * code_columns;
     const int64_t offset = (int64_t{panel} * num_groups + first) * code_columns;
     groups.first = first;
-    if (m.scale_type == DType::float32) widen_scales<float>(m.scales, offset, count, groups.scales);
-    if (m.scale_type == DType::float16) widen_scales<Half>(m.scales, offset, count, groups.scales);
-    if (m.scale_type == DType::bfloat16) widen_scales<BFloat16>(m.scales, offset, count, groups.scales);
-    for (int i = 0; i < count; ++i) groups.zeros[i] = m.zeros[offset + i];
+    if (m.scale_type == DType::float32) widen((const float*)m.scales + offset, count, groups.scales);
+    if (m.scale_type == DType::float16) widen((const Half*)m.scales + offset, count, groups.scales);
+    if (m.scale_type == DType::bfloat16) widen((const BFloat16*)m.scales + offset, count, groups.scales);
+    widen(m.zeros + offset, count, groups.zeros);
 }
 
 // The group of each run of a matrix; runs behind the last input take the last one.
@@ -93,16 +100,18 @@ struct WideElements {
     using Vector = Floats;
     static constexpr int lanes = width;
 
+    static PACPU_INLINE void store_vector(float* p, Vector v) { store(p, v); }
     static PACPU_INLINE Vector load_vector(const float* p) { return load(p); }
     static PACPU_INLINE Floats multiply_add(Floats sum, Vector x, Vector y) { return sum + x * y; }
 
-    // Writes elements of a panel, vector of inputs by vector of inputs, as [vectors, code_columns, lanes].
-    static __attribute__((noinline)) void decode(const uint32_t* codes, int num_blocks, const int* group_of_run,
-                                                 const Groups& groups, float* wide) {
+    // Calls take(vector, column, elements) for a panel's elements, vector of inputs by vector of inputs.
+    template <typename Take>
+    static PACPU_INLINE void decode(const uint32_t* codes, int num_blocks, const int* group_of_run, const Groups& groups,
+                                    Take&& take) {
         const char* ahead = (const char*)(codes + num_blocks * code_columns * block_words);
         alignas(64) float tables[code_columns][1 << 4] = {};
         int group = -1;
-        for (int block = 0; block < num_blocks; ++block, codes += code_columns * block_words) {
+        for (int block = 0; block < num_blocks; ++block, codes += code_columns * block_words)
 #pragma GCC unroll 8
             for (int run = 0; run < block_runs; ++run) {
                 __builtin_prefetch(ahead + (block * block_runs + run) * 64, 0, 2);
@@ -117,10 +126,10 @@ struct WideElements {
 #pragma GCC unroll 4
                 for (int part = 0; part < parts_per_run; ++part)
 #pragma GCC unroll 8
-                    for (int c = 0; c < code_columns; ++c, wide += lanes)
-                        store(wide, look_up(tables[c], load_bits<Words>(codes + c * block_words + part * width) >> 4 * run));
+                    for (int c = 0; c < code_columns; ++c)
+                        take((block * block_runs + run) * parts_per_run + part, c,
+                             look_up(tables[c], load_bits<Words>(codes + c * block_words + part * width) >> 4 * run));
             }
-        }
     }
 
     // A row as floats, in the order of codes.
@@ -132,6 +141,15 @@ struct WideElements {
         }
     }
 };
+
+// Writes decoded elements to `wide` [vectors, code_columns, lanes].
+template <typename Elements>
+__attribute__((noinline)) void decode_to(const uint32_t* codes, int num_blocks, const int* group_of_run, const Groups& groups,
+                                         typename Elements::Element* wide) {
+    Elements::decode(codes, num_blocks, group_of_run, groups, [&](int vector, int c, typename Elements::Vector elements) {
+        Elements::store_vector(wide + (vector * code_columns + c) * Elements::lanes, elements);
+    });
+}
 
 }  // namespace
 }  // namespace pacpu

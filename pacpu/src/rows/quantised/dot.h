@@ -12,14 +12,16 @@ struct DotElements {
     using Vector = __m512i;
     static constexpr int lanes = 32, distance = block_runs / 2;
 
+    static PACPU_INLINE void store_vector(BFloat16* p, Vector v) { __builtin_memcpy(p, &v, sizeof v); }
     static PACPU_INLINE Vector load_vector(const BFloat16* p) { return load_bits<__m512i>(p); }
     static PACPU_INLINE Floats multiply_add(Floats sum, Vector x, Vector y) {
         return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
     }
 
     // See WideElements. The values of both runs' groups make one table.
-    static __attribute__((noinline)) void decode(const uint32_t* codes, int num_blocks, const int* group_of_run,
-                                                 const Groups& groups, BFloat16* wide) {
+    template <typename Take>
+    static PACPU_INLINE void decode(const uint32_t* codes, int num_blocks, const int* group_of_run, const Groups& groups,
+                                    Take&& take) {
         const char* ahead = (const char*)(codes + num_blocks * code_columns * block_words);
         const __m512i nibbles = _mm512_set1_epi32(0x000f000f), upper_half = _mm512_set1_epi32(0x00100000);
         __m512i tables[code_columns] = {};
@@ -42,11 +44,10 @@ struct DotElements {
                                                                  values_of(scales[c], zeros[c], 0));
                 }
 #pragma GCC unroll 8
-                for (int c = 0; c < code_columns; ++c, wide += lanes) {
+                for (int c = 0; c < code_columns; ++c) {
                     const __m512i words = (__m512i)(load_bits<Words>(codes + c * block_words) >> 4 * run);
                     const __m512i indices = _mm512_ternarylogic_epi32(words, nibbles, upper_half, 0xea);  // (a & b) | c
-                    const __m512i elements = _mm512_permutexvar_epi16(indices, tables[c]);
-                    __builtin_memcpy(wide, &elements, sizeof elements);
+                    take(block * distance + run, c, _mm512_permutexvar_epi16(indices, tables[c]));
                 }
             }
         }

@@ -9,11 +9,26 @@ namespace {
 // Accumulators fill three quarters of the registers, or half of 16.
 constexpr int code_tile_columns = width == 16 ? 8 : 4, code_tile_rows = width >= 8 ? 3 : 2;
 
-// Lanes 0 to 3: the sums of all lanes of four vectors.
-PACPU_INLINE Floats sum_each(const Floats* v) {
-    constexpr auto lanes = std::make_integer_sequence<int, width>{};
-    const Floats sums = fold<2>(fold<1>(v[0], v[1], lanes), fold<1>(v[2], v[3], lanes), lanes);
-    return reduce<4>(sums, [](Floats a, Floats b) { return a + b; });
+// Lane i: the sum of all lanes of v[i].
+template <int columns, int bit = 1, int first = 0>
+PACPU_INLINE Floats sum_columns(const Floats* v) {
+    if constexpr (bit == columns) {
+        return v[first];
+    } else {
+        return fold<bit>(sum_columns<columns, 2 * bit, first>(v), sum_columns<columns, 2 * bit, first + bit>(v),
+                         std::make_integer_sequence<int, width>{});
+    }
+}
+
+// Adds the sums of the lanes of `columns` vectors to as many floats, or sets these.
+template <int columns>
+PACPU_INLINE void add_sums(const Floats* v, float* sums, bool is_first) {
+    constexpr int at_once = columns < width ? columns : width;
+    for (int c = 0; c < columns; c += at_once) {
+        Floats sum = reduce<at_once>(sum_columns<at_once>(v + c), [](Floats a, Floats b) { return a + b; });
+        if (!is_first) sum += load_some(sums + c, at_once);
+        __builtin_memcpy(sums + c, &sum, at_once * sizeof(float));
+    }
 }
 
 // Adds to `sums` [rows, code_columns] (or sets, if `is_first`) the products of some rows with decoded elements.
@@ -42,13 +57,28 @@ __attribute__((noinline)) void multiply_decoded(const typename Elements::Element
         }
 #pragma GCC unroll 3
         for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-            for (int c = 0; c < columns; c += 4) {
-                const Floats four = sum_each(total[r] + c);
-                float* const place = sums + r * code_columns + column + c;
-                for (int lane = 0; lane < 4; ++lane) place[lane] = is_first ? four[lane] : place[lane] + four[lane];
-            }
+            add_sums<columns>(total[r], sums + r * code_columns + column, is_first);
     }
+}
+
+// The same for rows so few that decoded elements are multiplied where they are.
+template <typename Elements, int rows>
+__attribute__((noinline)) void decode_and_multiply(const typename Elements::Element* x, int64_t x_stride, const uint32_t* codes,
+                                                   int num_blocks, const int* group_of_run, const Groups& groups, float* sums,
+                                                   bool is_first) {
+    Floats total[rows][code_columns] = {};
+    typename Elements::Vector input[rows];
+    Elements::decode(codes, num_blocks, group_of_run, groups, [&](int vector, int c, typename Elements::Vector elements) {
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; ++r) {
+            if (c == 0) {
+                input[r] = Elements::load_vector(x + r * x_stride + vector * Elements::lanes);
+                pin(input[r]);
+            }
+            total[r][c] = Elements::multiply_add(total[r][c], input[r], elements);
+        }
+    });
+    for (int r = 0; r < rows; ++r) add_sums<code_columns>(total[r], sums + r * code_columns, is_first);
 }
 
 template <typename Elements>
@@ -101,10 +131,16 @@ void multiply_code_rows(const CodeLinear& p, int begin_panel, int end_panel, con
             const int* runs = group_of_run + block * block_runs;
             for (int panel = first; panel < last; ++panel) {
                 read_groups(m, panel, runs[0], runs[count * block_runs - 1], groups);
-                Elements::decode(codes_of(m, panel, block), count, runs, groups, wide);
-                multiply_tiles<Elements>(inputs + block * block_inputs, stride, p.rows, wide,
-                                         count * block_inputs / Elements::lanes,
-                                         sums + (panel - first) * p.rows * code_columns, block == 0);
+                const auto* x = inputs + block * block_inputs;
+                float* const panel_sums = sums + (panel - first) * p.rows * code_columns;
+                const uint32_t* codes = codes_of(m, panel, block);
+                if (p.rows == 1) {
+                    decode_and_multiply<Elements, 1>(x, stride, codes, count, runs, groups, panel_sums, block == 0);
+                } else {
+                    decode_to<Elements>(codes, count, runs, groups, wide);
+                    multiply_tiles<Elements>(x, stride, p.rows, wide, count * block_inputs / Elements::lanes, panel_sums,
+                                             block == 0);
+                }
             }
         }
         for (int panel = first; panel < last; ++panel)
@@ -145,7 +181,7 @@ void write_codes_out(const CodeMatrix& m, int begin_panel, int end_panel, void* 
             const int count = min_of(stretch_blocks, num_blocks - block);
             const int* runs = group_of_run + block * block_runs;
             read_groups(m, panel, runs[0], runs[count * block_runs - 1], groups);
-            WideElements<T>::decode(codes_of(m, panel, block), count, runs, groups, wide);
+            decode_to<WideElements<T>>(codes_of(m, panel, block), count, runs, groups, wide);
             const int begin = block * block_inputs, stop = min_of(m.in_features, begin + count * block_inputs);
             for (int c = 0; c < min_of(code_columns, m.out_features - panel * code_columns); ++c) {
                 T* const row = (T*)out + (int64_t{panel} * code_columns + c) * m.in_features;
