@@ -1,4 +1,5 @@
-// From 4-bit codes to elements: each is looked up among the 16 values that its group has, which are rounded once.
+// From 4-bit codes to elements. Where vectors can be looked up in, that is done among the 16 values of a group, which are
+// rounded once.
 #pragma once
 
 #include "../elements.h"
@@ -52,13 +53,6 @@ PACPU_INLINE void find_groups(const CodeMatrix& m, int* group_of_run) {
     }
 }
 
-// The values of codes `first` to `first + width - 1`.
-PACPU_INLINE Floats values_of(float scale, float zero, int first) {
-    Floats codes;
-    for (int lane = 0; lane < width; ++lane) codes[lane] = first + lane;
-    return (codes - zero) * scale;
-}
-
 template <typename T>
 PACPU_INLINE Floats rounded(Floats x) {
     T narrowed[width];
@@ -70,20 +64,55 @@ PACPU_INLINE Floats rounded<float>(Floats x) {
     return x;
 }
 
-// Lane i is table[words[i] % 16].
-PACPU_INLINE Floats look_up(const float* table, Words words) {
-#if defined(__AVX512F__)
-    return _mm512_maskz_permutexvar_ps((__mmask16)-1, (__m512i)words, load(table));  // as in vectors.h
-#elif defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps(load(table), (__m256i)words);
-    const __m256 high = _mm256_permutevar8x32_ps(load(table + 8), (__m256i)words);
-    return _mm256_blendv_ps(low, high, (__m256)(words << 28));
-#else
-    Floats found;
-    for (int lane = 0; lane < width; ++lane) found[lane] = table[words[lane] & 15];
-    return found;
-#endif
+// The values of codes `first` to `first + width - 1`.
+PACPU_INLINE Floats values_of(float scale, float zero, int first) {
+    Floats codes;
+    for (int lane = 0; lane < width; ++lane) codes[lane] = first + lane;
+    return (codes - zero) * scale;
 }
+
+// A group of an output: elements of type T as floats, by the lowest four bits of words.
+template <typename T>
+struct Values {
+    alignas(64) float table[1 << 4] = {};
+
+    PACPU_INLINE void set(float scale, float zero) {
+        for (int first = 0; first < 1 << 4; first += width) store(table + first, rounded<T>(values_of(scale, zero, first)));
+    }
+
+    PACPU_INLINE Floats of(Words words) const {
+#if defined(__AVX512F__)
+        return _mm512_maskz_permutexvar_ps((__mmask16)-1, (__m512i)words, load(table));  // masked as in vectors.h
+#elif defined(__AVX2__)
+        const __m256 low = _mm256_permutevar8x32_ps(load(table), (__m256i)words);
+        const __m256 high = _mm256_permutevar8x32_ps(load(table + 8), (__m256i)words);
+        return _mm256_blendv_ps(low, high, (__m256)(words << 28));
+#else
+        Floats found;
+        for (int lane = 0; lane < width; ++lane) found[lane] = table[words[lane] & 15];
+        return found;
+#endif
+    }
+};
+
+#if !defined(__AVX2__)
+
+// Where vectors cannot be looked up in, arithmetic is faster, unless each element must be rounded.
+template <>
+struct Values<float> {
+    float scale = 0, zero = 0;
+
+    PACPU_INLINE void set(float new_scale, float new_zero) {
+        scale = new_scale;
+        zero = new_zero;
+    }
+
+    PACPU_INLINE Floats of(Words words) const {
+        return (__builtin_convertvector((Ints)(words & 15), Floats) - zero) * scale;
+    }
+};
+
+#endif
 
 // A run of inputs in the order of codes: where it is, or in `gathered`; zeros behind the last one.
 template <typename T>
@@ -109,7 +138,7 @@ struct WideElements {
     static PACPU_INLINE void decode(const uint32_t* codes, int num_blocks, const int* group_of_run, const Groups& groups,
                                     Take&& take) {
         const char* ahead = (const char*)(codes + num_blocks * code_columns * block_words);
-        alignas(64) float tables[code_columns][1 << 4] = {};
+        Values<T> values[code_columns];
         int group = -1;
         for (int block = 0; block < num_blocks; ++block, codes += code_columns * block_words)
 #pragma GCC unroll 8
@@ -119,16 +148,14 @@ struct WideElements {
                     group = group_of_run[block * block_runs + run];
                     const float* scales = groups.scales + (group - groups.first) * code_columns;
                     const float* zeros = groups.zeros + (group - groups.first) * code_columns;
-                    for (int c = 0; c < code_columns; ++c)
-                        for (int i = 0; i < 1 << 4; i += width)
-                            store(tables[c] + i, rounded<T>(values_of(scales[c], zeros[c], i)));
+                    for (int c = 0; c < code_columns; ++c) values[c].set(scales[c], zeros[c]);
                 }
 #pragma GCC unroll 4
                 for (int part = 0; part < parts_per_run; ++part)
 #pragma GCC unroll 8
                     for (int c = 0; c < code_columns; ++c)
                         take((block * block_runs + run) * parts_per_run + part, c,
-                             look_up(tables[c], load_bits<Words>(codes + c * block_words + part * width) >> 4 * run));
+                             values[c].of(load_bits<Words>(codes + c * block_words + part * width) >> 4 * run));
             }
     }
 
