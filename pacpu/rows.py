@@ -90,7 +90,7 @@ class PackedCodes:
             zeros: uint8 `[panels, groups, CODE_COLUMNS]`.
             order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
         """
-        self._native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
+        self.native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
 
     def linear(self, x: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
         """`out = x matrix^T + bias`, summed in float32. A row is the same, bit by bit, whatever other rows there are.
@@ -100,11 +100,11 @@ class PackedCodes:
             bias: `[out_features]`, or None.
             out: `[rows, out_features]`, overwritten.
         """
-        self._native.linear(x, bias, out, num_threads)
+        self.native.linear(x, bias, out, num_threads)
 
     def write_out(self, out: Any, *, num_threads: int = 1) -> None:
         """Write the elements, columns in the order of codes, to `out`: contiguous `[out_features, in_features]`."""
-        self._native.write_out(out, num_threads)
+        self.native.write_out(out, num_threads)
 
 
 class Crossing:
@@ -135,12 +135,13 @@ class Crossing:
         """Every array is bfloat16.
 
         Args:
-            o, gate_up, down, projection: packed matrix (see `pack_matrix`) and bias, or None.
+            o, gate_up, down, projection: packed matrix (see `pack_matrix`) or `PackedCodes`, and bias, or None.
             post_norm, norm: weights `[hidden_size]` of the norms before `gate_up` and before `projection`.
             head_norms: `[rotated_heads, head_dim]`, or None.
             attention_size, intermediate_size, out_features: inputs of `o` and of `down`, outputs of `projection`.
             rotated_heads: heads at the front of `out` that are turned; 0: none.
         """
+        o, gate_up, down, projection = map(_native_matrix, (o, gate_up, down, projection))
         matrices, sizes = (o, post_norm, gate_up, down, norm, projection), (attention_size, intermediate_size)
         self._native = _pacpu.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
 
@@ -155,6 +156,11 @@ class Crossing:
             out: bfloat16 `[rows, out_features]`, overwritten.
         """
         self._native.run(attention_out, residual, angles, out, num_threads)
+
+
+def _native_matrix(parts: tuple[Any, Any | None]) -> tuple[Any, Any | None]:
+    matrix, bias = parts
+    return (matrix.native if isinstance(matrix, PackedCodes) else matrix), bias
 
 
 def has_prompt_attention() -> bool:

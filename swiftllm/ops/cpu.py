@@ -18,7 +18,7 @@ from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
-WRITE_OUT_ROWS = 32
+WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit takes less than that unit saves
 
 
 class CpuOps(ReferenceOps):
@@ -49,7 +49,8 @@ class CpuOps(ReferenceOps):
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
-        if not all(isinstance(linear, PackedLinear) for linear in linears):
+        is_all_packed = all(isinstance(linear, PackedLinear | CodedLinear) for linear in linears)
+        if not is_all_packed or not _is_ours(parts.norm.dtype):
             return None
         return PackedCrossing(self, parts)
 
@@ -170,7 +171,7 @@ class PackedCrossing:
     """See :meth:`CpuOps.make_crossing`."""
 
     def __init__(self, ops: CpuOps, parts: CrossingParts) -> None:
-        """The linears are :class:`PackedLinear`."""
+        """The linears are :class:`PackedLinear` or :class:`CodedLinear`."""
         matrices = {name: getattr(parts, name) for name in ("o", "gate_up", "down", "projection")}
         self._ops = ops
         self._out_features = parts.projection.out_features
