@@ -21,15 +21,21 @@ typedef uint8_t Bytes __attribute__((vector_size(width)));
 
 PACPU_INLINE Floats load(const uint8_t* p) { return __builtin_convertvector(load_bits<Bytes>(p), Floats); }
 
+// Like load_some, by fewer instructions.
+template <int count, typename T>
+PACPU_INLINE Floats load_first(const T* p) {
+    T padded[width] = {};
+    __builtin_memcpy(padded, p, (count < width ? count : width) * sizeof(T));
+    return load(padded);
+}
+
 // `count`: a multiple of code_columns.
 template <typename T>
 PACPU_INLINE void widen(const T* from, int count, float* to) {
     int i = 0;
     for (; i + width <= count; i += width) store(to + i, load(from + i));
     if (width > code_columns && i < count) {
-        T padded[width] = {};
-        __builtin_memcpy(padded, from + i, code_columns * sizeof(T));
-        const Floats last = load(padded);
+        const Floats last = load_first<code_columns>(from + i);
         __builtin_memcpy(to + i, &last, code_columns * sizeof(float));
     }
 }

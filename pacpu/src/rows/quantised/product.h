@@ -20,13 +20,12 @@ PACPU_INLINE Floats sum_columns(const Floats* v) {
     }
 }
 
-// Adds the sums of the lanes of `columns` vectors to as many floats, or sets these.
-template <int columns>
+// Adds the sums of the lanes of vectors, a tile's columns, to as many floats, or sets these.
 PACPU_INLINE void add_sums(const Floats* v, float* sums, bool is_first) {
-    constexpr int at_once = columns < width ? columns : width;
-    for (int c = 0; c < columns; c += at_once) {
+    constexpr int at_once = code_tile_columns < width ? code_tile_columns : width;
+    for (int c = 0; c < code_tile_columns; c += at_once) {
         Floats sum = reduce<at_once>(sum_columns<at_once>(v + c), [](Floats a, Floats b) { return a + b; });
-        if (!is_first) sum += load_some(sums + c, at_once);
+        if (!is_first) sum += load_first<at_once>(sums + c);
         __builtin_memcpy(sums + c, &sum, at_once * sizeof(float));
     }
 }
@@ -56,29 +55,24 @@ __attribute__((noinline)) void multiply_decoded(const typename Elements::Element
             }
         }
 #pragma GCC unroll 3
-        for (int r = 0; r < rows; ++r)
-            add_sums<columns>(total[r], sums + r * code_columns + column, is_first);
+        for (int r = 0; r < rows; ++r) add_sums(total[r], sums + r * code_columns + column, is_first);
     }
 }
 
-// The same for rows so few that decoded elements are multiplied where they are.
-template <typename Elements, int rows>
-__attribute__((noinline)) void decode_and_multiply(const typename Elements::Element* x, int64_t x_stride, const uint32_t* codes,
-                                                   int num_blocks, const int* group_of_run, const Groups& groups, float* sums,
-                                                   bool is_first) {
-    Floats total[rows][code_columns] = {};
-    typename Elements::Vector input[rows];
+// The same for a single row: elements are multiplied as they are decoded. The order of sums is that of several rows.
+template <typename Elements>
+__attribute__((noinline)) void decode_and_multiply(const typename Elements::Element* x, const uint32_t* codes, int num_blocks,
+                                                   const int* group_of_run, const Groups& groups, float* sums, bool is_first) {
+    Floats total[code_columns] = {};
+    typename Elements::Vector input;
     Elements::decode(codes, num_blocks, group_of_run, groups, [&](int vector, int c, typename Elements::Vector elements) {
-#pragma GCC unroll 2
-        for (int r = 0; r < rows; ++r) {
-            if (c == 0) {
-                input[r] = Elements::load_vector(x + r * x_stride + vector * Elements::lanes);
-                pin(input[r]);
-            }
-            total[r][c] = Elements::multiply_add(total[r][c], input[r], elements);
+        if (c == 0) {
+            input = Elements::load_vector(x + vector * Elements::lanes);
+            pin(input);
         }
+        total[c] = Elements::multiply_add(total[c], input, elements);
     });
-    for (int r = 0; r < rows; ++r) add_sums<code_columns>(total[r], sums + r * code_columns, is_first);
+    for (int c = 0; c < code_columns; c += code_tile_columns) add_sums(total + c, sums + c, is_first);
 }
 
 template <typename Elements>
@@ -102,7 +96,7 @@ PACPU_INLINE void write_sums(const CodeLinear& p, int panel, const float* sums) 
     for (int r = 0; r < p.rows; ++r)
         for (int at = 0; at < count; at += step) {
             const int lanes = min_of(step, count - at);
-            Floats sum = load_some(sums + r * code_columns + at, step);
+            Floats sum = load_first<step>(sums + r * code_columns + at);
             if (p.bias) sum += load_some((const T*)p.bias + first + at, lanes);
             T padded[width];
             store(padded, sum);
@@ -135,7 +129,7 @@ void multiply_code_rows(const CodeLinear& p, int begin_panel, int end_panel, con
                 float* const panel_sums = sums + (panel - first) * p.rows * code_columns;
                 const uint32_t* codes = codes_of(m, panel, block);
                 if (p.rows == 1) {
-                    decode_and_multiply<Elements, 1>(x, stride, codes, count, runs, groups, panel_sums, block == 0);
+                    decode_and_multiply<Elements>(x, codes, count, runs, groups, panel_sums, block == 0);
                 } else {
                     decode_to<Elements>(codes, count, runs, groups, wide);
                     multiply_tiles<Elements>(x, stride, p.rows, wide, count * block_inputs / Elements::lanes, panel_sums,
