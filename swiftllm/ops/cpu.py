@@ -131,8 +131,8 @@ class PackedLinear:
 
 
 class CodedLinear:
-    """``x weight^T + bias`` of a 4-bit matrix by pacpu. Where torch multiplies faster, many rows take the matrix written
-    out, which is gone afterwards."""
+    """``x weight^T + bias`` of a 4-bit matrix by pacpu. Where torch has a matrix unit, many rows are multiplied with the
+    matrix written out, which is gone afterwards."""
 
     def __init__(self, ops: CpuOps, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = matrix.out_features, matrix.in_features
@@ -145,7 +145,8 @@ class CodedLinear:
         self.order = matrix.order
         sizes = {"out_features": self.out_features, "in_features": self.in_features}
         self.packed = rows.PackedCodes(*self.arrays, self.order, **sizes)
-        self._most_rows = WRITE_OUT_ROWS if _can_pack(matrix.dtype) and not _is_ours(matrix.dtype) else None
+        has_matrix_unit = matrix.dtype is not torch.float32 and _can_pack(matrix.dtype) and not _is_ours(matrix.dtype)
+        self._most_rows = WRITE_OUT_ROWS if has_matrix_unit else None
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
