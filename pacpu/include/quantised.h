@@ -19,11 +19,9 @@ constexpr int block_words = 16, run_inputs = 16, block_runs = 8, block_inputs = 
 // So many blocks are decoded at a time: 1,024 inputs of a panel are 32 KiB of floats, which the level-1 cache about holds.
 constexpr int stretch_blocks = 8;
 
-// So many panels take a stretch of inputs one after the other if there are many rows, which then stay in the level-2 cache.
-constexpr int panels_at_once = 6;
-
-// So many rows are multiplied with a decoded stretch: 512 KiB of floats.
-constexpr int max_code_rows = 128;
+// So many rows are multiplied with a decoded stretch: 512 KiB of floats, which the level-2 cache holds. If it does not hold
+// all inputs of the rows, so many panels take a stretch one after the other.
+constexpr int max_code_rows = 128, cached_input_bytes = max_code_rows * stretch_blocks * block_inputs * 4, panels_at_once = 6;
 
 static constexpr int code_panels(int out_features) { return (out_features + code_columns - 1) / code_columns; }
 static constexpr int code_blocks(int in_features) { return (in_features + block_inputs - 1) / block_inputs; }

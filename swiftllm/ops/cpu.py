@@ -131,8 +131,8 @@ class PackedLinear:
 
 
 class CodedLinear:
-    """``x weight^T + bias`` of a 4-bit matrix by pacpu. Where torch has a matrix unit, many rows are multiplied with the
-    matrix written out, which is gone afterwards."""
+    """``x weight^T + bias`` of a 4-bit matrix by pacpu. Where torch has a matrix unit, many rows are multiplied with
+    the matrix written out, which is gone afterwards."""
 
     def __init__(self, ops: CpuOps, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = matrix.out_features, matrix.in_features

@@ -112,11 +112,13 @@ PACPU_INLINE void write_sums(const CodeLinear& p, int panel, const float* sums) 
 template <typename T, typename Elements>
 void multiply_code_rows(const CodeLinear& p, int begin_panel, int end_panel, const int* group_of_run, float* scratch) {
     const CodeMatrix& m = p.matrix;
-    const int num_blocks = code_blocks(m.in_features), at_once = p.rows <= 4 * code_tile_rows ? 1 : panels_at_once;
-    auto* const wide = (typename Elements::Element*)scratch;
-    float* const sums = scratch + stretch_blocks * block_inputs * code_columns;
-    const auto* inputs = (const typename Elements::Element*)p.inputs;
+    using Element = typename Elements::Element;
     const int64_t stride = code_input_stride(m.in_features);
+    const int num_blocks = code_blocks(m.in_features);
+    const int at_once = p.rows * stride * int64_t{sizeof(Element)} <= cached_input_bytes ? 1 : panels_at_once;
+    auto* const wide = (Element*)scratch;
+    float* const sums = scratch + stretch_blocks * block_inputs * code_columns;
+    const auto* inputs = (const Element*)p.inputs;
     Groups groups;
     for (int first = begin_panel; first < end_panel; first += at_once) {
         const int last = min_of(first + at_once, end_panel);
