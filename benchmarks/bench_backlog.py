@@ -54,7 +54,7 @@ NUM_LAYERS = 4
 VOCAB_SIZE = 49_152
 TTFT_SLO_S, TPOT_SLO_S = 2.0, 0.1
 TIMEOUT_S = 60.0
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.25
 URGENT_PROMPT_LEN = 32
 BODY_MAX_TOKENS = 4000  # none ends while others are still being queued
 QUEUED = re.compile(r'^apex:num_requests_(?:waiting|running)\{.*service_class="best-effort".*\} (\S+)', re.MULTILINE)

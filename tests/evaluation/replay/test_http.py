@@ -192,3 +192,13 @@ def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests() -> No
     assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 1)
     in_window = sum(time_s <= 1.0 for time_s in cut.token_times_s)
     assert metrics["latency_sensitive_output_tokens"] == 2 + in_window
+
+
+def test_best_effort_requests_that_come_at_once_hold_up_no_other():
+    """The client begins one of each class in a pass of its loop, so the latency-sensitive one is among the first."""
+    rows = [(4, 1, 0.0, ServiceClass.BEST_EFFORT)] * 100 + [(4, 1, 0.0)]
+    result, sent = replayed(token_by_token, *rows)
+    assert [record.failure for record in result.records] == [None] * 101
+    assert ["priority" in body for _, body in sent].index(False) < 50
+    assert result.stats.keys() == {"max_send_lag_s", "max_best_effort_send_lag_s"}
+    assert 0 <= result.stats["max_send_lag_s"] <= result.stats["max_best_effort_send_lag_s"]
