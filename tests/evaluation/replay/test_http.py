@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 
 from apex.replay.metrics import compute_metrics
-from evaluation.replay.http import replay_workload, spread_over
-from evaluation.replay.server import ServerNotReady, connect_server
+from evaluation.replay.http import HttpReplay, replay_workload, spread_over
+from evaluation.replay.server import Server, ServerNotReady, connect_server
 from swiftllm.core.request import ServiceClass
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
@@ -194,11 +195,38 @@ def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests() -> No
     assert metrics["latency_sensitive_output_tokens"] == 2 + in_window
 
 
-def test_best_effort_requests_that_come_at_once_hold_up_no_other():
-    """The client begins one of each class in a pass of its loop, so the latency-sensitive one is among the first."""
-    rows = [(4, 1, 0.0, ServiceClass.BEST_EFFORT)] * 100 + [(4, 1, 0.0)]
-    result, sent = replayed(token_by_token, *rows)
-    assert [record.failure for record in result.records] == [None] * 101
-    assert ["priority" in body for _, body in sent].index(False) < 50
+BEST_EFFORT = (4, 1, 0.0, ServiceClass.BEST_EFFORT)
+
+
+def test_best_effort_requests_begin_one_by_one_beside_the_others(monkeypatch):
+    """In passes of the client's event loop. Each of the requests in flight would take its time of a pass."""
+    begun, num_passes = [], 0
+
+    async def complete(replay, stream):
+        begun.append((stream.request.service_class, num_passes))
+
+    async def count():
+        nonlocal num_passes
+        while True:
+            num_passes += 1
+            await asyncio.sleep(0)
+
+    async def run():
+        replay = HttpReplay(Server("none", "http://none", "none"), workload(*[BEST_EFFORT] * 20, (4, 1, 0.0)), 1.0, str)
+        replay.start_s = time.perf_counter()
+        counting = asyncio.create_task(count())
+        await replay.send_all()
+        counting.cancel()
+
+    monkeypatch.setattr(HttpReplay, "complete", complete)
+    asyncio.run(run())
+    passes = [number for service_class, number in begun if service_class is ServiceClass.BEST_EFFORT]
+    assert len(set(passes)) == 20 and [one for one, _ in begun].index(ServiceClass.LATENCY_SENSITIVE) < 3
+
+
+def test_the_send_lag_of_each_class():
+    result, sent = replayed(token_by_token, *[BEST_EFFORT] * 20, (4, 1, 0.0))
+    assert [record.failure for record in result.records] == [None] * 21
+    assert sum("priority" in body for _, body in sent) == 20
     assert result.stats.keys() == {"max_send_lag_s", "max_best_effort_send_lag_s"}
     assert 0 <= result.stats["max_send_lag_s"] <= result.stats["max_best_effort_send_lag_s"]

@@ -13,7 +13,9 @@ from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.arrival_queue import ArrivalQueue
+from swiftllm.server.api import app
 from swiftllm.server.api.errors import as_api_error
+from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.service.open_requests import QueueFull
@@ -151,8 +153,8 @@ def test_a_request_that_cannot_keep_its_target_is_told_when_to_come_again():
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "body-after-head"])
-def test_a_request_that_is_read_after_many_best_effort_ones_is_submitted_before_them(split):
-    """All are there before the event loop goes on. It reads one of them and begins one in each pass."""
+def test_a_request_that_comes_after_many_best_effort_ones_is_parsed_and_submitted_before_them(split, monkeypatch):
+    """All are there before the event loop goes on. It begins one of them in each pass, once it knows the class."""
     with gated(max_queued_best_effort=60, num_gpu_blocks=64) as (server, gate, watched), ExitStack() as stack:
         submitted, submit = [], server.service.submit
 
@@ -160,6 +162,8 @@ def test_a_request_that_is_read_after_many_best_effort_ones_is_submitted_before_
             submitted.extend(request.service_class for request in requests)
             return submit(requests)
 
+        parsed = []
+        monkeypatch.setattr(app, "parse_body", lambda kind, data: parsed.append(data) or parse_body(kind, data))
         server.service.submit = record
         assert server.http.get("/health").status_code == 200
         blocked, go_on = threading.Event(), threading.Event()
@@ -184,6 +188,7 @@ def test_a_request_that_is_read_after_many_best_effort_ones_is_submitted_before_
         for _ in messages:
             wait_for(watched.submitted)
         assert submitted.count(BE) == 40 and submitted.index(LS) < 4
+        assert [b"priority" in data for data in parsed].index(False) < 4
         gate.open()
         for connection in connections:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
