@@ -24,6 +24,7 @@ from apex.cli.flags import (
     TimelineFlags,
     check_output_file,
     check_output_folder,
+    check_systems,
     running_engine,
 )
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
@@ -98,6 +99,7 @@ class Bench(ConfigFile):
         for name in ("num_requests", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        check_systems(self.system)
         self.best_effort.check_flags()
         self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
