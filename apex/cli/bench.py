@@ -117,7 +117,7 @@ class Bench(ConfigFile):
                 runs.append(self._measure(engine, strategy))
         records = [run.figures for run in runs]
         stdout_console().print(figures_table(records))
-        for line in map(correction_line, records):
+        for line in (*map(unfinished_line, records), *map(correction_line, records)):
             if line:
                 print(line)
         if self.output is not None:
@@ -248,6 +248,15 @@ def correction_line(record: Mapping[str, Any]) -> str:
         return ""
     parts = [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in factors.items()]
     return f"{record['system']}: times of the profile corrected, {', '.join(parts)}"
+
+
+def unfinished_line(record: Mapping[str, Any]) -> str:
+    """How many requests are not in the first two figures; empty if none."""
+    if not record["failed"]:
+        return ""
+    total = record["completed"] + record["failed"]
+    what = "requests were refused or cut short: tok/s and s/token leave them out"
+    return f"{record['system']}: {record['failed']} of {total} {what}"
 
 
 def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from apex.cli.bench import figures, figures_table
+from apex.cli.bench import figures, figures_table, unfinished_line
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
 from apex.cli.flags import (
@@ -156,6 +156,8 @@ class Simulate(ConfigFile):
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(figures_table(records))
+        for line in filter(None, map(unfinished_line, records)):
+            print(line)
         if outside := sorted({name for record in records for name in record["extrapolated"]}):
             console.print(f"outside the measured sizes, extrapolated: {', '.join(outside)}")
         if self.output is not None:

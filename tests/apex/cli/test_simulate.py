@@ -176,6 +176,14 @@ def test_a_window_after_the_end_is_said_and_costs_no_figures(capsys, tmp_path):
     assert "start earlier" in told.err and "tok/s" in told.out
 
 
+def test_a_run_too_short_for_its_requests_says_why_it_has_no_figures(capsys, tmp_path):
+    (record,) = simulate(tmp_path, "--system", "swiftllm", "--duration-s", "0.1")
+    assert record["output_tokens_per_s"] is None
+    assert "swiftllm: 12 of 12 requests were refused or cut short" in capsys.readouterr().out
+    simulate(tmp_path, "--system", "swiftllm")
+    assert "cut short" not in capsys.readouterr().out
+
+
 def test_years_between_arrivals_take_no_time(tmp_path):
     (record,) = simulate(tmp_path, "--system", "swiftllm", "--request-rate", "1e-9")
     assert record["completed"] == 12 and record["wall_s"] > 1e9
