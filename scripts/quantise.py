@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,7 +162,26 @@ def write_folder(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.pop("quantization_config", None):
         raise ValueError(f"{source} is quantised: give a folder with 16-bit or 32-bit weights")
+    if target.exists():
+        raise FileExistsError(f"{target} is there already: remove it, or name another folder")
     target.mkdir(parents=True)
+    try:
+        _write(source, target, files, config, layout, group_size, symmetric, act_order)
+    except BaseException:
+        shutil.rmtree(target)  # half a model
+        raise
+
+
+def _write(
+    source: Path,
+    target: Path,
+    files: Sequence[Path],
+    config: dict,
+    layout: str,
+    group_size: int,
+    symmetric: bool,
+    act_order: bool,
+) -> None:
     places: dict[str, str] = {}
     for path in files:
         written: dict[str, torch.Tensor] = {}

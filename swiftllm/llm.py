@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import RequestOutput, SamplingParams, ServiceClass
@@ -18,7 +20,9 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model with a scheduler.
+    """A model with a scheduler. It is closed by :meth:`close`, at the end of a ``with``, or when nothing refers to it.
+
+    Threads may share it: one call of :meth:`generate` runs at a time.
 
     Args:
         model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
@@ -31,10 +35,13 @@ class LLM:
         folder = model_folder(model, weights=config.load_format == "auto")
         self.engine = build_engine(scheduler, replace(config, model=str(folder)))
         self._ids = itertools.count()
+        self._lock = threading.Lock()
+        # The worker's thread refers to the CPU tier: without this an LLM that is dropped would keep that memory.
+        self._close_engine = weakref.finalize(self, self.engine.close)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         service_class: ServiceClass | str | Sequence[ServiceClass | str] = ServiceClass.LATENCY_SENSITIVE,
     ) -> list[RequestOutput]:
@@ -46,11 +53,14 @@ class LLM:
             RequestRefused: one of the prompts can never be served; then none of them has been started.
             ValueError: there are more or fewer sampling parameters or classes than prompts, a class is unknown, or a
                 text comes without a tokenizer.
+            TypeError: the prompts are neither texts nor lists of token ids, or the parameters no SamplingParams.
+            RuntimeError: the LLM is closed.
         """
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-            prompts = [prompts]
+        prompts = _list_of_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not all(isinstance(params, SamplingParams) for params in sampling_params):
+            raise TypeError("sampling_params must be SamplingParams, or a list with one for each prompt")
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling parameters")
         if isinstance(service_class, (str, ServiceClass)):
@@ -58,6 +68,14 @@ class LLM:
         if len(service_class) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(service_class)} service classes")
         classes = [ServiceClass(name) for name in service_class]
+        with self._lock:
+            if not self._close_engine.alive:
+                raise RuntimeError("this LLM is closed: make another")
+            return self._run(prompts, sampling_params, classes)
+
+    def _run(
+        self, prompts: Sequence[Prompt], sampling_params: Sequence[SamplingParams], classes: Sequence[ServiceClass]
+    ) -> list[RequestOutput]:
         final: dict[str, RequestOutput | None] = {}
         try:
             for prompt, params, of_class in zip(prompts, sampling_params, classes, strict=True):
@@ -84,5 +102,28 @@ class LLM:
         return output if tokenizer is None else output._replace(text=tokenizer.decode(list(output.token_ids)))
 
     def close(self) -> None:
-        """Close the engine and end its threads."""
-        self.engine.close()
+        """Close the engine and end its threads, once a call of :meth:`generate` under way has ended."""
+        with self._lock:
+            self._close_engine()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """
+    Raises:
+        TypeError: something is neither a text nor a list of token ids.
+    """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a text, a list of texts or lists of token ids, not {type(prompts).__name__}")
+    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    if several and isinstance(several[0], Integral):
+        return [several]
+    for prompt in several:
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+            raise TypeError(f"a prompt must be a text or a list of token ids, not {type(prompt).__name__}")
+    return several

@@ -20,6 +20,7 @@ from apex.cli.profile import Profile
 from apex.cli.serve import Serve
 from apex.cli.simulate import Simulate
 from apex.cli.validate import OPTIONAL_VERBS, run_optional
+from swiftllm import __version__
 
 COMMANDS = {
     "serve": Serve,
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if verb in ("-h", "--help", "help"):
             print_overview()
+            return 0
+        if verb == "--version":
+            print(f"apex {__version__}")
             return 0
         if verb in OPTIONAL_VERBS:
             return run_optional(verb, arguments[1:])

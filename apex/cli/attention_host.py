@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
+from apex.cli.serve import why_not
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,19 @@ class AttentionHostCommand(ConfigFile):
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value} must be more than 0")
         with input_errors():
-            from swiftllm.machine import GIB
+            from swiftllm.machine import GIB, available_host_bytes
             from swiftllm.remote.frames import parse_address, shared_secret
             from swiftllm.remote.host import AttentionHost
 
             logging.basicConfig(level=logging.INFO, format="%(message)s")
             memory_bytes = None if self.memory_gib is None else int(self.memory_gib * GIB)
-            host = AttentionHost(
-                parse_address(self.listen), shared_secret(), memory_bytes=memory_bytes, num_threads=self.threads
-            )
+            if (memory_bytes or 0) > (available := available_host_bytes()):
+                raise InputError(f"memory_gib={self.memory_gib} exceeds the {available / GIB:.1f} GiB available here")
+            address = parse_address(self.listen)
+            try:
+                host = AttentionHost(address, shared_secret(), memory_bytes=memory_bytes, num_threads=self.threads)
+            except OSError as error:
+                raise InputError(f"--listen {self.listen}: {why_not(error)}") from None
         address, port = host.address
         print(f"waiting for an engine at {address}:{port} with {host.num_threads} threads; Ctrl-C stops", flush=True)
         host.serve_forever()

@@ -24,6 +24,7 @@ from apex.cli.flags import (
     TimelineFlags,
     check_output_file,
     check_output_folder,
+    check_systems,
     running_engine,
 )
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
@@ -98,6 +99,7 @@ class Bench(ConfigFile):
         for name in ("num_requests", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        check_systems(self.system)
         self.best_effort.check_flags()
         self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
@@ -115,7 +117,7 @@ class Bench(ConfigFile):
                 runs.append(self._measure(engine, strategy))
         records = [run.figures for run in runs]
         stdout_console().print(figures_table(records))
-        for line in map(correction_line, records):
+        for line in (*map(unfinished_line, records), *map(correction_line, records)):
             if line:
                 print(line)
         if self.output is not None:
@@ -246,6 +248,15 @@ def correction_line(record: Mapping[str, Any]) -> str:
         return ""
     parts = [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in factors.items()]
     return f"{record['system']}: times of the profile corrected, {', '.join(parts)}"
+
+
+def unfinished_line(record: Mapping[str, Any]) -> str:
+    """How many requests are not in the first two figures; empty if none."""
+    if not record["failed"]:
+        return ""
+    total = record["completed"] + record["failed"]
+    what = "requests were refused or cut short: tok/s and s/token leave them out"
+    return f"{record['system']}: {record['failed']} of {total} {what}"
 
 
 def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:

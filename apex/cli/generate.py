@@ -56,6 +56,7 @@ class Generate(ConfigFile):
 
     def run(self) -> int:
         prompts = self.prompts or read_lines()
+        check_text(prompts)
         with input_errors():
             sampling = self.sampling.params()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
@@ -104,6 +105,18 @@ def read_lines() -> tuple[str, ...]:
     if not prompts:
         raise InputError("no prompt: give one or more as arguments, or one per line on standard input")
     return prompts
+
+
+def check_text(prompts: Sequence[str]) -> None:
+    """
+    Raises:
+        InputError: a prompt came as bytes that are not UTF-8, which Python reads as lone surrogates.
+    """
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"the prompt {prompt!r} is not UTF-8") from None
 
 
 def encode(engine: Engine, prompts: Sequence[str], chat: bool) -> list[list[int]]:

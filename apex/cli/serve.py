@@ -102,12 +102,17 @@ def free_port(host: str, port: int) -> int:
     except socket.gaierror as error:
         raise InputError(f"{where}: there is no such host ({error.strerror})") from None
     except OSError as error:
-        advice = {
-            errno.EADDRINUSE: "another program listens there: stop it, or give another --port (0 takes any free one)",
-            errno.EACCES: "ports below 1024 are the system's: give another --port",
-            errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is itself, 0.0.0.0 all its interfaces",
-        }
-        raise InputError(f"{where}: {advice.get(error.errno, error.strerror)}") from None
+        raise InputError(f"{where}: {why_not(error)}") from None
+
+
+def why_not(error: OSError) -> str:
+    """Why an address cannot be listened at, and what to do."""
+    advice = {
+        errno.EADDRINUSE: "another program listens there: stop it, or give another port (0 takes any free one)",
+        errno.EACCES: "ports below 1024 are the system's: give another",
+        errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is itself, 0.0.0.0 all its interfaces",
+    }
+    return advice.get(error.errno, error.strerror or str(error))
 
 
 def import_run_server() -> Callable[[EngineService, ServerSettings, LiveTimeline], None]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from apex.cli.bench import figures, figures_table
+from apex.cli.bench import figures, figures_table, unfinished_line
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError
 from apex.cli.flags import (
@@ -19,6 +19,7 @@ from apex.cli.flags import (
     SystemName,
     TimelineFlags,
     check_output_file,
+    check_systems,
 )
 from apex.cli.output import stdout_console
 from apex.perf.progress import progress_bar
@@ -155,6 +156,8 @@ class Simulate(ConfigFile):
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(figures_table(records))
+        for line in filter(None, map(unfinished_line, records)):
+            print(line)
         if outside := sorted({name for record in records for name in record["extrapolated"]}):
             console.print(f"outside the measured sizes, extrapolated: {', '.join(outside)}")
         if self.output is not None:
@@ -174,6 +177,11 @@ class Simulate(ConfigFile):
                 raise InputError(f"{name}={getattr(self, name)} must not be negative")
         if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
             raise InputError(f"request_rate={self.request_rate} must be a positive number")
+        check_systems(self.system)
+        if self.link is not None and self.tensor_parallel == 1:
+            raise InputError("--link means nothing without --tensor-parallel")
+        if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
+            raise InputError("--network-gbps means nothing without --cpu-hosts")
         self.best_effort.check_flags()
         self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)

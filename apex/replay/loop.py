@@ -23,7 +23,7 @@ from swiftllm.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
-IDLE_WAIT_S = 0.05
+MOST_IDLE_S = 0.05
 STALL_TIMEOUT_S = 120.0
 STALL_ALARMS = 8  # in this time
 
@@ -39,7 +39,7 @@ def replay_requests(
     *,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     limit_s: float = math.inf,
-    wait: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], None] = lambda seconds: time.sleep(min(seconds, MOST_IDLE_S)),
 ) -> Replay:
     """Run all ``requests`` until they finish, or for ``limit_s`` seconds of the engine's clock.
 
@@ -49,7 +49,8 @@ def replay_requests(
     Args:
         on_progress: called after each step with the number of output tokens so far.
         stall_timeout_s: seconds of real time.
-        wait: sleeps on the engine's clock while there is nothing to do. A virtual clock needs its own function.
+        wait: sleeps on the engine's clock until the next arrival, or for a shorter time, while there is nothing to do.
+            A virtual clock needs its own function.
 
     Raises:
         ReplayStalled: no token, prefill or refusal for ``stall_timeout_s``.
@@ -83,7 +84,7 @@ def replay_requests(
                 if on_progress is not None:
                     on_progress(tokens)
             elif waiting:
-                wait(min(IDLE_WAIT_S, max(0.0, start_s + waiting[-1].arrival_s - engine.now())))
+                wait(max(0.0, start_s + min(waiting[-1].arrival_s, limit_s) - engine.now()))
                 still_alive(engine.now())
         wall_s = engine.now() - start_s
         stats = counter_difference(snapshot(engine), before)

@@ -325,8 +325,11 @@ def _linear_origin(gpu: Gpu, shape: LayerShape) -> str:
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """The sizes up to the first that is at least ``most``; if there is none, all of them and ``most``."""
-    end = bisect_left(sizes, most) + 1
+    """The sizes up to the first that is at least ``most``; if there is none, all of them and ``most``.
+
+    At least two, which a line needs.
+    """
+    end = max(bisect_left(sizes, most) + 1, 2)
     return tuple(sizes[:end]) if end <= len(sizes) else (*sizes, most)
 
 

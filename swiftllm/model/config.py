@@ -48,6 +48,18 @@ class ModelConfig:
     quantisation: QuantisationScheme | None = None
     """How the layers' matrices are quantised; None: they are not."""
 
+    def longest_request(self, asked: int | None) -> int:
+        """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
+
+        Raises:
+            ValueError: the model was made for fewer.
+        """
+        if asked is not None and asked > self.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={asked} exceeds the {self.max_position_embeddings} tokens the model was made for"
+            )
+        return asked or self.max_position_embeddings
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``config.json``, and the end-of-sequence ids from ``generation_config.json`` where it is there.

@@ -180,7 +180,10 @@ def connect(address: tuple[str, int], secret: bytes, hello: Mapping[str, Any]) -
     Raises:
         OSError: the host cannot be reached or refuses; the message says why.
     """
-    connection = socket.create_connection(address, timeout=HANDSHAKE_S)
+    try:
+        connection = socket.create_connection(address, timeout=HANDSHAKE_S)
+    except ConnectionRefusedError as error:
+        raise ConnectionRefusedError("nothing listens there: start `apex attention-host` on that machine") from error
     try:
         set_up(connection)
         header = receive_header(connection)

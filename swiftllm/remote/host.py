@@ -170,8 +170,9 @@ class AttentionHost:
             self._check_hello(hello, nonce)
             shape = KVShape(**hello["shape"]).checked() if hello.get("shape") else None
             if shape is None:
-                send_json(connection, Kind.WELCOME, {"num_blocks": 0})
-                Session(connection, None).run()
+                lent = {"lent_bytes": self._lendable_bytes(exactly=False), "threads": self.num_threads}
+                send_json(connection, Kind.WELCOME, {"num_blocks": 0, **lent})
+                Session(connection, None, self.num_threads).run()
                 return
             if not self._in_use.acquire(blocking=False):
                 raise ValueError("this host serves another engine: end that first, or start another attention host")
@@ -189,14 +190,18 @@ class AttentionHost:
         if hello.get("protocol") != PROTOCOL or hello.get("byteorder") != sys.byteorder:
             raise ValueError("engine and attention host are of different versions: install the same on both")
 
+    def _lendable_bytes(self, exactly: bool) -> int:
+        if self._memory_bytes is not None:
+            return self._memory_bytes
+        # Who takes another host's place must have as much, if it can be had.
+        return max(0, available_host_bytes() - HOST_HEADROOM_BYTES) // (1 if exactly else 2)
+
     def _attend(
         self, connection: socket.socket, name: str, shape: KVShape, asked_blocks: int, *, exactly: bool
     ) -> None:
         """Serve one engine, which can use so many blocks, or needs ``exactly`` so many."""
         try:
-            memory_bytes = self._memory_bytes
-            if memory_bytes is None:  # who takes another host's place must have as much, if it can be had
-                memory_bytes = max(0, available_host_bytes() - HOST_HEADROOM_BYTES) // (1 if exactly else 2)
+            memory_bytes = self._lendable_bytes(exactly)
             num_blocks = min(memory_bytes // shape.bytes_per_block, asked_blocks)
             if num_blocks < (asked_blocks if exactly else 1):
                 raise ValueError(
@@ -217,7 +222,7 @@ class AttentionHost:
         send_json(connection, Kind.WELCOME, about)
         logger.warning("%s stores %s KV blocks of %s bytes here", name, num_blocks, shape.bytes_per_block)
         try:
-            Session(connection, Store(shape, pool, ops, self.make_runner(pool, ops, kernel))).run()
+            Session(connection, Store(shape, pool, ops, self.make_runner(pool, ops, kernel)), self.num_threads).run()
         finally:
             logger.warning("%s has left", name)
 
@@ -235,9 +240,10 @@ class Store:
 class Session:
     """One connection: frames are received on the calling thread and carried out in order on another."""
 
-    def __init__(self, connection: socket.socket, store: Store | None) -> None:
-        """Without a ``store`` the engine may only measure."""
+    def __init__(self, connection: socket.socket, store: Store | None, num_threads: int) -> None:
+        """Without a ``store`` the engine may only measure, with ``num_threads``."""
         self._connection = connection
+        self._num_threads = num_threads
         self._store = store
         self._sending = threading.Lock()
         self._queue: Queue[tuple[Header, torch.Tensor] | None] = Queue(QUEUE_DEPTH)
@@ -307,7 +313,7 @@ class Session:
             case Kind.ECHO:
                 answer = torch.empty(min(header.b, MAX_FRAME_BYTES), dtype=torch.uint8)
             case Kind.MEASURE:
-                answer = _measured_json()
+                answer = _measured_json(self._num_threads)
             case Kind.DROP:
                 self._opened.pop(header.b, None)
             case _ if self._store is None:
@@ -366,15 +372,12 @@ def _blocks_first(payload: torch.Tensor, count: int | None) -> tuple[torch.Tenso
     return payload[:end].view(torch.int64), payload[end:]
 
 
-def _measured_json() -> torch.Tensor:
-    """JSON, as bytes: the bandwidth of streaming reads on all cores, and the memory available."""
-    cores = usable_cores()
+def _measured_json(num_threads: int) -> torch.Tensor:
+    """JSON, as bytes: the processor, and the bandwidth of streaming reads with so many threads."""
     buffer = np.zeros(MEASURED_BYTES // 8)
-    rates = [pacpu.read_bandwidth(buffer, num_threads=cores) for _ in range(MEASURED_ROUNDS)]
+    rates = [pacpu.read_bandwidth(buffer, num_threads=num_threads) for _ in range(MEASURED_ROUNDS)]
     about = {
         "cpu": cpu_model(),
-        "cores": cores,
-        "available_bytes": available_host_bytes(),
         "read_bytes_per_s": max(rates),
         "isa": pacpu.isa(),
     }

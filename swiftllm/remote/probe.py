@@ -23,7 +23,8 @@ class WayToHost:
     """A host and the network between it and this machine. Times are seconds, rates bytes/s.
 
     Attributes:
-        host: what it says of itself: ``cpu``, ``cores``, ``isa``, ``available_bytes``, ``read_bytes_per_s``.
+        host: what it says of itself: ``cpu``, ``isa``, ``threads`` of attention, ``read_bytes_per_s`` with these, and
+            the ``lent_bytes`` for K and V.
     """
 
     round_trip_s: float
@@ -46,7 +47,7 @@ def probe_host(address: tuple[str, int], secret: bytes) -> WayToHost:
         OSError: the host cannot be reached or refuses.
         swiftllm.engine.backend.HostDied: it went away meanwhile.
     """
-    connection, _ = connect(address, secret, {})
+    connection, lent = connect(address, secret, {})
     with closing(Channel(connection, f"{address[0]}:{address[1]}", home=0)) as channel:
 
         def echo(out: bytes, back: int) -> float:
@@ -62,4 +63,4 @@ def probe_host(address: tuple[str, int], secret: bytes) -> WayToHost:
         from_host = TRANSFER_BYTES / min(echo(b"", TRANSFER_BYTES) for _ in range(TRANSFERS))
         answer = bytearray(MEASURED_JSON_BYTES)
         channel.ask(Header(Kind.MEASURE), list, 0, memoryview(answer)).wait()
-    return WayToHost(round_trip_s, to_host, from_host, json.loads(answer.decode()))
+    return WayToHost(round_trip_s, to_host, from_host, lent | json.loads(answer.decode()))

@@ -33,10 +33,8 @@ def make_backend(
 
 
 def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
-    longest = backend.model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len} exceeds the {longest} tokens the model was made for")
-    return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len or longest)
+    longest = backend.model_config.longest_request(config.max_model_len)
+    return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, longest)
 
 
 def make_kv_manager(backend: TorchBackend) -> KVCacheManager:

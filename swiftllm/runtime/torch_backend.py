@@ -83,6 +83,7 @@ class TorchBackend:
         self.device_name = device_name(self.device)
         self.cpu_kernel = resolve_kernel(config, self.dtype)
         self.model_config = ModelConfig.from_folder(config.model)
+        longest = self.model_config.longest_request(config.max_model_len)
         self.block_size = config.block_size
         self.placement = placement or all_resident(self.model_config.num_layers)
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
@@ -90,7 +91,7 @@ class TorchBackend:
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         sizes = self._sizes()
         check_weights(sizes, self.dtype, self._free_bytes(), self.placement)
-        self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
+        self._model = LlamaModel(sizes, self._open_weights(config), self._ops, longest)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
@@ -142,7 +143,7 @@ class TorchBackend:
     # -- setting up ----------------------------------------------------------------------------------------------------
 
     def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
-        longest = config.max_model_len or self.model_config.max_position_embeddings
+        longest = self.model_config.longest_request(config.max_model_len)
         return LayerGraphs(
             self.hardware,
             self._model,

@@ -50,6 +50,13 @@ class Scheduler:
     """The targets that plans keep, in schedulers that have any."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
+        """
+        Raises:
+            ValueError: no tier that decodes has a block, so every request would be refused.
+        """
+        if not any(kv.capacity(tier) for tier in self.decode_tiers):
+            names = " or ".join(f"num_{tier.value}_blocks" for tier in self.decode_tiers)
+            raise ValueError(f"this system decodes where there are no KV blocks: raise {names}")
         self.limits = limits
         self.kv = kv
         self.now = now

@@ -58,8 +58,10 @@ MIN_READ_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check this machine: packages, compilers, CPU kernels, memory and its speed, GPU, settings of the papers, models,
-    profile tables.
+    """Check this machine: is everything there that the engine needs, and what will it be slow at?
+
+    It looks at packages, compilers, CPU kernels, memory and its speed, GPU, settings of the papers, models and profile
+    tables.
 
     NO marks what keeps the engine from running, -- what limits a part of it; each line says what to do. It takes about
     ten seconds, as it measures the memory bandwidth. The exit status is 0 if the engine can run here, else 1.

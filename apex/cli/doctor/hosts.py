@@ -30,9 +30,9 @@ def host_lines(addresses: str) -> Iterator[tuple[str, str, str]]:
             "ok" if way.round_trip_s < 1e-3 else "note",
         )
         read = host["read_bytes_per_s"] / 1e9
-        yield f"{text}, host", f"{host['cpu']} x{host['cores']} ({host['isa']}), reads {read:.1f} GB/s", "ok"
+        yield f"{text}, host", f"{host['cpu']} ({host['isa']}), {host['threads']} threads read {read:.1f} GB/s", "ok"
         rows_per_s, is_network = way.rows_per_s(ROW_OUT_BYTES, ROW_BACK_BYTES, CONTEXT * TOKEN_BYTES)
-        memory = host["available_bytes"] / 2
+        memory = host["lent_bytes"]
         yield (
             f"{text}, could add",
             f"{memory / GIB:.1f} GiB of KV cache, {memory / (LAYERS * TOKEN_BYTES):,.0f} tokens of Llama-3.1-8B; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import inspect
 import io
 import json
 import shutil
@@ -14,6 +15,7 @@ from typing import get_args
 
 import pytest
 
+import swiftllm
 from apex.cli import COMMANDS, main
 from apex.cli.bench import correction_line, figures_table
 from apex.cli.flags import SystemName
@@ -90,6 +92,14 @@ def test_python_m_apex_is_the_command():
     assert answer.returncode == 2 and answer.stderr == "apex: no command is called 'benc': did you mean bench?\n"
 
 
+def test_the_overview_is_whole_sentences_and_there_is_a_version(capsys):
+    assert main(["--help"]) == 0
+    for verb, command in COMMANDS.items():
+        assert inspect.getdoc(command).partition("\n")[0].endswith((".", "?")), verb
+    capsys.readouterr()
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"apex {swiftllm.__version__}\n"
+
+
 def test_system_names_are_those_of_the_registry():
     from swiftllm.systems import systems
 
@@ -124,6 +134,10 @@ def test_unknown_flag_names_the_nearest(capsys, wide_help):
         (["generate", "MODEL", "hi", "--system", "swiftllm", "--max-cohorts", "3"], "the strategy flags"),
         (["generate", "MODEL", "hi", "--max-tokens", "9999", "--system", "swiftllm"], "max_model_len=512"),
         (["generate", "MODEL", "hi", "--profile", "/nowhere.json", *SMALL], "run `apex profile` first"),
+        (["generate", "MODEL", "\udcff\udcfe"], "is not UTF-8"),
+        (["generate", "MODEL", "hi", "--max-model-len", "1000000000000"], "exceeds the 512 tokens"),
+        (["generate", "MODEL", "hi", "--system", "vllm", "--num-gpu-blocks", "0"], "raise num_gpu_blocks"),
+        (["bench", "MODEL", "--system"], "--system needs the name of at least one"),
         (["bench", "MODEL", "--num-requests", "0"], "num_requests=0 must be at least 1"),
         (["bench", "MODEL", "--output", "/dev/null/x.json"], "--output: the folder /dev/null cannot"),
         (["bench", "MODEL", "--results-dir", "/dev/null"], "--results-dir: the folder /dev/null cannot"),

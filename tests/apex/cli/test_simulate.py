@@ -101,7 +101,7 @@ def test_several_gpus_and_cpu_hosts(capsys, tmp_path):
     assert "--tensor-parallel 2 needs --link" in fails(capsys, "--tensor-parallel", "2")
     assert "does not divide num_heads=32" in fails(capsys, "--tensor-parallel", "3", "--link", "pcie-4")
     assert "cpu_hosts=0 must be at least 1" in fails(capsys, "--cpu-hosts", "0")
-    assert "network_gbps=0 must be above 0" in fails(capsys, "--network-gbps", "0")
+    assert "network_gbps=0 must be above 0" in fails(capsys, "--cpu-hosts", "2", "--network-gbps", "0")
 
 
 def test_blocks_follow_from_the_memories(capsys, tmp_path):
@@ -146,6 +146,10 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
         (["--input-len", "200000"], ["max_model_len"]),
         (["--system", "neo", "--strategy", "asynchronous-overlap"], ["--system apex"]),
         (["--system", "swiftllm", "--max-cohorts", "3"], ["the strategy flags"]),
+        (["--system"], ["--system needs the name of at least one"]),
+        (["--link", "pcie-4"], ["--link means nothing without --tensor-parallel"]),
+        (["--network-gbps", "10"], ["--network-gbps means nothing without --cpu-hosts"]),
+        (["--system", "vllm", "--num-gpu-blocks", "0"], ["no KV blocks: raise num_gpu_blocks"]),
         (["--trace-timeline", "one.json"], ["3 systems need a folder"]),
         (["--timeline-iterations", "4"], ["mean nothing without --trace-timeline"]),
         (["--trace-timeline", "here", "--timeline-iterations", "0"], ["must be at least 1"]),
@@ -166,9 +170,29 @@ def test_unknown_system_names_those_there_are(capsys):
     assert "swiftllm" in capsys.readouterr().err
 
 
-def test_a_window_after_the_end_is_said(capsys, tmp_path):
-    flags = ["--system", "swiftllm", *SMALL, "--trace-timeline", str(tmp_path), "--timeline-start", "9999"]
-    assert "start earlier" in fails(capsys, *flags)
+def test_a_window_after_the_end_is_said_and_costs_no_figures(capsys, tmp_path):
+    simulate(tmp_path, "--system", "swiftllm", "--trace-timeline", str(tmp_path), "--timeline-start", "9999")
+    told = capsys.readouterr()
+    assert "start earlier" in told.err and "tok/s" in told.out
+
+
+def test_a_run_too_short_for_its_requests_says_why_it_has_no_figures(capsys, tmp_path):
+    (record,) = simulate(tmp_path, "--system", "swiftllm", "--duration-s", "0.1")
+    assert record["output_tokens_per_s"] is None
+    assert "swiftllm: 12 of 12 requests were refused or cut short" in capsys.readouterr().out
+    simulate(tmp_path, "--system", "swiftllm")
+    assert "cut short" not in capsys.readouterr().out
+
+
+def test_years_between_arrivals_take_no_time(tmp_path):
+    (record,) = simulate(tmp_path, "--system", "swiftllm", "--request-rate", "1e-9")
+    assert record["completed"] == 12 and record["wall_s"] > 1e9
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_lane_of_few_tokens(tmp_path, most):
+    sizes = ("--max-num-batched-tokens", str(most), "--num-requests", "2", "--input-len", "5", "--output-len", "2")
+    assert all(record["completed"] == 2 for record in simulate(tmp_path, *sizes))
 
 
 def test_it_needs_no_kernels_and_loads_no_drawing_library():
