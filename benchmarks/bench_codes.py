@@ -72,10 +72,11 @@ def main(options: Options) -> None:
     coded = [ops.make_quantised_linear(matrix, None) for matrix in matrices]
     full = [ops.make_linear(matrix.dequantise(), None) for matrix in matrices]
     num_bytes = sum(matrix.nbytes for matrix in matrices)
-    read_rate = pacpu.read_bandwidth(torch.zeros(1 << 26))
+    beyond_caches = torch.zeros(1 << 26)
+    read_rate = max(pacpu.read_bandwidth(beyond_caches) for _ in range(options.rounds))
     print(f"{options.num_matrices} matrices of {options.out_features} x {options.in_features}, {options.dtype}")
-    print(f"{8 * num_bytes / len(matrices) / options.out_features / options.in_features:.2f} bits an element in groups")
-    print(f"of {options.group_size}; one core reads {read_rate / 1e9:.1f} GB/s")
+    bits = 8 * num_bytes / options.num_matrices / options.out_features / options.in_features
+    print(f"{bits:.2f} bits an element, groups of {options.group_size}; one core reads {read_rate / 1e9:.1f} GB/s")
     table = Table("rows", f"{options.dtype} ms", "4 bits ms", "ratio", "GB/s of 4 bits", "of streaming reads")
     with torch.inference_mode():
         for rows in ROWS:

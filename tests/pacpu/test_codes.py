@@ -68,6 +68,22 @@ def test_products(isa, dtype, shape, is_ordered):
 
 @every_isa
 @every_dtype
+def test_products_multiply_rounded_elements(isa, dtype):
+    """The difference of two elements shows bits that rounding a product would hide."""
+    use(isa)
+    matrix = random_matrix(40, 320, 32, dtype)
+    x = torch.zeros(12, 320, dtype=dtype)
+    for row in x:
+        row[torch.randperm(320)[:2]] = torch.tensor([1.0, -1.0], dtype=dtype)
+    expected = F.linear(x.double(), matrix.weight.double()).to(dtype)
+    for some, right in zip((x, *x.split(1)), (expected, *expected.split(1)), strict=True):
+        out = torch.full_like(right, torch.nan)
+        matrix.packed.linear(some, None, out)
+        assert torch.equal(out, right)
+
+
+@every_isa
+@every_dtype
 def test_a_row_does_not_depend_on_its_neighbours(isa, dtype):
     """With more rows than are multiplied at a time, and than are brought into the order of codes at a time."""
     use(isa)
