@@ -26,7 +26,8 @@ TOKENS = 8
 class Group:
     """A model on several ranks, and engines of any system on them."""
 
-    def __init__(self, model_dir: Path, size: int) -> None:
+    def __init__(self, model_dir: Path, size: int, judged_by: Path | None = None) -> None:
+        """``judged_by``: the folder that transformers reads, by default the model's own."""
         self.config = EngineConfig(
             str(model_dir),
             device="cpu",
@@ -39,7 +40,7 @@ class Group:
         )
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
-        self.expected = judge(model_dir, self.prompts, TOKENS)
+        self.expected = judge(judged_by or model_dir, self.prompts, TOKENS)
         self.backend = ShardedBackend(self.config, CpuWorker, LAUNCHER)
         fill_with_nan(self.backend)
 
