@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -41,6 +42,7 @@ class Group:
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
         self.expected = judge(judged_by or model_dir, self.prompts, TOKENS)
+        self._cores = os.sched_getaffinity(0)
         self.backend = ShardedBackend(self.config, CpuWorker, LAUNCHER)
         fill_with_nan(self.backend)
 
@@ -65,6 +67,7 @@ class Group:
         processes = [peer.process for peer in self.peers()]
         self.backend.close()
         assert all(process.poll() is not None for process in processes)
+        assert os.sched_getaffinity(0) == self._cores
 
 
 def run(engine: Engine) -> None:
