@@ -6,6 +6,7 @@ caller's thread and on `num_threads - 1` helpers at most; the result does not de
 does not fit it raises ValueError, naming the argument, before it has written anything.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pacpu import _pacpu
@@ -119,18 +120,20 @@ def has_prompt_attention() -> bool:
     return _pacpu.has_prompt_attention()
 
 
-def prompt_attention(q: Any, k: Any, v: Any, out: Any, scale: float, *, num_threads: int = 1) -> None:
-    """Attention of a request's last tokens over its whole context, in bfloat16: no token attends to a later one.
+def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float, *, num_threads: int = 1) -> None:
+    """Attention of each request's last tokens over its whole context, in bfloat16: no token attends to a later one.
 
-    Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero.
+    Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero. The
+    result for a request does not depend on the others.
 
     Args:
-        q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
-        k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
-        out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
+        prompts: for each request `q, k, v, out`.
+            q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
+            k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
+            out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
         scale: factor on the scores.
     """
-    _pacpu.prompt_attention(q, k, v, out, scale, num_threads)
+    _pacpu.prompt_attention(prompts, scale, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:

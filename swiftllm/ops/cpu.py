@@ -6,13 +6,13 @@ the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import Crossing, CrossingParts
+from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
@@ -84,17 +84,19 @@ class CpuOps(ReferenceOps):
     ) -> None:
         rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
 
-    def prefill_attention(
+    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
+        if not chunks or not _is_ours(chunks[0].q.dtype) or not rows.has_prompt_attention():
+            return super().prefill_attention(chunks, scale)
+        # No masks are needed: a chunk's rows are the last tokens of the context.
+        prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
+        return rows.prompt_attention(prompts, scale, num_threads=self.num_threads)
+
+    def _attend_chunk(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        if not _is_ours(q.dtype):
-            return super().prefill_attention(q, k, v, mask, scale)
-        if rows.has_prompt_attention():  # it needs no mask: a chunk's rows are the last tokens of the context
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            rows.prompt_attention(q, k, v, out, scale, num_threads=self.num_threads)
-            return out
-        # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time.
-        return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
+        if _is_ours(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
+            q, k, v = q.float(), k.float(), v.float()
+        return super()._attend_chunk(q, k, v, mask, scale)
 
     def decode_attention(
         self,
