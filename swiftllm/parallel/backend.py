@@ -141,8 +141,8 @@ class ShardedBackend(RankBackend):
     def describe_cores(self) -> str:
         """Which cores the ranks have, for people."""
         if not self.rank_cores:
-            return "ranks share all cores"
-        return ", ".join(f"rank {rank} on cores {describe_cores(own)}" for rank, own in enumerate(self.rank_cores))
+            return "all ranks share them"
+        return ", ".join(f"rank {rank}: {describe_cores(own)}" for rank, own in enumerate(self.rank_cores))
 
     def _start(self, rank: int, epoch: int) -> Peer:
         cores = self.rank_cores[rank] if self.rank_cores else ()

@@ -102,7 +102,7 @@ def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
     assert isinstance(backend, ShardedBackend)
     return [
         f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each",
-        f"Cores: {backend.describe_cores()}",
+        f"Cores of the ranks: {backend.describe_cores()}",
     ]
 
 

@@ -106,8 +106,8 @@ def test_each_rank_keeps_to_its_cores(llama: Group) -> None:
         threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
         assert len(threads) > 1 and all(os.sched_getaffinity(thread) == set(own) for thread in threads)
     assert not set(cores[0]) & set(cores[1]) and allowed_cores() == set(cores[0]) | set(cores[1])
-    (line,) = (line for line in llama.engine("swiftllm").describe()["kv_cache"] if line.startswith("Cores: "))
-    assert line == f"Cores: rank 0 on cores {describe_cores(cores[0])}, rank 1 on cores {describe_cores(cores[1])}"
+    (line,) = (line for line in llama.engine("swiftllm").describe()["kv_cache"] if line.startswith("Cores "))
+    assert line == f"Cores of the ranks: rank 0: {describe_cores(cores[0])}, rank 1: {describe_cores(cores[1])}"
 
 
 def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
