@@ -89,7 +89,7 @@ class TorchBackend:
         self._host_ops = CpuOps()  # for boundaries that the CPU computes
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         sizes = self._sizes()
-        check_weights(sizes, self.dtype, self._free_bytes(), self.placement, on_host=self.device.type == "cpu")
+        check_weights(sizes, self.dtype, self._free_bytes(), self.placement)
         self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)

@@ -384,6 +384,7 @@ void bind_rows(py::module_& module) {
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
+    bind_codes(module);
     bind_crossing(module);
 }
 
