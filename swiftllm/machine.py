@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class _Limits:
 
     of_host: float = 1.0
     of_card: float = 1.0
+    unbound: frozenset[int] | None = None
+    """The cores of all ranks together, where this process is bound to a part of them."""
 
 
 _limits = _Limits()
@@ -69,9 +72,44 @@ def cpu_info() -> Mapping[str, str]:
     return {name.strip(): value.strip() for name, colon, value in fields if colon}
 
 
+def allowed_cores() -> frozenset[int]:
+    """The cores of this process's CPU affinity, or of all ranks where it is one that is bound."""
+    if _limits.unbound is not None:
+        return _limits.unbound
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def bind_to(cores: Collection[int]) -> bool:
+    """Run all threads of this process, and those to come, on ``cores`` only, until :func:`unbind`.
+
+    Memory then comes from the NUMA node of the core that writes it first. A process that is bound already stays as it
+    is. Returns whether it was not.
+    """
+    if _limits.unbound is not None:
+        return False
+    _limits.unbound = allowed_cores()
+    _set_affinity(cores)
+    return True
+
+
+def unbind() -> None:
+    """Undo :func:`bind_to`."""
+    cores, _limits.unbound = _limits.unbound, None
+    if cores is not None:
+        _set_affinity(cores)
+
+
+def _set_affinity(cores: Collection[int]) -> None:
+    os.sched_setaffinity(0, cores)  # first: threads that begin from now on inherit it
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
 def usable_cores() -> int:
-    """Cores that this process may use: the lesser of its CPU affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: the lesser of its CPU affinity and its container's quota; of a rank that is
+    bound to cores: those that all ranks may use."""
+    cores = len(allowed_cores())
     try:
         quota_us, period_us = (CONTROL_GROUP / "cpu.max").read_text().split()
         return max(1, min(cores, int(_limits.of_host * int(quota_us)) // int(period_us)))

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from swiftllm import machine
-
-NODES = Path("/sys/devices/system/node")
+from swiftllm.topology import SYSTEM, equal_parts, in_node_order, numa_nodes
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class Share:
         """
         if len(cores) < self.parts:
             raise ValueError(f"share={self.number}/{self.parts}: there are {len(cores)} cores for {self.parts} engines")
-        start, stop = ((self.number - add) * len(cores) // self.parts for add in (1, 0))
-        return list(cores[start:stop])
+        return equal_parts(cores, self.parts)[self.number - 1]
 
     def cards_of(self, cards: Sequence[str]) -> tuple[list[str], float]:
         """The GPUs of this part, and its fraction of each: whole GPUs, or a part of a single one.
@@ -68,10 +65,7 @@ def take_share(share: Share) -> None:
     Raises:
         ValueError: the machine cannot be divided so.
     """
-    allowed = os.sched_getaffinity(0)
-    in_order = [core for node in numa_nodes().values() for core in node if core in allowed]
-    in_order += sorted(allowed.difference(in_order))
-    cores = share.cores_of(in_order)
+    cores = share.cores_of(in_node_order(os.sched_getaffinity(0), numa_nodes(SYSTEM)))
     cards, of_card = visible_cards(), 1.0
     if cards:
         cards, of_card = share.cards_of(cards)
@@ -86,23 +80,3 @@ def visible_cards() -> list[str]:
     if visible is None:
         return [str(index) for index in range(len(machine.installed_cards()))]
     return [] if visible.strip() in ("", "-1") else [name.strip() for name in visible.split(",")]
-
-
-def numa_nodes() -> Mapping[int, list[int]]:
-    """The cores of each NUMA node; empty where the system does not tell."""
-    nodes = {}
-    for folder in NODES.glob("node[0-9]*"):
-        try:
-            nodes[int(folder.name[4:])] = parse_cores((folder / "cpulist").read_text())
-        except (OSError, ValueError):
-            continue
-    return dict(sorted(nodes.items()))
-
-
-def parse_cores(text: str) -> list[int]:
-    """The cores of a list such as ``0-3,8-11``."""
-    cores = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores

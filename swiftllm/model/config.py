@@ -141,19 +141,20 @@ class ModelConfig:
         """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.
 
         Raises:
-            ValueError: heads, KV heads or FFN do not divide (the message names the numbers that work), or the weights
-                are quantised.
+            ValueError: heads, KV heads or FFN do not divide, or groups of quantised inputs do not (the message names
+                the numbers that work).
         """
-        if self.quantisation is not None and ranks > 1:
-            raise ValueError(
-                f"tensor_parallel={ranks} cannot divide 4-bit weights yet: take a checkpoint in 16 bits, or one GPU"
-            )
         common = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
-        if common % ranks:
-            works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        works = [n for n in range(1, common + 1) if common % n == 0]
+        what = f"{self.num_heads} heads, {self.num_kv_heads} KV heads and FFN of {self.intermediate_size}"
+        if self.quantisation is not None:
+            sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.intermediate_size
+            can_be_divided = self.quantisation.can_be_divided
+            works = [n for n in works if n == 1 or can_be_divided(*(size // n for size in sizes))]
+            what += f" in whole groups ({self.quantisation.describe()})"
+        if ranks not in works:
             raise ValueError(
-                f"tensor_parallel={ranks} does not divide the model's {self.num_heads} heads, {self.num_kv_heads} KV "
-                f"heads and FFN of {self.intermediate_size}: take one of {works}"
+                f"tensor_parallel={ranks} does not divide the model's {what}: take one of {', '.join(map(str, works))}"
             )
         return replace(
             self,

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector
+from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector, StoredTensor
+from swiftllm.model.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 INDEX_FILES = "*.safetensors.index.json"
@@ -57,9 +58,13 @@ class ModelPart(Protocol):
     sizes: ModelConfig
     """Of the matrices of the part."""
 
-    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
-        part, the other rows are zero."""
+        part, the other rows are zero. ``axes``: those of a linear module's tensor.
+
+        Raises:
+            ValueError: the tensor cannot be divided so.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class WholeModel:
 
     sizes: ModelConfig
 
-    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         return (slice(None),)
 
 
@@ -176,9 +181,16 @@ class LlamaWeights:
         return matrices
 
     def fused_places(
-        self, config: ModelConfig, device: torch.device | str, on_host: Collection[int] = ()
+        self,
+        config: ModelConfig,
+        device: torch.device | str,
+        on_host: Collection[int] = (),
+        whole: ModelConfig | None = None,
     ) -> list[FusedPlace]:
-        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`."""
+        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`.
+
+        ``whole``: the model of which ``config`` is a part.
+        """
         return [
             FusedPlace(
                 {
@@ -186,11 +198,12 @@ class LlamaWeights:
                     for module, rows in zip(matrix.modules, matrix.out_features, strict=True)
                 },
                 matrix.in_features,
+                of_whole.in_features,
                 partial(setattr, layer, matrix.name),
                 "cpu" if matrix.boundary(index) in on_host else device,
             )
             for index, layer in enumerate(self.layers)
-            for matrix in fused_matrices(config)
+            for matrix, of_whole in zip(fused_matrices(config), fused_matrices(whole or config), strict=True)
         ]
 
 
@@ -217,7 +230,8 @@ def load_weights(
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     quantised = None
     if config.quantisation is not None:
-        quantised = QuantisedCollector(config.quantisation, weights.fused_places(config, device, on_host), dtype)
+        wanted = weights.fused_places(part.sizes, device, on_host, config)
+        quantised = QuantisedCollector(config.quantisation, wanted, dtype, part.slices)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -227,7 +241,7 @@ def load_weights(
             continue
         shape = tensor.get_shape()
         if name not in places:
-            if quantised is None or not _take(quantised, name, tensor[:], folder):
+            if quantised is None or not _take(quantised, name, tensor, folder):
                 unknown.append(name)
         elif shape != shapes[name]:
             raise WeightsError(f"{folder}: {name} has shape {shape}, config.json asks for {shapes[name]}")
@@ -255,7 +269,8 @@ def dummy_weights(
     """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
     All tensors repeat one sequence of random numbers, each from another offset. So filling takes no longer than writing
-    the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there.
+    the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there;
+    not so in quantised matrices, whose words hold inputs of several parts.
     """
     part = part or WholeModel(config)
     generator = torch.Generator().manual_seed(seed)
@@ -273,7 +288,7 @@ def dummy_weights(
     if config.quantisation is not None:
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
-        for matrix in weights.empty_quantised(config, device, dtype, on_host):
+        for matrix in weights.empty_quantised(part.sizes, device, dtype, on_host):
             on_cpu = matrix.codes.device.type == "cpu"
             _repeat(words[on_cpu].roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
             matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
@@ -286,7 +301,7 @@ def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:
         part.copy_(numbers[: part.numel()])
 
 
-def _take(quantised: QuantisedCollector, name: str, tensor: torch.Tensor, folder: str | Path) -> bool:
+def _take(quantised: QuantisedCollector, name: str, tensor: StoredTensor, folder: str | Path) -> bool:
     try:
         return quantised.take(name, tensor)
     except ValueError as error:
@@ -313,8 +328,8 @@ def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in whole.items()}
 
 
-def _read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Names of tensors, and what reads slices of each: ``get_shape()`` and ``[...]``."""
+def _read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Names of tensors, and what reads slices of each."""
     from safetensors import SafetensorError, safe_open  # not needed for dummy weights
 
     indices = sorted(folder.glob(INDEX_FILES))

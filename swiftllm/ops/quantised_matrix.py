@@ -36,11 +36,14 @@ class QuantisedMatrix:
     """uint8 ``[groups, out]``, 0 to 15."""
     in_features: int
     group_size: int
-    """Inputs in a group; groups divide the inputs."""
+    """Inputs in a group; groups divide the inputs, unless there are ``runs``."""
     dtype: torch.dtype
     """Of the elements, and of activations and products."""
     order: torch.Tensor | None = None
     """int32 ``[in]``: column i of codes multiplies input ``order[i]``. None: column i multiplies input i."""
+    runs: torch.Tensor | None = None
+    """int32 ``[in / 16]``: the group of each 16 inputs, in a part of a matrix whose groups are not full. Then ``order``
+    is there too, and names an input more than once: but for one time its elements are 0."""
 
     @classmethod
     def from_codes(
@@ -51,8 +54,10 @@ class QuantisedMatrix:
         group_size: int,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
+        runs: torch.Tensor | None = None,
     ) -> QuantisedMatrix:
-        """Pack ``codes``, uint8 ``[in, out]``, of which row i belongs to group ``i // group_size``."""
+        """Pack ``codes``, uint8 ``[in, out]``, of which row i belongs to group ``i // group_size``, or
+        ``runs[i // 16]``."""
         in_features, out_features = codes.shape
         blocks = -(-in_features // BLOCK_INPUTS)
         padded = codes.new_zeros(blocks * BLOCK_INPUTS, out_features)
@@ -61,7 +66,8 @@ class QuantisedMatrix:
         words = torch.zeros(blocks, BLOCK_WORDS, out_features, dtype=torch.int32, device=codes.device)
         for j in range(CODES_PER_WORD):
             words |= parts[:, j].int() << BITS * j
-        return cls(words.flatten(0, 1), scales.contiguous(), zeros.contiguous(), in_features, group_size, dtype, order)
+        per_group = scales.contiguous(), zeros.contiguous()
+        return cls(words.flatten(0, 1), *per_group, in_features, group_size, dtype, order, runs)
 
     @property
     def out_features(self) -> int:
@@ -70,8 +76,8 @@ class QuantisedMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        order_bytes = 0 if self.order is None else self.order.nbytes
-        return self.codes.nbytes + self.scales.nbytes + self.zeros.nbytes + order_bytes
+        tensors = self.codes, self.scales, self.zeros, self.order, self.runs
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def unpack(self) -> torch.Tensor:
         """The codes, uint8 ``[in, out]``."""
@@ -86,7 +92,10 @@ class QuantisedMatrix:
         matrix = (differences * self._per_input(self.scales).float()).to(self.dtype)
         if self.order is None:
             return matrix.t().contiguous()
-        return torch.empty_like(matrix).index_copy_(0, self.order.long(), matrix).t().contiguous()
+        if self.runs is None:
+            return torch.empty_like(matrix).index_copy_(0, self.order.long(), matrix).t().contiguous()
+        in_place = matrix.new_zeros(int(self.order.max()) + 1, self.out_features)
+        return in_place.index_add_(0, self.order.long(), matrix).t().contiguous()
 
     @classmethod
     def empty(
@@ -100,6 +109,8 @@ class QuantisedMatrix:
         return cls(codes, scales, zeros, in_features, group_size, dtype)
 
     def _per_input(self, of_groups: torch.Tensor) -> torch.Tensor:
+        if self.runs is not None:
+            return of_groups[self.runs.long().repeat_interleave(GROUP_MULTIPLE)]
         return of_groups.repeat_interleave(self.group_size, 0)
 
 
@@ -122,6 +133,8 @@ def fuse(parts: Sequence[torch.Tensor | QuantisedMatrix]) -> Matrix:
 
 def _fits(first: torch.Tensor | QuantisedMatrix, other: QuantisedMatrix) -> bool:
     if not isinstance(first, QuantisedMatrix) or (first.group_size, first.dtype) != (other.group_size, other.dtype):
+        return False
+    if first.runs is not None or other.runs is not None:
         return False
     if first.scales.dtype != other.scales.dtype or (first.order is None) != (other.order is None):
         return False

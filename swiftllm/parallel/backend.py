@@ -29,7 +29,7 @@ from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.sizing import KVPlan, plan_blocks
-from swiftllm.machine import available_host_bytes, usable_cores
+from swiftllm.machine import allowed_cores, available_host_bytes, bind_to, unbind, usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import RankLauncher, SpawnedRanks
@@ -41,12 +41,15 @@ from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threa
 from swiftllm.runtime.description import CohortDescription, LaneDescription
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import MakeWorker
+from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, numa_nodes
 
 logger = logging.getLogger(__name__)
 
 RESET_S = 5.0  # that a rank gets to drop its work before it is replaced
 RELEASE_S = 10.0  # that a GPU gets to give up a collective with a rank that has died
 EXIT_STUCK = 70
+
+CAN_BIND = hasattr(os, "sched_setaffinity")
 
 Result = TypeVar("Result")
 
@@ -105,6 +108,9 @@ class ShardedBackend(RankBackend):
         self._settings = asdict(replace(config, lane_threads=division.lane_threads, cpu_threads=division.cpu_threads))
         self._place = {"size": size, "port": group.port, "threaded": make_worker is not InlineWorker}
         self._launcher = launcher or SpawnedRanks()
+        nodes = [_node_of_card(rank) if on_gpu else None for rank in range(size)]
+        self.rank_cores = cores_of_ranks(allowed_cores(), numa_nodes(), nodes) if CAN_BIND else []
+        self._is_bound = bool(self.rank_cores) and bind_to(self.rank_cores[0])
         self._epochs = itertools.count(1)
         self._calls = itertools.count(1)
         self._call = 0  # the one under way; 0: none
@@ -125,10 +131,22 @@ class ShardedBackend(RankBackend):
             why = self._explained(error)
             for peer in self._peers:
                 peer.end(at_once=True)
+            self._unbind()
             raise why from error
 
+    def _unbind(self) -> None:
+        if self._is_bound:
+            unbind()
+
+    def describe_cores(self) -> str:
+        """Which cores the ranks have, for people."""
+        if not self.rank_cores:
+            return "all ranks share them"
+        return ", ".join(f"rank {rank}: {describe_cores(own)}" for rank, own in enumerate(self.rank_cores))
+
     def _start(self, rank: int, epoch: int) -> Peer:
-        peer = Peer(rank, self._launcher, self._threads, self._release)
+        cores = self.rank_cores[rank] if self.rank_cores else ()
+        peer = Peer(rank, self._launcher, self._threads, cores, self._release)
         peer.send("set up", epoch, self._settings, {"rank": rank, **self._place})
         return peer
 
@@ -318,3 +336,9 @@ class ShardedBackend(RankBackend):
         for peer in self._peers:
             peer.end()
         super().close()
+        self._unbind()
+
+
+def _node_of_card(index: int) -> int | None:
+    card = torch.cuda.get_device_properties(index)
+    return node_of_device(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from typing import Protocol
 
 from swiftllm.parallel.channel import Channel
@@ -27,8 +28,11 @@ class RankProcess(Protocol):
 class RankLauncher(Protocol):
     """Starts ranks."""
 
-    def start(self, rank: int, threads: int) -> tuple[RankProcess, Channel]:
-        """Start rank ``rank``, which has ``threads`` cores, and connect to it."""
+    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[RankProcess, Channel]:
+        """Start rank ``rank``, which computes with ``threads`` threads, and connect to it.
+
+        ``cores``: those that it is bound to; without any, to none.
+        """
 
 
 class SpawnedRanks:
@@ -38,11 +42,12 @@ class SpawnedRanks:
         """``entry``: the function that the process runs, ``module:name``, called with the channel."""
         self._entry = entry
 
-    def start(self, rank: int, threads: int) -> tuple[RankProcess, Channel]:
+    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[RankProcess, Channel]:
         module, _, name = self._entry.partition(":")
         own, its = socket.socketpair()
+        bind = f"os.sched_setaffinity(0, {set(cores)}); " if cores else ""  # before torch starts threads
         program = (  # ends without Python's clean-up, which takes a second
-            f"import os, socket; from swiftllm.parallel.channel import Channel; from {module} import {name}; "
+            f"import os, socket; {bind}from swiftllm.parallel.channel import Channel; from {module} import {name}; "
             f"{name}(Channel(socket.socket(fileno={its.fileno()}))); os._exit(0)"
         )
         environment = {

@@ -3,6 +3,9 @@
 Query, key and value heads are divided, and so are the FFN's rows of gate and up. The outputs of attention and FFN (the
 matrices ``o`` and ``down``) are sums over ranks, so each layer has two. The embedding and the vocabulary's matrix are
 divided by tokens. Norms are whole on every rank.
+
+A quantised matrix is divided in the same places: outputs and inputs in whole words of codes, inputs in whole groups.
+With act-order a rank's inputs are of all groups, so it has the scales of all.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.providers import BoundaryWeights, WeightProvider
+from swiftllm.model.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.interface import Linear
 from swiftllm.parallel.group import Group
 
@@ -35,17 +39,20 @@ class Shard:
         self._rank = rank
         self._size = size
 
-    def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
+    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         module, kind = name.rsplit(".", 2)[-2:]
         if module in BY_TOKENS:
             return (self._share(self.sizes.vocab_size),)
-        if module in BY_ROWS:
-            return (self._share(shape[0] // self._size),)
-        if module not in BY_COLUMNS:
-            return (slice(None),)
-        if kind == "weight":
-            return slice(None), self._share(shape[1] // self._size)
-        return (slice(None) if self._rank == 0 else slice(0, 0),)  # added once: to rank 0's part of the sum
+        if module in BY_COLUMNS and kind == "bias":
+            return (slice(None) if self._rank == 0 else slice(0, 0),)  # added once: to rank 0's part of the sum
+        divided = OUT if module in BY_ROWS else IN if module in BY_COLUMNS else None
+        slices = [slice(None)]
+        for number, (axis, count) in enumerate(zip(axes, shape, strict=False)):  # a bias has no inputs
+            if axis == divided:
+                if count % self._size:
+                    raise ValueError(f"{name} has shape {list(shape)}, which {self._size} ranks cannot divide")
+                slices = [slice(None)] * number + [self._share(count // self._size)]
+        return tuple(slices)
 
     def _share(self, count: int) -> slice:
         return slice(self._rank * count, (self._rank + 1) * count)

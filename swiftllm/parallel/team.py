@@ -6,7 +6,7 @@ import logging
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from swiftllm.engine.backend import RankFailed
@@ -28,7 +28,15 @@ class Peer:
         is_dead: its process has ended.
     """
 
-    def __init__(self, rank: int, launcher: RankLauncher, threads: int, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        launcher: RankLauncher,
+        threads: int,
+        cores: Collection[int],
+        on_death: Callable[[], None],
+    ) -> None:
+        """See :meth:`RankLauncher.start`. A thread of its own calls ``on_death`` if the process ends unasked."""
         self.rank = rank
         self.finished = 0
         self.failure: str | None = None
@@ -36,7 +44,7 @@ class Peer:
         self._answers: list[Message] = []
         self._is_ending = False
         self._on_death = on_death
-        self.process, self.channel = launcher.start(rank, threads)
+        self.process, self.channel = launcher.start(rank, threads, cores)
         threading.Thread(target=self._watch, name=f"rank-{rank}", daemon=True).start()
 
     def _watch(self) -> None:

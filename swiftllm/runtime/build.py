@@ -72,7 +72,7 @@ def assemble_engine(
         "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
-        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len) + _about_ranks(config),
+        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "lane_threads": backend.cores.lane_threads,
@@ -92,10 +92,16 @@ def assemble_engine(
     )
 
 
-def _about_ranks(config: EngineConfig) -> list[str]:
+def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
     if config.tensor_parallel == 1:
         return []
-    return [f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each"]
+    from swiftllm.parallel.backend import ShardedBackend  # not needed by one process
+
+    assert isinstance(backend, ShardedBackend)
+    return [
+        f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each",
+        f"Cores of the ranks: {backend.describe_cores()}",
+    ]
 
 
 def build_gpu_only(

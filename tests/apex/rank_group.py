@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -26,7 +27,8 @@ TOKENS = 8
 class Group:
     """A model on several ranks, and engines of any system on them."""
 
-    def __init__(self, model_dir: Path, size: int) -> None:
+    def __init__(self, model_dir: Path, size: int, judged_by: Path | None = None) -> None:
+        """``judged_by``: the folder that transformers reads, by default the model's own."""
         self.config = EngineConfig(
             str(model_dir),
             device="cpu",
@@ -39,7 +41,8 @@ class Group:
         )
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
-        self.expected = judge(model_dir, self.prompts, TOKENS)
+        self.expected = judge(judged_by or model_dir, self.prompts, TOKENS)
+        self._cores = os.sched_getaffinity(0)
         self.backend = ShardedBackend(self.config, CpuWorker, LAUNCHER)
         fill_with_nan(self.backend)
 
@@ -64,6 +67,7 @@ class Group:
         processes = [peer.process for peer in self.peers()]
         self.backend.close()
         assert all(process.poll() is not None for process in processes)
+        assert os.sched_getaffinity(0) == self._cores
 
 
 def run(engine: Engine) -> None:

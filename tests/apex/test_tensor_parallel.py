@@ -21,12 +21,14 @@ from swiftllm.core.request import FinishReason
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import RankFailed
 from swiftllm.files import cache_dir
+from swiftllm.machine import allowed_cores
 from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
 from swiftllm.parallel.launch import RankProcess, SpawnedRanks
 from swiftllm.runtime.batch import CohortBatch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.thread import CpuWorker
 from swiftllm.server.service.service import EngineService, NewRequest
+from swiftllm.topology import describe_cores
 from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
     FOR_BEST_EFFORT,
@@ -94,6 +96,18 @@ def test_a_rank_holds_its_share_of_the_kv_cache(llama: Group) -> None:
     for tier, pool in alone.kv_pools.tensors.items():
         assert llama.backend.kv_pools.tensors[tier].nbytes * 2 == pool.nbytes
     alone.close()
+
+
+def test_each_rank_keeps_to_its_cores(llama: Group) -> None:
+    cores = llama.backend.rank_cores
+    if not cores:
+        pytest.skip("one core cannot be divided among two ranks")
+    for pid, own in zip((os.getpid(), llama.peers()[0].process.pid), cores, strict=True):
+        threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+        assert len(threads) > 1 and all(os.sched_getaffinity(thread) == set(own) for thread in threads)
+    assert not set(cores[0]) & set(cores[1]) and allowed_cores() == set(cores[0]) | set(cores[1])
+    (line,) = (line for line in llama.engine("swiftllm").describe()["kv_cache"] if line.startswith("Cores "))
+    assert line == f"Cores of the ranks: rank 0: {describe_cores(cores[0])}, rank 1: {describe_cores(cores[1])}"
 
 
 def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
@@ -299,12 +313,13 @@ def test_idle_ranks_take_no_core(llama: Group) -> None:
 def test_a_rank_that_cannot_start_says_why(llama: Group, capfd) -> None:
     launcher = SpawnedRanks("tests.reference.ranks:rank_without_memory")
     started: list[RankProcess] = []
-    start = launcher.start
+    cores, start = os.sched_getaffinity(0), launcher.start
     launcher.start = lambda *where: (pair := start(*where), started.append(pair[0]))[0]
     with pytest.raises(RankFailed, match="rank 1 failed: InsufficientMemory: no room for me"):
         ShardedBackend(llama.config, CpuWorker, launcher)
     assert all(process.poll() is not None for process in started) and len(started) == 1
     assert "Traceback" not in capfd.readouterr().err
+    assert os.sched_getaffinity(0) == cores
 
 
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config], ids=["qwen2", "qwen3"])

@@ -6,6 +6,7 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
+from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
@@ -130,15 +131,23 @@ def check_blocks(device: torch.device) -> None:
 
 def check_quantised_linear(device: torch.device) -> None:
     """Products with 4-bit weights, of few rows by codes and of many with the matrix written out."""
-    shapes = ((1024, 4096, 128, True), (6144, 4096, 128, False), (576, 1536, 64, False))
+    shapes = (
+        (1024, 4096, 128, True, False),
+        (1024, 4096, 128, True, True),
+        (6144, 4096, 128, False, False),
+        (576, 1536, 64, False, False),
+    )
     for dtype in dtypes(device):
         ops = select_ops(device, dtype)
-        for out, inputs, group_size, ordered in shapes:
+        for out, inputs, group_size, ordered, is_part in shapes:
             codes = torch.randint(16, (inputs, out), dtype=torch.uint8, device=device)
             zeros = torch.randint(16, (inputs // group_size, out), dtype=torch.uint8, device=device)
             scales = (0.1 + torch.rand(inputs // group_size, out, device=device)) / (4 * inputs**0.5)
-            order = torch.randperm(inputs, device=device).int() if ordered else None
-            matrix = QuantisedMatrix.from_codes(codes, scales.half(), zeros, group_size, dtype, order)
+            order, runs = torch.randperm(inputs, device=device).int() if ordered else None, None
+            if is_part:  # of a matrix with act-order: no group need be full
+                groups = torch.randint(inputs // group_size, (inputs,), device=device)
+                codes, order, runs = sort_into_runs(codes, zeros, groups)
+            matrix = QuantisedMatrix.from_codes(codes, scales.half(), zeros, group_size, dtype, order, runs)
             bias = torch.randn(out, device=device).to(dtype)
             linear = ops.make_quantised_linear(matrix, bias)
             for rows in (1, 2, 16, 33, 128, 129, 300):

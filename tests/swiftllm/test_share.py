@@ -10,7 +10,7 @@ import pytest
 
 from apex.cli import main
 from swiftllm import machine, share
-from swiftllm.share import Share, parse_cores, take_share
+from swiftllm.share import Share, take_share
 
 
 @pytest.mark.parametrize("cores, parts", [(8, 4), (7, 3), (4, 4), (64, 5), (2, 1)])
@@ -36,17 +36,17 @@ def test_texts_that_are_no_share() -> None:
     for wrong in ("0/4", "5/4", "1", "1/0", "a/b", "-1/4", "1/4/2"):
         with pytest.raises(ValueError, match="like 1/4"):
             Share.parse(wrong)
-    assert parse_cores("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11] and parse_cores("\n") == []
     with pytest.raises(ValueError, match="1 cores for 2"):
         Share(1, 2).cores_of([0])
 
 
 def test_a_share_follows_numa_nodes_and_limits_memory(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     for node, cores in ((0, "0-1,4-5"), (1, "2-3,6-7"), (2, "40-41")):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}/cpulist").write_text(cores)
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
     pinned = []
-    monkeypatch.setattr(share, "NODES", tmp_path)
+    monkeypatch.setattr(share, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")

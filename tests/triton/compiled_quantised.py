@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton.runtime import driver
@@ -26,8 +28,10 @@ ROWS = (1, 32, 33, MOST_QUANTISED_ROWS + 1)  # each tile, and the matrix written
 TARGETS = [(capability, torch.float16) for capability in SHARED_KIB] + [(80, torch.bfloat16)]
 
 
-def multiply(ops: TritonOps, out: int, inputs: int, group_size: int, dtype: torch.dtype) -> None:
-    matrix = QuantisedMatrix.empty(out, inputs, group_size, dtype, HOST)
+def multiply(ops: TritonOps, out: int, inputs: int, dtype: torch.dtype, has_runs: bool) -> None:
+    matrix = QuantisedMatrix.empty(out, inputs, 128, dtype, HOST)
+    if has_runs:  # as a rank's part of a matrix with act-order has them
+        matrix = replace(matrix, order=torch.arange(inputs), runs=torch.zeros(inputs // 16, dtype=torch.int32))
     linear = ops.make_quantised_linear(matrix, torch.zeros(out, dtype=dtype))
     for rows in ROWS:
         linear(torch.zeros(rows, inputs, dtype=dtype))
@@ -39,7 +43,8 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path, monkeypatc
     monkeypatch.setattr(torch, "addmm", lambda bias, x, dense, out: None)  # nothing was written to multiply
     driver.set_active(PretendGPU(capability))
     ops = TritonOps(HOST, capability, NUM_MULTIPROCESSORS)
-    multiply(ops, 2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size, 128, dtype)
+    for has_runs in (False, True) if capability == 80 else (False,):
+        multiply(ops, 2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size, dtype, has_runs)
 
     names = set()
     for kernel in {kernel.hash: kernel for kernel in compiled}.values():

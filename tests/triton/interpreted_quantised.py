@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MIN_SPLIT_BLOCKS, MOST_QUANTISED_ROWS, TritonOps, blocks_per_split
@@ -51,6 +52,15 @@ def random_matrix(
     return matrix
 
 
+def part_of_ordered_matrix(out: int, inputs: int, num_groups: int, dtype: torch.dtype) -> QuantisedMatrix:
+    """As a rank has it: inputs of any group, and of some group none."""
+    groups = torch.randint(num_groups - 1, (inputs,))
+    zeros = torch.randint(16, (num_groups, out), dtype=torch.uint8)
+    scales = (0.1 + torch.rand(num_groups, out)) / (4 * inputs**0.5)
+    codes, order, runs = sort_into_runs(torch.randint(16, (inputs, out), dtype=torch.uint8), zeros, groups)
+    return QuantisedMatrix.from_codes(codes, scales.half(), zeros, 128, dtype, order, runs)
+
+
 def product(x: torch.Tensor, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     expected = x.double() @ matrix.dequantise().double().t()
     return expected if bias is None else expected + bias.double()
@@ -86,6 +96,15 @@ def test_products_with_codes(case, rows) -> None:
     out = strided(rows, matrix.out_features, dtype)
     assert linear(x, out=out) is out
     assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("rows", [3, MOST_QUANTISED_ROWS + 1])
+def test_products_with_a_part_whose_groups_are_not_full(rows) -> None:
+    matrix = part_of_ordered_matrix(72, 200, 7, torch.float16)
+    assert matrix.in_features > 200
+    x, bias = strided(rows, 200, torch.float16), torch.randn(72).half()
+    linear = TritonOps(HOST, 80, num_multiprocessors=2).make_quantised_linear(matrix, bias)
+    assert_close(linear(x), product(x, matrix, bias), torch.float16)
 
 
 @pytest.mark.parametrize(

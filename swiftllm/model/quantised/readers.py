@@ -13,12 +13,13 @@ A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
-from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, QuantisedMatrix
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SYMMETRIC_ZERO = 8
@@ -34,6 +35,21 @@ OPTIONAL = {
     COMPRESSED_TENSORS: frozenset({"weight_zero_point", "weight_shape", "weight_g_idx"}),
 }
 
+OUT, IN, GROUP = "out", "in", "group"
+Axis = Literal["out", "in", "group"]
+AXES: Mapping[str, Mapping[str, Sequence[Axis]]] = {
+    AWQ: {"qweight": (IN, OUT), "qzeros": (GROUP, OUT), "scales": (GROUP, OUT)},
+    GPTQ: {"qweight": (IN, OUT), "qzeros": (GROUP, OUT), "scales": (GROUP, OUT), "g_idx": (IN,)},
+    COMPRESSED_TENSORS: {
+        "weight_packed": (OUT, IN),
+        "weight_scale": (OUT, GROUP),
+        "weight_zero_point": (OUT, GROUP),
+        "weight_g_idx": (IN,),
+        "weight_shape": (),
+    },
+}
+"""What the axes of each tensor run over; outputs and inputs one by one, or in words of eight."""
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -45,19 +61,37 @@ def required_tensors(scheme: QuantisationScheme) -> frozenset[str]:
     return TENSORS[scheme.method] | ({"g_idx"} if scheme.ordered else frozenset())
 
 
+def divisible_axes(scheme: QuantisationScheme) -> dict[str, tuple[Axis, ...]]:
+    """:data:`AXES` of a scheme, where groups count as inputs if those of a part of the inputs are a part of them."""
+    adjacent = scheme.group_size is not None and not scheme.ordered
+    return {
+        name: tuple(IN if axis == GROUP and adjacent else axis for axis in axes)
+        for name, axes in AXES[scheme.method].items()
+    }
+
+
 def read_matrix(
-    scheme: QuantisationScheme, tensors: Tensors, out_features: int, in_features: int, dtype: torch.dtype
+    scheme: QuantisationScheme,
+    tensors: Tensors,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    whole_in_features: int | None = None,
 ) -> QuantisedMatrix:
     """A module's matrix from its ``tensors``, by their names in the checkpoint without the module's.
 
-    All tensors lie on the device where the matrix is wanted. ``dtype`` is that of its elements.
+    All tensors lie on the device where the matrix is wanted. ``dtype`` is that of its elements. Of a part of a
+    module's inputs the tensors are as :func:`divisible_axes` tells, ``in_features`` is its size, and
+    ``whole_in_features`` the module's.
 
     Raises:
         ValueError: groups do not divide the inputs, or a tensor has another shape than the format tells; the message
             names the tensor.
     """
-    group_size = scheme.group_size_of(in_features)
-    _check_shapes(scheme, tensors, out_features, in_features, in_features // group_size)
+    is_part = whole_in_features not in (None, in_features) and scheme.ordered and scheme.group_size is not None
+    group_size = scheme.group_size_of(whole_in_features if is_part else in_features)
+    groups = (whole_in_features if is_part else in_features) // group_size
+    _check_shapes(scheme, tensors, out_features, in_features, groups)
     if scheme.method == AWQ:
         codes = unpack_columns(tensors["qweight"], AWQ_ORDER)
         scales, zeros, g_idx = tensors["scales"], unpack_columns(tensors["qzeros"], AWQ_ORDER), None
@@ -73,6 +107,9 @@ def read_matrix(
         else:
             zeros = unpack_columns(packed.t()).t()[:out_features].t()
         g_idx = tensors.get("weight_g_idx")
+    if is_part:
+        codes, order, runs = sort_into_runs(codes, zeros, g_idx.long())
+        return QuantisedMatrix.from_codes(codes, scales, zeros, group_size, dtype, order, runs)
     order = input_order(g_idx, group_size)
     if order is not None:
         codes = codes.index_select(0, order)
@@ -110,12 +147,41 @@ def input_order(g_idx: torch.Tensor | None, group_size: int) -> torch.Tensor | N
     if g_idx is None:
         return None
     wanted = torch.arange(len(g_idx), device=g_idx.device) // group_size
-    if torch.equal(g_idx.long(), wanted):
+    num_groups = len(g_idx) // group_size
+    found = g_idx.long()
+    found = found - found.min() // num_groups * num_groups  # of a part, the first group has another number than 0
+    if torch.equal(found, wanted):
         return None
-    order = torch.argsort(g_idx.long(), stable=True)
-    if not torch.equal(g_idx.long()[order], wanted):
+    order = torch.argsort(found, stable=True)
+    if not torch.equal(found[order], wanted):
         raise ValueError(f"g_idx does not put {group_size} inputs into each group: the checkpoint is damaged")
     return order
+
+
+def sort_into_runs(
+    codes: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of any groups, sorted by these and filled up to whole runs with elements that are 0.
+
+    ``codes``: uint8 ``[in, out]``; ``zeros``: uint8 ``[groups, out]``; ``groups``: int64 ``[in]``. Returns the sorted
+    codes, and ``order`` and ``runs`` of :class:`~swiftllm.ops.quantised_matrix.QuantisedMatrix`.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    if not bool(((groups >= 0) & (groups < len(zeros))).all()):
+        raise ValueError(f"g_idx names a group beyond the {len(zeros)} that there are: the checkpoint is damaged")
+    order = torch.argsort(groups, stable=True)
+    sizes = torch.bincount(groups, minlength=len(zeros))
+    num_runs = (sizes + GROUP_MULTIPLE - 1) // GROUP_MULTIPLE
+    added_before = GROUP_MULTIPLE * (num_runs.cumsum(0) - num_runs) - (sizes.cumsum(0) - sizes)
+    places = torch.arange(len(order), device=order.device) + added_before[groups[order]]
+    runs = torch.arange(len(zeros), device=order.device).repeat_interleave(num_runs)
+    sorted_codes = zeros[runs.repeat_interleave(GROUP_MULTIPLE)]
+    sorted_codes[places] = codes[order]
+    padded_order = order.new_zeros(len(sorted_codes))
+    padded_order[places] = order
+    return sorted_codes, padded_order.int(), runs.int()
 
 
 def _check_shapes(

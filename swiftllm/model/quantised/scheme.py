@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE
+from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE
 
 AWQ, GPTQ, COMPRESSED_TENSORS = "AWQ", "GPTQ", "compressed-tensors"
 SUPPORTED = (
@@ -72,6 +72,15 @@ class QuantisationScheme:
                 f"groups of {group_size} do not divide {in_features} inputs: take a checkpoint with groups of 64 or 32"
             )
         return group_size
+
+    def can_be_divided(self, heads: int, kv_heads: int, ffn: int) -> bool:
+        """Whether matrices may be cut to so many outputs of Q, outputs of K and V, and rows of the FFN.
+
+        The first and the last are inputs of other matrices too, and groups of these must stay whole. With act-order
+        or one group no rank has whole groups.
+        """
+        unit = CODES_PER_WORD if self.ordered or self.group_size is None else self.group_size
+        return heads % unit == 0 and ffn % unit == 0 and kv_heads % CODES_PER_WORD == 0
 
     def describe(self) -> str:
         """For people: ``4-bit GPTQ, groups of 128, act-order``."""

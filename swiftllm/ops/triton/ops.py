@@ -112,8 +112,8 @@ class TritonOps(ReferenceOps):
         partial = torch.empty((splits, rows, columns), dtype=torch.float32, device=x.device)
         _launch(
             quantised_linear_kernel, (*grid, splits),
-            x, matrix.codes, matrix.scales, matrix.zeros, partial, _row_stride(x), rows, per_split,
-            matrix.in_features, columns, matrix.group_size, rows_tile, columns_tile,
+            x, *_quantised_tensors(matrix), partial, _row_stride(x), rows, per_split,
+            matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile,
             num_warps=4,
         )  # fmt: skip
         _launch(
@@ -260,9 +260,14 @@ def _dequantise_transposed(matrix: QuantisedMatrix) -> torch.Tensor:
     inputs, columns = matrix.in_features, matrix.out_features
     dense = torch.empty((inputs, columns), dtype=matrix.dtype, device=matrix.codes.device)
     grid = cdiv(columns, DEQUANTISED_COLUMNS_TILE), cdiv(inputs, BLOCK_INPUTS)
-    sizes = inputs, columns, matrix.group_size, DEQUANTISED_COLUMNS_TILE
-    _launch(dequantise_kernel, grid, matrix.codes, matrix.scales, matrix.zeros, dense, *sizes, num_warps=4)
+    sizes = inputs, columns, matrix.group_size, matrix.runs is not None, DEQUANTISED_COLUMNS_TILE
+    _launch(dequantise_kernel, grid, *_quantised_tensors(matrix), dense, *sizes, num_warps=4)
     return dense
+
+
+def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor, ...]:
+    """As the kernels take them: without ``runs`` any tensor stands for these."""
+    return matrix.codes, matrix.scales, matrix.zeros, matrix.codes if matrix.runs is None else matrix.runs
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:

@@ -30,14 +30,23 @@ def _weights(words, scales, zeros, group, columns, in_matrix, shift: tl.constexp
     return (codes.to(tl.float32, bitcast=True) - zero[None, :]) * scale[None, :]
 
 
+@triton.jit
+def _group(runs, start, IN: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr):
+    """The group of 16 inputs from ``start`` on; padded inputs take some group."""
+    first = tl.minimum(start, IN - 1)
+    return tl.load(runs + first // 16) if HAS_RUNS else first // GROUP
+
+
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def quantised_linear_kernel(
-    x, codes, scales, zeros, partial, x_stride, num_rows, blocks_per_split,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+    x, codes, scales, zeros, runs, partial, x_stride, num_rows, blocks_per_split,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr,
+    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(output tiles, row tiles, splits)``; float32 ``partial [splits, num_rows, OUT]``.
 
-    Tiles are powers of two of at least 16. ``GROUP`` is a multiple of 16, or as large as ``IN``.
+    Tiles are powers of two of at least 16. ``GROUP`` is a multiple of 16, or as large as ``IN``. ``runs`` is not read
+    without ``HAS_RUNS``, nor is ``GROUP`` with it.
     """
     columns = tl.program_id(0) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     rows = tl.program_id(1) * ROWS_TILE + tl.arange(0, ROWS_TILE)
@@ -58,7 +67,7 @@ def quantised_linear_kernel(
             inputs = start + depth
             in_row = inputs < IN
             values = tl.load(rows_at + inputs[None, :], mask=in_batch[:, None] & in_row[None, :], other=0.0)
-            group = tl.minimum(start, IN - 1) // GROUP  # padded inputs take some group; their values are 0
+            group = _group(runs, start, IN, GROUP, HAS_RUNS)  # the values of padded inputs are 0
             weights = _weights(words, scales, zeros, group, columns, in_matrix, shift, OUT)
             sums = tl.dot(values, weights.to(values.dtype), sums)
 
@@ -86,8 +95,9 @@ def combine_splits_kernel(
 
 @triton.jit
 def dequantise_kernel(
-    codes, scales, zeros, out, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, COLUMNS_TILE: tl.constexpr
-):
+    codes, scales, zeros, runs, out,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+):  # fmt: skip
     """Grid ``(output tiles, blocks of inputs)``; ``out [IN, OUT]``: the matrix transposed, inputs in its order."""
     columns = tl.program_id(0) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     block = tl.program_id(1)
@@ -98,7 +108,7 @@ def dequantise_kernel(
     for shift in tl.static_range(8):
         start = block * 128 + shift * 16
         inputs = start + depth
-        group = tl.minimum(start, IN - 1) // GROUP
+        group = _group(runs, start, IN, GROUP, HAS_RUNS)
         weights = _weights(words, scales, zeros, group, columns, in_matrix, shift, OUT)
         at = out + inputs.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(at, weights, mask=(inputs < IN)[:, None] & in_matrix[None, :])

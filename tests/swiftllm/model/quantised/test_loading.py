@@ -135,11 +135,19 @@ def test_loading_to_a_device_holds_one_tensor_of_the_file_in_host_memory(tmp_pat
     most = 0
     take = weights._take
 
-    def watched(quantised, name: str, tensor: torch.Tensor, folder: Path) -> bool:
-        nonlocal most
-        alive.add(tensor)
-        most = max(most, len(alive))
-        return take(quantised, name, tensor, folder)
+    class Watched:
+        def __init__(self, stored) -> None:
+            self.get_shape, self.stored = stored.get_shape, stored
+
+        def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+            nonlocal most
+            tensor = self.stored[slices]
+            alive.add(tensor)
+            most = max(most, len(alive))
+            return tensor
+
+    def watched(quantised, name: str, stored, folder: Path) -> bool:
+        return take(quantised, name, Watched(stored), folder)
 
     monkeypatch.setattr(weights, "_take", watched)
     config = ModelConfig.from_folder(tmp_path / "gptq")

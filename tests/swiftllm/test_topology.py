@@ -1,0 +1,92 @@
+"""Cores of NUMA nodes and GPUs, from made-up trees of files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from swiftllm import machine
+from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, numa_nodes, parse_cores
+
+
+def tree(folder: Path, nodes: Mapping[int, str], cards: Sequence[int] = (), siblings: Sequence[str] = ()) -> Path:
+    """``/sys`` of a machine: cores of each node, the node of each GPU, cores that are one core's hardware threads."""
+    files = {f"devices/system/node/node{node}/cpulist": cores for node, cores in nodes.items()}
+    files |= {f"bus/pci/devices/{bus_id(card)}/numa_node": str(node) for card, node in enumerate(cards)}
+    for text in siblings:
+        for core in parse_cores(text):
+            files[f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"] = text
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text + "\n")
+    return folder
+
+
+def bus_id(card: int) -> str:
+    return f"0000:{0x5A + card:02x}:00.0"
+
+
+def divided(system: Path, allowed: str, ranks: int) -> list[str]:
+    nodes = [node_of_device(bus_id(rank).upper(), system) for rank in range(ranks)]
+    return [describe_cores(cores) for cores in cores_of_ranks(parse_cores(allowed), numa_nodes(system), nodes)]
+
+
+@pytest.mark.parametrize(
+    "nodes, cards, allowed, ranks, expected",
+    [
+        # Two nodes with two GPUs each, numbered across the nodes or along them.
+        ({0: "0-7", 1: "8-15"}, (0, 0, 1, 1), "0-15", 4, ["0-3", "4-7", "8-11", "12-15"]),
+        ({0: "0-7", 1: "8-15"}, (1, 0, 1, 0), "0-15", 4, ["8-11", "0-3", "12-15", "4-7"]),
+        ({0: "0-7", 1: "8-15"}, (1, 1, 0, 0), "0-15", 2, ["0-7", "8-15"]),  # both on node 1: node 0 is not left idle
+        ({0: "0-3,8-11", 1: "4-7,12-15"}, (1, 0), "0-15", 2, ["4-7,12-15", "0-3,8-11"]),
+        # One node.
+        ({0: "0-7"}, (0, 0), "0-7", 2, ["0-3", "4-7"]),
+        ({0: "0-7"}, (0, 0, 0), "0-7", 3, ["0-1", "2-4", "5-7"]),
+        # GPUs of which the kernel knows no node; no GPUs; no nodes.
+        ({0: "0-3", 1: "4-7"}, (-1, -1), "0-7", 2, ["0-3", "4-7"]),
+        ({0: "0-3", 1: "4-7"}, (), "0-7", 4, ["0-1", "2-3", "4-5", "6-7"]),
+        ({}, (), "0-3", 2, ["0-1", "2-3"]),
+        # A set of allowed cores: a core less on a node, most cores on one node, no core of a GPU's node.
+        ({0: "0-7", 1: "8-15"}, (0, 0, 1, 1), "0-6,8-15", 4, ["0-2", "3-6", "8-11", "12-15"]),
+        ({0: "0-7", 1: "8-15"}, (1, 0), "0-7,14-15", 2, ["5-7,14-15", "0-4"]),
+        ({0: "0-7", 1: "8-15"}, (0, 1), "4-7", 2, ["4-5", "6-7"]),
+        ({0: "0-7", 1: "8-15"}, (0, 1), "3", 2, []),
+    ],
+)
+def test_ranks_get_the_cores_of_their_gpus_node(tmp_path, nodes, cards, allowed, ranks, expected) -> None:
+    assert divided(tree(tmp_path, nodes, cards), allowed, ranks) == expected
+
+
+def test_hardware_threads_of_a_core_stay_together(tmp_path) -> None:
+    system = tree(tmp_path, {0: "0-7"}, (0, 0), siblings=("0,4", "1,5", "2,6", "3,7"))
+    assert numa_nodes(system) == {0: [0, 4, 1, 5, 2, 6, 3, 7]}
+    assert divided(system, "0-7", 2) == ["0-1,4-5", "2-3,6-7"]
+
+
+def test_lists_of_cores() -> None:
+    assert parse_cores("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11] and parse_cores("\n") == []
+    assert describe_cores([11, 0, 1, 2, 3, 8, 10]) == "0-3,8,10-11" and describe_cores(()) == ""
+
+
+def test_a_bound_process_keeps_all_its_threads_on_its_cores_until_it_is_unbound() -> None:
+    """In a process of its own. What the engine may use stays as it was."""
+    code = (
+        "import os, threading\n"
+        "from swiftllm.machine import allowed_cores, bind_to, unbind, usable_cores\n"
+        "stop, before, usable = threading.Event(), allowed_cores(), usable_cores()\n"
+        "threading.Thread(target=stop.wait).start()\n"
+        "def seen(): return {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
+        "assert bind_to({min(before)}) and seen() == {frozenset({min(before)})}\n"
+        "assert not bind_to({max(before)}) and (allowed_cores(), usable_cores()) == (before, usable)\n"
+        "unbind(); assert seen() == {before}\n"
+        "stop.set(); print('kept')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(machine.__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert run.stdout == "kept\n", run.stderr
