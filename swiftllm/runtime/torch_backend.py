@@ -143,13 +143,12 @@ class TorchBackend:
     # -- setting up ----------------------------------------------------------------------------------------------------
 
     def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
-        longest = self.model_config.longest_request(config.max_model_len)
         return LayerGraphs(
             self.hardware,
             self._model,
             self.dtype,
             max_rows=config.max_num_seqs,
-            max_blocks=-(-longest // self.block_size),
+            max_blocks=-(-len(self._model.rotary_table) // self.block_size),
             placement=self.placement,
         )
 
