@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ import uvicorn
 
 from swiftllm.server.api.app import create_app
 from swiftllm.server.api.connection import LAST_BYTES_TIMEOUT_S, ClientConnection
+from swiftllm.server.garbage import without_full_collections
 from swiftllm.server.observe.status import IterationRecorder
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
@@ -81,18 +81,15 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
     """
     server = make_server(service, settings, recorder)
     raise_open_file_limit()
-    # Imported modules and the loaded model are never freed. Scanning them would take a full collection 0.1 s.
-    gc.collect()
-    gc.freeze()
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    service.start()
-    try:
-        server.run()
-    finally:
-        service.close()
-        sys.setswitchinterval(switch_interval_s)
-        gc.unfreeze()
+    with without_full_collections():
+        service.start()
+        try:
+            server.run()
+        finally:
+            service.close()
+            sys.setswitchinterval(switch_interval_s)
 
 
 def raise_open_file_limit() -> None:

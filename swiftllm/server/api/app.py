@@ -27,6 +27,7 @@ from swiftllm.server.api.protocol import (
     TokenizeRequest,
 )
 from swiftllm.server.api.request_starts import RequestStarts
+from swiftllm.server.garbage import GarbageCollector
 from swiftllm.server.observe.activity import ActivityLog
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import IterationRecorder, StatusPage
@@ -58,13 +59,18 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
-    starts = RequestStarts(lambda: service.is_serving, lambda: service.has_open(ServiceClass.LATENCY_SENSITIVE))
+
+    def is_urgent() -> bool:
+        return service.has_open(ServiceClass.LATENCY_SENSITIVE)
+
+    starts = RequestStarts(lambda: service.is_serving, is_urgent)
     app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app, metrics)
     app.include_router(open_routes(context))
     app.include_router(metrics.router)
     app.include_router(StatusPage(service, context.model_name, recorder).router)
     app.include_router(ActivityLog(service).router)
+    app.include_router(GarbageCollector(is_urgent).router)
     app.include_router(api_routes(context, starts))
     if not settings.allowed_origins:
         return app
