@@ -50,7 +50,8 @@ class CpuOps(ReferenceOps):
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
         is_all_packed = all(isinstance(linear, PackedLinear | CodedLinear) for linear in linears)
-        if not is_all_packed or not _is_ours(parts.norm.dtype):
+        takes_inputs = any(isinstance(linear, CodedLinear) and linear.taken is not None for linear in linears)
+        if not is_all_packed or takes_inputs or not _is_ours(parts.norm.dtype):
             return None
         return PackedCrossing(self, parts)
 
@@ -137,6 +138,9 @@ class CodedLinear:
     the matrix written out, which is gone afterwards."""
 
     def __init__(self, ops: CpuOps, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> None:
+        self.taken = None
+        if matrix.runs is not None:  # a rank's part of a matrix with act-order: pacpu knows equal groups only
+            self.taken, matrix = matrix.order, matrix.with_taken_inputs()
         self.out_features, self.in_features = matrix.out_features, matrix.in_features
         self.bias = bias
         self.arrays = (
@@ -152,6 +156,8 @@ class CodedLinear:
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.taken is not None:
+            x = x.index_select(1, self.taken)
         if self._most_rows is not None and x.shape[0] > self._most_rows:
             return self._written_out(x)
         out = x.new_empty((x.shape[0], self.out_features))

@@ -97,6 +97,13 @@ class QuantisedMatrix:
         in_place = matrix.new_zeros(int(self.order.max()) + 1, self.out_features)
         return in_place.index_add_(0, self.order.long(), matrix).t().contiguous()
 
+    def with_taken_inputs(self) -> QuantisedMatrix:
+        """The same of inputs that were taken in :attr:`order` before, with a scale for each 16 in place of
+        :attr:`runs`."""
+        groups = self.runs.long()
+        every = {"scales": self.scales[groups], "zeros": self.zeros[groups], "group_size": GROUP_MULTIPLE}
+        return replace(self, order=None, runs=None, **every)
+
     @classmethod
     def empty(
         cls, out_features: int, in_features: int, group_size: int, dtype: torch.dtype, device: torch.device | str

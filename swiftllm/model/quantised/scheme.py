@@ -79,7 +79,7 @@ class QuantisationScheme:
         The first and the last are inputs of other matrices too, and groups of these must stay whole. With act-order
         or one group no rank has whole groups.
         """
-        unit = CODES_PER_WORD if self.ordered or self.group_size is None else self.group_size
+        unit = CODES_PER_WORD if self.ordered else self.group_size or GROUP_MULTIPLE
         return heads % unit == 0 and ffn % unit == 0 and kv_heads % CODES_PER_WORD == 0
 
     def describe(self) -> str:

@@ -5,6 +5,7 @@ import torch
 
 import pacpu
 from pacpu import rows
+from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.ops import cpu, reference
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import CrossingParts, Linear
@@ -76,6 +77,24 @@ def test_4_bit_linears_like_torch_on_dequantised_weights(monkeypatch, dtype, wri
             x = torch.randn(num_rows, 200).to(dtype)[:, 24:]  # rows lie apart
             assert_close(linear(x), expected(x.double()))
     assert len(written) == (6 if writes_out and dtype is not torch.float32 else 0)
+
+
+@every_dtype
+@pytest.mark.parametrize("most_rows", [0, 128])
+def test_4_bit_linears_of_a_part_whose_groups_are_not_full(monkeypatch, dtype, most_rows):
+    """As a rank has it of a matrix with act-order; above ``most_rows`` it may be written out."""
+    print("seed", torch.seed())
+    monkeypatch.setattr(cpu, "_can_pack", lambda dtype: True)
+    monkeypatch.setattr(cpu, "_is_ours", lambda dtype: False)
+    monkeypatch.setattr(cpu, "WRITE_OUT_ROWS", most_rows)
+    zeros, scales = torch.randint(16, (5, 60), dtype=torch.uint8), (torch.rand(5, 60) / 100).half()
+    codes = torch.randint(16, (176, 60), dtype=torch.uint8)
+    codes, order, runs = sort_into_runs(codes, zeros, torch.randint(4, (176,)))
+    matrix = QuantisedMatrix.from_codes(codes, scales, zeros, 64, dtype, order, runs)
+    linear = CpuOps(num_threads=2).make_quantised_linear(matrix, bias := torch.randn(60).to(dtype))
+    for num_rows in (0, 1, 33):
+        x = torch.randn(num_rows, 200).to(dtype)[:, 24:]
+        assert_close(linear(x), x.double() @ matrix.dequantise().double().t() + bias.double())
 
 
 def test_a_4_bit_linear_holds_codes_scales_and_zeros_alone():
