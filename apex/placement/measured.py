@@ -70,12 +70,7 @@ def place_weights(config: EngineConfig) -> Choice | None:
     ops = select_ops(device.torch_device, dtype, resolve_kernel(config, dtype))
     with progress_bar("measuring where weights belong") as progress:
         costs, effect = measure_costs(model, dtype, device, ops, sizes, config.max_num_seqs, progress)
-    choice = choose_exactly(costs, gpu_bytes, effect=effect)
-    in_full = boundary_bytes(replace(model, quantisation=None), dtype)  # as the CPU multiplies them
-    places = choice.placement
-    if places.bytes_at(Place.STREAMED, sizes) + places.bytes_at(Place.CPU, in_full) > host_bytes:
-        return choose_exactly(costs, gpu_bytes, effect=effect, cpu_computes=False)
-    return choice
+    return choose_exactly(costs, gpu_bytes, effect=effect)
 
 
 def measure_costs(

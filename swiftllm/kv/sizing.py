@@ -6,7 +6,7 @@ Plain arithmetic on byte counts. Callers measure these, so tests can choose them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,14 +23,12 @@ EMBEDDED_CPU_TIER_BYTES = 4 * GIB
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 
 
-def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, on_host: bool = False) -> int:
+def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has.
 
-    Quantised matrices stay packed on a GPU, with scales of 16 bits. On a host they are dequantised when they are
-    loaded. That a checkpoint leaves single modules of a layer in 16 bits is not known before it is read.
+    Quantised matrices stay packed, with scales of 16 bits. That a checkpoint leaves single modules of a layer in 16
+    bits is not known before it is read.
     """
-    if on_host:
-        model = replace(model, quantisation=None)
     weights = LlamaWeights.empty(model, "meta", dtype)
     total = sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
     if model.quantisation is None:
@@ -53,15 +51,13 @@ def check_weights(
     dtype: torch.dtype,
     free_bytes: int,
     placement: Placement | None = None,
-    *,
-    on_host: bool = False,
 ) -> None:
     """Check that the weights fit, before any is loaded. ``placement``: by default all are on the device.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory.
     """
-    needed = weight_bytes(model, dtype, on_host=on_host)
+    needed = weight_bytes(model, dtype)
     if placement is not None and not placement.is_all_resident:
         sizes = boundary_bytes(model, dtype)
         needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
