@@ -18,6 +18,20 @@ CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the bes
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Requests that an engine will serve: how many at most at once, and the mean tokens of prompt and output."""
+
+    num_requests: int
+    input_len: float
+    output_len: float
+    assumed: bool = False
+
+    def describe(self) -> str:
+        lengths = f"{self.input_len:,.0f} in / {self.output_len:,.0f} out"
+        return f"{self.num_requests:,} requests of {lengths}{', as assumed' if self.assumed else ''}"
+
+
+@dataclass(frozen=True)
 class Load:
     """Requests of one size: prompt and output tokens, and how many of them may hold KV cache at once."""
 
