@@ -38,11 +38,10 @@ class EngineMemory:
             host_bytes=available_host_bytes(),
         )
         self.boundary_bytes = boundary_bytes(model, dtype)
-        self.weight_bytes = fit.weight_bytes
-        self.other_bytes = fit.weight_bytes - sum(self.boundary_bytes)
+        self.weight_bytes, self.other_bytes = fit.weight_bytes, fit.weights.staying
         self.block_bytes = fit.bytes_per_block
         self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
-        self.usable_bytes = fit.device_bytes - fit.activation_bytes - fit.reserved_bytes
+        self.usable_bytes = fit.usable_bytes
         self.host_bytes = fit.host_bytes - HOST_HEADROOM_BYTES
 
     def given_bytes(self, memory_gib: float) -> float:
