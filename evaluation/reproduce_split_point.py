@@ -26,7 +26,7 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.experiments.runner import print_error
-from evaluation.figures.split_point.draw import draw_search
+from evaluation.figures.placements.split_search import draw_search
 from evaluation.figures.style import save_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder

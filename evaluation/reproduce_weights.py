@@ -29,6 +29,8 @@ from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import print_error, run_experiment
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.paper_figure import read_run
+from evaluation.figures.placements.weights import draw_weights
+from evaluation.figures.style import save_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import usable_cores
@@ -41,7 +43,7 @@ class Options:
     """Models in 16 and 4 bits on cards that hold them or not, with and without the CPU tier of KV cache. SIMULATED
     (predicted times, no GPU needed).
 
-    Machines, models and lengths come from configs/experiments/weights.yaml. Results and provenance go to
+    Machines, models and lengths come from configs/experiments/weights.yaml. Results, figure and provenance go to
     results/weights/<run>/. Running the same command again continues an interrupted run.
     """
 
@@ -52,7 +54,7 @@ class Options:
     results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
     """Results go to weights/<run>/ in this folder."""
     from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
-    """Run nothing; print again from the summary.json of this result folder."""
+    """Run nothing; draw and print again from the summary.json of this result folder."""
 
 
 def main(options: Options) -> int:
@@ -60,7 +62,9 @@ def main(options: Options) -> int:
     console = stdout_console()
     try:
         if options.from_folder is not None:
-            print_weights(read_run(options.from_folder, [NAME]).summary, console)
+            run = read_run(options.from_folder, [NAME])
+            print_weights(run.summary, console)
+            show_figure(run.summary, run.folder, console)
             return 0
         points, refused = make_weight_points(experiment_settings(NAME, options.config))
     except (ValueError, FileNotFoundError) as error:
@@ -70,9 +74,15 @@ def main(options: Options) -> int:
     jobs = options.jobs or usable_cores()
     outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs, with_gains)
     print_weights(outcome.summary, console)
+    show_figure(outcome.summary, outcome.folder, console)
     for reason in refused:
         console.print(f"not possible: {reason}", soft_wrap=True)
     return outcome.print_outcome(console)
+
+
+def show_figure(rows: Sequence[FlatRecord], folder: Path, console: Console) -> None:
+    png, _ = save_figure(draw_weights(rows), folder)
+    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
 
 
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
@@ -83,7 +93,7 @@ def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
             row["host"],
             row["model"],
             row["weights"],
-            f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}",
+            row["mean_lengths"].replace(" in, ", "/").replace(" out", ""),
             row["run"],
             number(row["output_tokens_per_s"], ",.1f"),
             number(row["ratio_to_gpu_only"], ".2f"),

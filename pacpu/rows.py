@@ -6,12 +6,15 @@ caller's thread and on `num_threads - 1` helpers at most; the result does not de
 does not fit it raises ValueError, naming the argument, before it has written anything.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pacpu import _pacpu
 
 __all__ = [
+    "CODE_COLUMNS",
     "Crossing",
+    "PackedCodes",
     "argmax",
     "has_prompt_attention",
     "linear",
@@ -64,6 +67,47 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
     _pacpu.linear(x, packed, bias, out, num_threads)
 
 
+CODE_COLUMNS = 8
+"""Outputs in a panel of :class:`PackedCodes`."""
+
+
+class PackedCodes:
+    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows.
+
+    Outputs are cut into panels of `CODE_COLUMNS`, the last one padded; inputs into blocks of 128, the last one padded,
+    and into groups. Runs on every CPU; in bfloat16 by dot products where `linear` computes with them. Keeps its arrays
+    alive.
+    """
+
+    def __init__(
+        self, codes: Any, scales: Any, zeros: Any, order: Any | None, *, out_features: int, in_features: int
+    ) -> None:
+        """All arrays are contiguous.
+
+        Args:
+            codes: int32 `[panels, blocks, CODE_COLUMNS, 16]`. Bits 4 j to 4 j + 3 of word i: the code of the block's
+                input 16 j + i. Those of padding are arbitrary.
+            scales: float32, float16 or bfloat16 `[panels, groups, CODE_COLUMNS]`. A group is a multiple of 16 inputs.
+            zeros: uint8 `[panels, groups, CODE_COLUMNS]`.
+            order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
+        """
+        self.native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
+
+    def linear(self, x: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
+        """`out = x matrix^T + bias`, summed in float32. A row is the same, bit by bit, whatever other rows there are.
+
+        Args:
+            x: `[rows, in_features]`.
+            bias: `[out_features]`, or None.
+            out: `[rows, out_features]`, overwritten.
+        """
+        self.native.linear(x, bias, out, num_threads)
+
+    def write_out(self, out: Any, *, num_threads: int = 1) -> None:
+        """Write the elements, columns in the order of codes, to `out`: contiguous `[out_features, in_features]`."""
+        self.native.write_out(out, num_threads)
+
+
 class Crossing:
     """A Llama layer from its attention on, and the next layer up to its attention, as one call of several phases.
 
@@ -92,12 +136,13 @@ class Crossing:
         """Every array is bfloat16.
 
         Args:
-            o, gate_up, down, projection: packed matrix (see `pack_matrix`) and bias, or None.
+            o, gate_up, down, projection: packed matrix (see `pack_matrix`) or `PackedCodes`, and bias, or None.
             post_norm, norm: weights `[hidden_size]` of the norms before `gate_up` and before `projection`.
             head_norms: `[rotated_heads, head_dim]`, or None.
             attention_size, intermediate_size, out_features: inputs of `o` and of `down`, outputs of `projection`.
             rotated_heads: heads at the front of `out` that are turned; 0: none.
         """
+        o, gate_up, down, projection = map(_native_matrix, (o, gate_up, down, projection))
         matrices, sizes = (o, post_norm, gate_up, down, norm, projection), (attention_size, intermediate_size)
         self._native = _pacpu.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
 
@@ -114,23 +159,30 @@ class Crossing:
         self._native.run(attention_out, residual, angles, out, num_threads)
 
 
+def _native_matrix(parts: tuple[Any, Any | None]) -> tuple[Any, Any | None]:
+    matrix, bias = parts
+    return (matrix.native if isinstance(matrix, PackedCodes) else matrix), bias
+
+
 def has_prompt_attention() -> bool:
     """Whether `prompt_attention` runs on this CPU: with AVX-512 BF16, unless that is slower than float32."""
     return _pacpu.has_prompt_attention()
 
 
-def prompt_attention(q: Any, k: Any, v: Any, out: Any, scale: float, *, num_threads: int = 1) -> None:
-    """Attention of a request's last tokens over its whole context, in bfloat16: no token attends to a later one.
+def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float, *, num_threads: int = 1) -> None:
+    """Attention of each request's last tokens over its whole context, in bfloat16: no token attends to a later one.
 
-    Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero.
+    Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero. The
+    result for a request does not depend on the others.
 
     Args:
-        q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
-        k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
-        out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
+        prompts: for each request `q, k, v, out`.
+            q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
+            k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
+            out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
         scale: factor on the scores.
     """
-    _pacpu.prompt_attention(q, k, v, out, scale, num_threads)
+    _pacpu.prompt_attention(prompts, scale, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:

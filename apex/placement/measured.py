@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from apex.perf.progress import progress_bar
 from apex.placement.budget import Load, Workload, best_budget, estimate_budget
@@ -71,10 +71,7 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         with progress_bar("measuring where weights belong") as progress:
             times = time_boundary(model, dtype, device, ops, rows, progress)
         costs, effect = times.costs(memory.boundary_bytes, config.max_num_seqs), times.copy_effect
-        choice = choose_exactly(costs, gpu_bytes, effect=effect)
-        if not memory.host_holds(choice.placement):
-            choice = choose_exactly(costs, gpu_bytes, effect=effect, cpu_computes=False)
-        return WeightsPlan(choice)
+        return WeightsPlan(choose_exactly(costs, gpu_bytes, effect=effect))
     workload = workload or assumed_workload(config, model)
     at_once = min(config.max_num_seqs, workload.num_requests)
     load = Load(workload.input_len, workload.output_len, at_once, offloads)
@@ -128,9 +125,6 @@ def _best_plan(machine: MeasuredMachine, load: Load, workload: Workload) -> Weig
     """
     best = best_budget(machine, load)
     choice = best.choice()
-    if not machine.memory.host_holds(choice.placement):
-        best = best_budget(machine, replace(load, cpu_computes=False))
-        choice = best.choice()
     reason = (
         f"auto: {best.weight_bytes / GIB:.2f} GiB of GPU memory for weights, {best.tokens_per_s:,.1f} tokens/s "
         f"predicted with {best.requests:,.0f} at once of {workload.describe()}"

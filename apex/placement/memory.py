@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from apex.placement.budget import Load
@@ -13,7 +11,6 @@ from swiftllm.kv.fit import memory_fit
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, boundary_bytes
 from swiftllm.machine import GIB, available_host_bytes
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place, Placement
 
 
 class EngineMemory:
@@ -87,12 +84,6 @@ class EngineMemory:
             each = -(-int(load.input_len + load.output_len) // self.config.block_size)
             blocks = load.max_num_seqs * each
         return left >= blocks * self.block_bytes
-
-    def host_holds(self, placement: Placement) -> bool:
-        """Whether the host holds what a placement leaves to it: 4-bit weights in full where the CPU multiplies them."""
-        in_full = boundary_bytes(replace(self.model, quantisation=None), self.dtype)
-        streamed = placement.bytes_at(Place.STREAMED, self.boundary_bytes)
-        return streamed + placement.bytes_at(Place.CPU, in_full) <= self.host_bytes
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
         """GPU memory for KV cache beside so many bytes of weights; see :class:`apex.placement.budget.Machine`.

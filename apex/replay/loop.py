@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 IDLE_WAIT_S = 0.05
 STALL_TIMEOUT_S = 120.0
+STALL_ALARMS = 8  # in this time
 
 
 class ReplayStalled(RuntimeError):
@@ -146,30 +147,35 @@ def progress_counters(engine: Engine) -> tuple[float, ...]:
 def stall_guard(engine: Engine, timeout_s: float) -> Iterator[Callable[[object], None]]:
     """Yields a function that takes a value, and raises ReplayStalled when that stays the same for ``timeout_s``.
 
-    An alarm also interrupts a step that never returns. Alarms work on the main thread only.
+    Alarms count the time. They also interrupt a step that never returns, and a process that is stopped and goes on
+    later (Ctrl-Z) gets only one for all of that time. Alarms work on the main thread only; elsewhere a clock counts.
     """
     last_value: object = None
-    deadline = time.monotonic() + timeout_s
+    last_change_s = time.monotonic()
+    alarms = 0
 
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise ReplayStalled(f"no progress for {timeout_s:g} s; engine state: {describe_state(engine)}")
+
+    def count_alarm(*_: object) -> None:
+        nonlocal alarms
+        alarms += 1
+        if alarms == STALL_ALARMS:
+            fail()
 
     has_alarm = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
 
     def check(value: object) -> None:
-        nonlocal last_value, deadline
-        now = time.monotonic()
+        nonlocal last_value, last_change_s, alarms
         if value != last_value:
-            last_value, deadline = value, now + timeout_s
-            if has_alarm:
-                signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        elif now > deadline:
+            last_value, last_change_s, alarms = value, time.monotonic(), 0
+        elif not has_alarm and time.monotonic() - last_change_s > timeout_s:
             fail()
 
-    previous = signal.signal(signal.SIGALRM, fail) if has_alarm else None
+    previous = signal.signal(signal.SIGALRM, count_alarm) if has_alarm else None
     try:
         if has_alarm:
-            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s / STALL_ALARMS, timeout_s / STALL_ALARMS)
         yield check
     finally:
         if has_alarm:

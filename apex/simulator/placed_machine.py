@@ -206,7 +206,8 @@ class WeightPlacer:
 def cpu_linear_curve(host: Host, shape: LayerShape, itemsize: int) -> Curve:
     """Seconds over rows in which a host's cores compute a layer's weights: reading them, then multiplying.
 
-    Weights are read in ``itemsize`` bytes an element: quantised ones are dequantised when they are loaded.
+    Weights are read in ``itemsize`` bytes an element, 4-bit ones too. The engine reads these packed, so the prediction
+    of their reading is too long.
     """
     read_s = shape.gemm_weights * itemsize / (host_read_gb_s(host) * 1e9 * host["cpu_linear_read_fraction"])
     row_s = 2 * shape.gemm_weights / (host["cores"] * host["cpu_linear_gflops_per_core"] * 1e9)

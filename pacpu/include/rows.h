@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernel.h"
+#include "quantised.h"
 
 namespace pacpu {
 
@@ -137,6 +138,7 @@ struct RowKernels {
     // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
     void (*pack_panel)(const Prompt&, int kv_head, int panel);
     void (*attend_prompt)(const Prompt&, int kv_head, int begin_row, int end_row, float* scratch);
+    CodeKernels codes;
 };
 
 // From a widened row to the next: whole cache lines, and one more, which keeps a tile's rows apart in the cache.

@@ -80,7 +80,7 @@ def memory_fit(
         on_host: there is no card: ``device_bytes`` is not looked at.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    weights = weight_bytes(model, dtype, on_host=on_host)
+    weights = weight_bytes(model, dtype)
     activations = activation_bytes(
         model,
         dtype.itemsize,
@@ -159,7 +159,7 @@ def activation_bytes(
     pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))
     gate_up = -(-rows // pieces) * 2 * model.intermediate_size * itemsize
     crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
-    if model.quantisation is not None and not on_host:
+    if model.quantisation is not None:
         crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
 
     keys_values = 2 * context * model.num_kv_heads * model.head_dim * itemsize
@@ -182,7 +182,7 @@ def activation_bytes(
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
     """Of a quantised matrix in full, beside its product, where that is most; arguments are the products' bytes.
 
-    With few rows codes are multiplied, and this is more than is taken.
+    With few rows codes are multiplied, and on most CPUs with many; then this is more than is taken.
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
     return max(

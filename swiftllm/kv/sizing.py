@@ -25,14 +25,12 @@ HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 GROUP_SIZES = (128, 64, 32, 16)  # of 4-bit weights, the usual one first
 
 
-def weight_bytes(model: ModelConfig, dtype: torch.dtype, *, on_host: bool = False) -> int:
+def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has.
 
-    Quantised matrices stay packed on a GPU, with scales of 16 bits. On a host they are dequantised when they are
-    loaded. That a checkpoint leaves single modules of a layer in 16 bits is not known before it is read.
+    Quantised matrices stay packed, with scales of 16 bits. That a checkpoint leaves single modules of a layer in 16
+    bits is not known before it is read.
     """
-    if on_host:
-        model = replace(model, quantisation=None)
     weights = LlamaWeights.empty(model, "meta", dtype)
     total = sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
     if model.quantisation is None:
@@ -107,7 +105,6 @@ def check_weights(
     free_bytes: int,
     placement: Placement | None = None,
     *,
-    on_host: bool = False,
     host_bytes: int | None = None,
 ) -> None:
     """Check that the weights fit, before any is loaded.
@@ -118,7 +115,7 @@ def check_weights(
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
     """
-    needed = weight_bytes(model, dtype, on_host=on_host)
+    needed = weight_bytes(model, dtype)
     is_placed = placement is not None and not placement.is_all_resident
     if is_placed:
         sizes = boundary_bytes(model, dtype)
@@ -126,7 +123,7 @@ def check_weights(
     if needed > free_bytes:
         if is_placed:
             remedy = "take a smaller weights_gpu_memory, or auto"
-        elif host_bytes is not None and not on_host:
+        elif host_bytes is not None:
             remedy = f"free memory, or {WeightSizes.of(model, dtype).advice(free_bytes, host_bytes)}"
         else:
             remedy = "free memory, or take a narrower dtype or a smaller model"

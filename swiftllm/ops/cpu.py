@@ -6,17 +6,19 @@ the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import Crossing, CrossingParts
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts
+from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
+WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit takes less than that unit saves
 
 
 class CpuOps(ReferenceOps):
@@ -42,12 +44,13 @@ class CpuOps(ReferenceOps):
     def make_quantised_linear(
         self, matrix: QuantisedMatrix, bias: torch.Tensor | None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Dequantised once: host memory holds the matrix in full."""
-        return self.make_linear(matrix.dequantise(), bias)
+        """The matrix stays packed."""
+        return CodedLinear(self, matrix, bias)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
-        if not all(isinstance(linear, PackedLinear) for linear in linears):
+        is_all_packed = all(isinstance(linear, PackedLinear | CodedLinear) for linear in linears)
+        if not is_all_packed or not _is_ours(parts.norm.dtype):
             return None
         return PackedCrossing(self, parts)
 
@@ -84,17 +87,19 @@ class CpuOps(ReferenceOps):
     ) -> None:
         rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
 
-    def prefill_attention(
+    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
+        if not chunks or not _is_ours(chunks[0].q.dtype) or not rows.has_prompt_attention():
+            return super().prefill_attention(chunks, scale)
+        # No masks are needed: a chunk's rows are the last tokens of the context.
+        prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
+        return rows.prompt_attention(prompts, scale, num_threads=self.num_threads)
+
+    def _attend_chunk(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        if not _is_ours(q.dtype):
-            return super().prefill_attention(q, k, v, mask, scale)
-        if rows.has_prompt_attention():  # it needs no mask: a chunk's rows are the last tokens of the context
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            rows.prompt_attention(q, k, v, out, scale, num_threads=self.num_threads)
-            return out
-        # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time.
-        return super().prefill_attention(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
+        if _is_ours(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
+            q, k, v = q.float(), k.float(), v.float()
+        return super()._attend_chunk(q, k, v, mask, scale)
 
     def decode_attention(
         self,
@@ -127,11 +132,49 @@ class PackedLinear:
         return out
 
 
+class CodedLinear:
+    """``x weight^T + bias`` of a 4-bit matrix by pacpu. Where torch has a matrix unit, many rows are multiplied with
+    the matrix written out, which is gone afterwards."""
+
+    def __init__(self, ops: CpuOps, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = matrix.out_features, matrix.in_features
+        self.bias = bias
+        self.arrays = (
+            _in_panels(matrix.codes.view(-1, BLOCK_WORDS, self.out_features)).transpose(2, 3).contiguous(),
+            _in_panels(matrix.scales).contiguous(),
+            _in_panels(matrix.zeros).contiguous(),
+        )
+        self.order = matrix.order
+        sizes = {"out_features": self.out_features, "in_features": self.in_features}
+        self.packed = rows.PackedCodes(*self.arrays, self.order, **sizes)
+        has_matrix_unit = matrix.dtype is not torch.float32 and _can_pack(matrix.dtype) and not _is_ours(matrix.dtype)
+        self._most_rows = WRITE_OUT_ROWS if has_matrix_unit else None
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._most_rows is not None and x.shape[0] > self._most_rows:
+            return self._written_out(x)
+        out = x.new_empty((x.shape[0], self.out_features))
+        self.packed.linear(x, self.bias, out, num_threads=self._ops.num_threads)
+        return out
+
+    def _written_out(self, x: torch.Tensor) -> torch.Tensor:
+        weight = x.new_empty((self.out_features, self.in_features))
+        self.packed.write_out(weight, num_threads=self._ops.num_threads)
+        return F.linear(x if self.order is None else x[:, self.order], weight, self.bias)
+
+
+def _in_panels(x: torch.Tensor) -> torch.Tensor:
+    """``[n, ..., out]`` as ``[panels, n, ..., columns]``, padded."""
+    padded = F.pad(x, (0, -x.shape[-1] % rows.CODE_COLUMNS))
+    return padded.unflatten(-1, (-1, rows.CODE_COLUMNS)).movedim(-2, 0)
+
+
 class PackedCrossing:
     """See :meth:`CpuOps.make_crossing`."""
 
     def __init__(self, ops: CpuOps, parts: CrossingParts) -> None:
-        """The linears are :class:`PackedLinear`."""
+        """The linears are :class:`PackedLinear` or :class:`CodedLinear`."""
         matrices = {name: getattr(parts, name) for name in ("o", "gate_up", "down", "projection")}
         self._ops = ops
         self._out_features = parts.projection.out_features

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,21 @@ class CrossingParts:
     """Heads of the projection that are normed and rotated, from the first on; 0 for the vocabulary's."""
     head_dim: int
     eps: float
+
+
+@dataclass(frozen=True)
+class ChunkAttention:
+    """Attention of one request's chunk, which is the end of its context. It is causal."""
+
+    q: torch.Tensor
+    """``[rows, num_heads, head_dim]``"""
+    k: torch.Tensor
+    """``[num_kv_heads, context, head_dim]``, as ``v``."""
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    """Bool ``[rows, context]``, true where a row attends; None where the chunk is all of the context."""
+    out: torch.Tensor
+    """``[rows, num_heads, head_dim]``, overwritten."""
 
 
 class MakesLinears(Protocol):
@@ -106,14 +121,8 @@ class Ops(MakesLinears, Protocol):
     def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
         """The reverse: copy ``staging[:, i]`` to block ``blocks[i]`` of the pool. Other blocks do not change."""
 
-    def prefill_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
-        """Attention of one request's chunk: ``q [rows, num_heads, head_dim]`` to the same shape.
-
-        k and v are ``[num_kv_heads, context, head_dim]``. Attention is causal, and the chunk is the end of the context.
-        Where it is not all of it, bool ``mask [rows, context]`` says the same: true where a row attends.
-        """
+    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
+        """Attention of chunks of several requests; writes the ``out`` of each."""
 
     def decode_attention(
         self,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from swiftllm.ops.interface import CrossingParts
+from swiftllm.ops.interface import ChunkAttention, CrossingParts
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 # Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
@@ -89,7 +89,11 @@ class ReferenceOps:
         for place, block in enumerate(blocks.tolist()):
             pool[:, block].copy_(staging[:, place])
 
-    def prefill_attention(
+    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
+        for chunk in chunks:
+            chunk.out.copy_(self._attend_chunk(chunk.q, chunk.k, chunk.v, chunk.mask, scale))
+
+    def _attend_chunk(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         # KV heads are the batch and the heads of a group are the heads, so K and V broadcast by a stride of zero. Not
@@ -99,7 +103,7 @@ class ReferenceOps:
         rows_at_once = max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context)
         if mask is not None and rows > rows_at_once:
             pieces = zip(q.split(rows_at_once), mask.split(rows_at_once), strict=True)
-            return torch.cat([self.prefill_attention(piece, k, v, own, scale) for piece, own in pieces])
+            return torch.cat([self._attend_chunk(piece, k, v, own, scale) for piece, own in pieces])
         group = heads // num_kv_heads
         if mask is not None and q.is_cuda and rows % QUERY_BLOCK == 1:
             q, mask = (torch.cat((tensor, tensor[-1:])) for tensor in (q, mask))

@@ -24,6 +24,7 @@ from swiftllm.model.placed_weights import open_placed_weights
 from swiftllm.model.placement import Placement, all_resident
 from swiftllm.model.providers import WeightProvider
 from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.ops.interface import ChunkAttention
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision, core_divisions
@@ -87,9 +88,9 @@ class TorchBackend:
         self._host_ops = CpuOps()  # for boundaries that the CPU computes
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         sizes = self._sizes()
-        on_host = self.device.type == "cpu"
-        host_bytes = available_host_bytes() if config.tensor_parallel == 1 else None  # where weights may be placed
-        check_weights(sizes, self.dtype, self._free_bytes(), self.placement, on_host=on_host, host_bytes=host_bytes)
+        may_be_placed = self.device.type != "cpu" and config.tensor_parallel == 1
+        host_bytes = available_host_bytes() if may_be_placed else None
+        check_weights(sizes, self.dtype, self._free_bytes(), self.placement, host_bytes=host_bytes)
         self._model = LlamaModel(sizes, self._open_weights(config), self._ops, config.max_model_len)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
@@ -327,12 +328,11 @@ class TorchBackend:
                     context = torch.cat([earlier, own], dim=2)
                 contexts.append(context)
             self._transfers.store_rows(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+        chunks = []
         for chunk, context in zip(group.chunks, contexts, strict=True):
-            if context is None:
-                context = k[chunk.rows].transpose(0, 1), v[chunk.rows].transpose(0, 1)
-            lane.attention_out[chunk.rows] = self._ops.prefill_attention(
-                q[chunk.rows], *context, chunk.mask, self._scale
-            )
+            k_and_v = (x[chunk.rows].transpose(0, 1) for x in (k, v)) if context is None else context
+            chunks.append(ChunkAttention(q[chunk.rows], *k_and_v, chunk.mask, lane.attention_out[chunk.rows]))
+        self._ops.prefill_attention(chunks, self._scale)
 
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:

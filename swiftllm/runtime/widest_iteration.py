@@ -8,6 +8,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from swiftllm.model.llama import LlamaModel
+from swiftllm.ops.interface import ChunkAttention
 from swiftllm.sampling.sampler import Sampler
 
 
@@ -28,14 +29,15 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
-    attention_out = ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+    attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    ops.prefill_attention([ChunkAttention(q, k.transpose(0, 1), v.transpose(0, 1), None, attention_out)], scale)
     if sizes.num_layers > 1:
         model.weights.enter(0)
         model.cross(0, attention_out, residual, rotary_rows)
 
     gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
     keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
-    ops.prefill_attention(q[:chunk], *keys_values, mask, scale)
+    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, mask, attention_out[:chunk])], scale)
     del gathered, keys_values
 
     if ops.takes_empty_rows:

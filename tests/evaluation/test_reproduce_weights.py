@@ -36,6 +36,7 @@ def test_rows_are_compared_with_gpu_only_and_printed_again(tmp_path, capsys) -> 
     assert {row["weights"] for row in rows} == {"16 bits", "4 bits"}
     assert reproduce_weights.main(reproduce_weights.Options(from_folder=summary.parent)) == 0
     assert "GPU-only" in capsys.readouterr().out
+    assert (summary.parent / "figure.png").stat().st_size > 10_000
 
 
 def test_a_model_that_fits_nowhere_is_said(tmp_path, capsys) -> None:

@@ -18,6 +18,7 @@ from swiftllm.model.llama import LlamaModel
 from swiftllm.model.providers import ResidentWeights
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.reference import ReferenceOps
+from tests.reference.paged_attention import attend_chunk
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,7 +61,7 @@ class Judge:
         qkv = model.enter(residual, rotary_rows)
         for layer in range(self._config.num_layers):
             q, k, v = model.split_qkv(qkv)
-            out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+            out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
             if layer < self._config.num_layers - 1:
                 qkv = model.cross(layer, out, residual, rotary_rows)
         return model.leave(out, residual)

@@ -10,7 +10,7 @@ from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
 from swiftllm.sampling.sampler import Sampler
-from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
+from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 
 REFERENCE = ReferenceOps()
@@ -68,7 +68,7 @@ def check_prefill_attention(device: torch.device) -> None:
                     k, v = torch.cat([earlier, torch.stack((k, v))], dim=2)
                     mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
                     mask = mask.to(device)
-                out = ops.prefill_attention(q, k, v, mask, head_dim**-0.5)
+                out = attend_chunk(ops, q, k, v, mask, head_dim**-0.5)
                 expected = chunk_attention(q.cpu(), k.cpu(), v.cpu(), head_dim**-0.5)
                 assert_close(out.cpu(), expected, dtype)
 

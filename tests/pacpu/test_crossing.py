@@ -8,8 +8,10 @@ import torch
 
 from pacpu import _pacpu, rows
 from tests.pacpu.cases import BEST_ISA, ISAS, use
+from tests.pacpu.packed_codes import random_matrix
 from tests.pacpu.test_rows import Rows, packed
 
+Matrix = torch.Tensor | rows.PackedCodes
 BF16 = torch.bfloat16
 EPS = 1e-5
 
@@ -32,16 +34,21 @@ class Layer:
     out_features: int = 130
     has_bias: bool = False
     has_head_norms: bool = False
+    has_codes: tuple[str, ...] = ()
+    """Names of matrices of 4 bits."""
 
     def __post_init__(self) -> None:
-        def matrix(out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def matrix(name: str, out_features: int, in_features: int) -> tuple[Matrix, torch.Tensor | None]:
+            bias = torch.randn(out_features).to(BF16) if self.has_bias else None
+            if name in self.has_codes:
+                return random_matrix(out_features, in_features, 16, BF16, is_ordered=name != "o").packed, bias
             weight = torch.randn(out_features, in_features) / in_features**0.5
-            return packed(weight.to(BF16)), torch.randn(out_features).to(BF16) if self.has_bias else None
+            return packed(weight.to(BF16)), bias
 
-        self.o = matrix(self.hidden_size, self.attention_size)
-        self.gate_up = matrix(2 * self.intermediate_size, self.hidden_size)
-        self.down = matrix(self.hidden_size, self.intermediate_size)
-        self.projection = matrix(self.out_features, self.hidden_size)
+        self.o = matrix("o", self.hidden_size, self.attention_size)
+        self.gate_up = matrix("gate_up", 2 * self.intermediate_size, self.hidden_size)
+        self.down = matrix("down", self.hidden_size, self.intermediate_size)
+        self.projection = matrix("projection", self.out_features, self.hidden_size)
         self.post_norm, self.norm = torch.randn(2, self.hidden_size).to(BF16)
         self.head_norms = torch.randn(self.rotated_heads, self.head_dim).to(BF16) if self.has_head_norms else None
 
@@ -55,7 +62,10 @@ class Layer:
 
         def multiply(x, matrix, columns):
             out = torch.empty(len(x), columns, dtype=BF16)
-            rows.linear(x, *matrix, out)
+            if isinstance(matrix[0], rows.PackedCodes):
+                matrix[0].linear(x, matrix[1], out)
+            else:
+                rows.linear(x, *matrix, out)
             return out
 
         def add_norm(addend, weight):
@@ -76,13 +86,21 @@ class Layer:
         return out
 
 
-LAYERS = [{}, {"has_bias": True, "has_head_norms": True}, {"rotated_heads": 0, "out_features": 203}]
+NAMES = ("o", "gate_up", "down", "projection")
+WHOLE_RUNS = {"hidden_size": 48, "intermediate_size": 160, "attention_size": 32}
+LAYERS = {
+    "plain": {},
+    "bias-and-head-norms": {"has_bias": True, "has_head_norms": True},
+    "vocabulary": {"rotated_heads": 0, "out_features": 203},
+    "codes": {"has_codes": NAMES, "has_bias": True, "has_head_norms": True, **WHOLE_RUNS},
+    "codes-and-vocabulary": {"has_codes": NAMES[:3], "rotated_heads": 0, "out_features": 203, **WHOLE_RUNS},
+}
 
 
 @pytest.mark.parametrize("isa", ISAS[2:])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("num_rows", [0, 1, 33, 600])  # 600: more than cross at a time
-@pytest.mark.parametrize("sizes", LAYERS, ids=["plain", "bias-and-head-norms", "vocabulary"])
+@pytest.mark.parametrize("sizes", LAYERS.values(), ids=list(LAYERS))
 def test_the_bits_of_the_parts(isa, num_threads, num_rows, sizes):
     use(isa, "native")
     layer = Layer(**sizes)
@@ -98,9 +116,10 @@ def test_the_bits_of_the_parts(isa, num_threads, num_rows, sizes):
     residual.check(before)
 
 
-def test_it_keeps_its_weights_alive():
+@pytest.mark.parametrize("sizes", [{}, {"has_codes": NAMES, **WHOLE_RUNS}], ids=["plain", "codes"])
+def test_it_keeps_its_weights_alive(sizes):
     use("avx512", "native")
-    layer = Layer()
+    layer = Layer(**sizes)
     rows_in = [torch.randn(5, size).to(BF16) for size in (layer.attention_size, layer.hidden_size)]
     angles, out = torch.randn(5, 2, layer.head_dim), torch.empty(5, layer.out_features, dtype=BF16)
     expected = layer.part_by_part(rows_in[0], rows_in[1].clone(), angles)
@@ -122,6 +141,7 @@ def test_it_keeps_its_weights_alive():
         ({"rotated_heads": 14}, "rotated_heads cannot be 14 of head_dim 10"),
         ({"head_dim": 5}, "rotated_heads cannot be 3 of head_dim 5"),
         ({"intermediate_size": 0}, "a matrix cannot have a side of 0"),
+        ({"down": (random_matrix(35, 32, 16, BF16).packed, None)}, r"down must have sides \[35, 50\], not \[35, 32\]"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(wrong, message):

@@ -191,12 +191,34 @@ def test_prompt_attention(num_threads, num_rows, context, num_heads, num_kv_head
     q = Rows.random(num_rows, num_heads, head_dim, dtype=dtype, spread=3.0)
     k, v = (Rows.random(context, num_kv_heads, head_dim, dtype=dtype).transpose(0, 1) for _ in range(2))
     out = Rows(num_rows, num_heads, head_dim, dtype=dtype)
-    rows.prompt_attention(q, k, v, out.view, scale, num_threads=num_threads)
+    rows.prompt_attention([(q, k, v, out.view)], scale, num_threads=num_threads)
     visible = torch.arange(context) <= torch.arange(context - num_rows, context)[:, None]
     keys, values = (x.double().repeat_interleave(num_heads // num_kv_heads, 0) for x in (k, v))
     scores = torch.einsum("rhd,htd->hrt", q.double(), keys) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     out.check(torch.einsum("hrt,htd->rhd", weights, values))
+
+
+@pytest.mark.skipif("avx512bf16" not in ISAS or BEST_ISA not in ("avx512bf16", "amx"), reason="AVX-512 BF16")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_prompts_in_one_call_have_the_bits_of_single_calls(num_threads):
+    """Prompts of all sizes, with other heads; the packed K and V of the last two take a job of their own each."""
+    use("avx512bf16")
+    if not rows.has_prompt_attention():
+        pytest.skip("dot products are slow here")
+    dtype, prompts, alone = torch.bfloat16, [], []
+    for num_rows, context, num_heads, num_kv_heads in ((3, 9, 2, 1), (0, 5, 2, 2), (70, 70, 4, 4), (1, 90_000, 1, 1),
+                                                       (2, 60_000, 2, 1)):  # fmt: skip
+        q = Rows.random(num_rows, num_heads, 128, dtype=dtype)
+        k, v = (Rows.random(context, num_kv_heads, 128, dtype=dtype).transpose(0, 1) for _ in range(2))
+        prompts.append((q, k, v, Rows(num_rows, num_heads, 128, dtype=dtype)))
+        alone.append(torch.empty_like(q, memory_format=torch.contiguous_format))
+        rows.prompt_attention([(q, k, v, alone[-1])], 0.1)
+    rows.prompt_attention([(q, k, v, out.view) for q, k, v, out in prompts], 0.1, num_threads=num_threads)
+    for (*_, out), expected in zip(prompts, alone, strict=True):
+        assert torch.equal(out.view, expected)
+        out.check(expected)
+    rows.prompt_attention([], 0.1)
 
 
 def test_prompt_attention_refuses_what_does_not_fit():
@@ -210,11 +232,13 @@ def test_prompt_attention_refuses_what_does_not_fit():
     ):
         arguments = {"q": q, "k": k, "v": k, "out": torch.empty_like(q)} | wrong
         with pytest.raises(ValueError, match=message):
-            rows.prompt_attention(**arguments, scale=1.0)
+            rows.prompt_attention([tuple(arguments.values())], 1.0)
+    with pytest.raises(ValueError, match="q, k, v and out, not 3 arrays"):
+        rows.prompt_attention([(q, k, k)], 1.0)
     _pacpu.select_isa("portable")
     assert not rows.has_prompt_attention()
     with pytest.raises(ValueError, match="AVX-512 BF16"):
-        rows.prompt_attention(q, k, k, torch.empty_like(q), 1.0)
+        rows.prompt_attention([(q, k, k, torch.empty_like(q))], 1.0)
 
 
 def test_linear_needs_wide_vectors():

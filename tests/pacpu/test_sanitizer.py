@@ -23,6 +23,7 @@ import torch
 import pacpu
 from pacpu import _pacpu
 from tests.pacpu.cases import DTYPES, make_case
+from tests.pacpu.packed_codes import random_matrix
 
 torch.manual_seed(0)
 for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
@@ -50,6 +51,13 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
             x, out = weight[:1].repeat(num_rows, 1), torch.empty(num_rows, 50, dtype=torch.bfloat16)
             rows.linear(x, matrix, torch.ones(50).bfloat16(), out, num_threads=2)
             assert (out == 36).all()
+    for dtype in DTYPES:
+        matrix = random_matrix(50, 1040, 16, dtype, is_ordered=True)
+        matrix.packed.write_out(torch.empty(50, 1040, dtype=dtype), num_threads=2)
+        for num_rows in (1, 17, 130):
+            x, out = torch.ones(num_rows, 1040, dtype=dtype), torch.empty(num_rows, 50, dtype=dtype)
+            matrix.packed.linear(x, torch.ones(50, dtype=dtype), out, num_threads=2)
+            assert out.isfinite().all()
     print("ran", isa, "rows")
 print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
 """

@@ -2,6 +2,8 @@
 
 import torch
 
+from swiftllm.ops.interface import ChunkAttention, Ops
+
 
 def store_new_tokens(
     k: torch.Tensor,
@@ -55,6 +57,15 @@ def paged_attention(
         keys, values = context[:, :, :seq_len].repeat_interleave(num_heads // num_kv_heads, dim=1)
         scores = torch.einsum("hd,htd->ht", q[request].double(), keys) * scale
         out[request] = torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), values)
+    return out
+
+
+def attend_chunk(
+    ops: Ops, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """``prefill_attention`` of a single chunk, into poisoned memory."""
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    ops.prefill_attention([ChunkAttention(q, k, v, mask, out)], scale)
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
-from tests.reference.paged_attention import chunk_attention, paged_attention, store_new_tokens
+from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory
@@ -202,7 +202,7 @@ def test_prefill_attention_groups_heads(dtype, heads, rows, context):
     new = strided_rows(rows, num_heads, 32, dtype=dtype)
     k, v = torch.randn(2, num_kv_heads, context, 32).to(dtype)
     mask = None if rows == context else torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-    assert_close(make_ops().prefill_attention(new, k, v, mask, 0.2), chunk_attention(new, k, v, 0.2), dtype)
+    assert_close(attend_chunk(make_ops(), new, k, v, mask, 0.2), chunk_attention(new, k, v, 0.2), dtype)
 
 
 def test_no_rows_are_no_work():

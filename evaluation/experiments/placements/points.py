@@ -68,6 +68,7 @@ def _point(
         "host": machine.host.name,
         "weights": "4 bits" if machine.model.quantisation else "16 bits",
         "run": run["run"],
+        "mean_lengths": f"{input_len} in, {output_len} out",
         "placement": "/".join(str(placed.choice.placement.count(place)) for place in Place),
         "predicted_tokens_per_s": placed.predicted_tokens_per_s,
     }

@@ -276,13 +276,15 @@ void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object,
 // Rows that a part of a prompt's attention computes: with the heads of a group some tiles, and parts enough for the threads.
 constexpr int prompt_rows_at_once = 16;
 
+// Packed K and V of the prompts of a job, unless one prompt alone has more: 64 MiB.
+constexpr size_t max_packed_floats = size_t{1} << 24;
+
 bool has_prompt_attention() { return row_kernels().attend_prompt; }
 
-void prompt_attention(py::handle q_object, py::handle k_object, py::handle v_object, py::handle out_object,
-                      py::handle scale_object, py::handle num_threads_object) {
-    const Array q = read_array("q", q_object), k = read_array("k", k_object), v = read_array("v", v_object);
-    const Array out = read_array("out", out_object);
-    const int num_threads = read_num_threads(num_threads_object);
+Prompt read_prompt(const py::tuple& arrays, float scale) {
+    if (arrays.size() != 4) refuse("each of prompts must be q, k, v and out, not " + std::to_string(arrays.size()) + " arrays");
+    const Array q = read_array("q", arrays[0]), k = read_array("k", arrays[1]), v = read_array("v", arrays[2]);
+    const Array out = read_array("out", arrays[3]);
     for (const Array* array : {&q, &k, &v, &out}) check_bfloat16(*array);
     check_rank(q, 3, "[rows, num_heads, head_dim]");
     check_rank(k, 3, "[num_kv_heads, context, head_dim]");
@@ -301,39 +303,68 @@ void prompt_attention(py::handle q_object, py::handle k_object, py::handle v_obj
     for (const Array* array : {&k, &v})
         if (array->strides[2] != 1) refuse(std::string(array->name) + " must be contiguous within a token");
     check_writable(out);
-    const RowKernels& kernels = row_kernels();
-    if (!kernels.attend_prompt) refuse("prompt_attention needs AVX-512 BF16; the instruction set in use is another");
-    Prompt problem = {static_cast<int>(q.shape[0]),
-                      static_cast<int>(heads),
-                      static_cast<int>(kv_heads),
-                      static_cast<int>(k.shape[1]),
-                      static_cast<int>(q.shape[2]),
-                      static_cast<float>(read_scalar<double>("scale", scale_object)),
-                      static_cast<const BFloat16*>(q.data),
-                      row_stride(q),
-                      static_cast<const BFloat16*>(k.data),
-                      k.strides[0],
-                      k.strides[1],
-                      static_cast<const BFloat16*>(v.data),
-                      v.strides[0],
-                      v.strides[1],
-                      static_cast<BFloat16*>(out.data),
-                      row_stride(out),
-                      nullptr};
-    if (!problem.rows) return;
-    py::gil_scoped_release release;
+    return {static_cast<int>(q.shape[0]),
+            static_cast<int>(heads),
+            static_cast<int>(kv_heads),
+            static_cast<int>(k.shape[1]),
+            static_cast<int>(q.shape[2]),
+            scale,
+            static_cast<const BFloat16*>(q.data),
+            row_stride(q),
+            static_cast<const BFloat16*>(k.data),
+            k.strides[0],
+            k.strides[1],
+            static_cast<const BFloat16*>(v.data),
+            v.strides[0],
+            v.strides[1],
+            static_cast<BFloat16*>(out.data),
+            row_stride(out),
+            nullptr};
+}
+
+// One job: K and V of all prompts are packed, then their rows are attended. Parts of both phases are numbered through.
+void attend_prompts(Prompt* prompts, int count, size_t packed_floats, int num_threads) {
     static thread_local Scratch packed;
-    problem.packed = reinterpret_cast<BFloat16*>(packed.at_least(problem.packed_floats()));
-    const int row_parts = (problem.rows + prompt_rows_at_once - 1) / prompt_rows_at_once;
-    const int num_parts[] = {problem.num_kv_heads * problem.num_panels(), problem.num_kv_heads * row_parts};
+    BFloat16* place = reinterpret_cast<BFloat16*>(packed.at_least(packed_floats));
+    std::vector<int> first[2] = {{0}, {0}};  // by phase: each prompt's first part, and the number of parts
+    for (Prompt* p = prompts; p != prompts + count; ++p) {
+        p->packed = place;
+        place += 2 * p->packed_floats();
+        first[0].push_back(first[0].back() + p->num_kv_heads * p->num_panels());
+        first[1].push_back(first[1].back() +
+                           p->num_kv_heads * ((p->rows + prompt_rows_at_once - 1) / prompt_rows_at_once));
+    }
+    const RowKernels& kernels = row_kernels();
+    const int num_parts[] = {first[0].back(), first[1].back()};
     run_phases(2, num_parts, num_threads, [&](int phase, int part) {
-        if (phase == 0) return kernels.pack_panel(problem, part / problem.num_panels(), part % problem.num_panels());
+        const auto next = std::upper_bound(first[phase].begin(), first[phase].end(), part);
+        const Prompt& prompt = prompts[next - first[phase].begin() - 1];
+        part -= next[-1];
+        if (phase == 0) return kernels.pack_panel(prompt, part / prompt.num_panels(), part % prompt.num_panels());
         static thread_local Scratch scratch;
         // The last rows see most of the context: they go first, so that no thread is left with much at the end.
-        const int end = problem.rows - part / problem.num_kv_heads * prompt_rows_at_once;
-        kernels.attend_prompt(problem, part % problem.num_kv_heads, std::max(0, end - prompt_rows_at_once), end,
-                              scratch.at_least(problem.scratch_floats(prompt_rows_at_once)));
+        const int end = prompt.rows - part / prompt.num_kv_heads * prompt_rows_at_once;
+        kernels.attend_prompt(prompt, part % prompt.num_kv_heads, std::max(0, end - prompt_rows_at_once), end,
+                              scratch.at_least(prompt.scratch_floats(prompt_rows_at_once)));
     });
+}
+
+void prompt_attention(const py::sequence& prompts_object, py::handle scale_object, py::handle num_threads_object) {
+    const float scale = static_cast<float>(read_scalar<double>("scale", scale_object));
+    const int num_threads = read_num_threads(num_threads_object);
+    std::vector<Prompt> prompts;
+    for (const py::handle arrays : prompts_object) {
+        const Prompt prompt = read_prompt(py::cast<py::tuple>(arrays), scale);
+        if (prompt.rows) prompts.push_back(prompt);
+    }
+    if (!has_prompt_attention()) refuse("prompt_attention needs AVX-512 BF16; the instruction set in use is another");
+    py::gil_scoped_release release;
+    for (size_t begin = 0, end = 0; begin < prompts.size(); begin = end) {
+        size_t packed_floats = 0;
+        do packed_floats += prompts[end++].packed_floats();
+        while (end < prompts.size() && packed_floats + prompts[end].packed_floats() <= max_packed_floats);
+        attend_prompts(&prompts[begin], static_cast<int>(end - begin), packed_floats, num_threads);
+    }
 }
 
 }  // namespace
@@ -353,6 +384,7 @@ void bind_rows(py::module_& module) {
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
+    bind_codes(module);
     bind_crossing(module);
 }
 

@@ -23,4 +23,7 @@ inline int part_begin(int count, int num_parts, int part) { return static_cast<i
 // The Python class of a layer's crossing.
 void bind_crossing(pybind11::module_& module);
 
+// The Python class of packed 4-bit matrices.
+void bind_codes(pybind11::module_& module);
+
 }  // namespace pacpu

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "quantised/packed_codes.h"
 #include "scratch.h"
 #include "thread_team.h"
 
@@ -22,14 +23,51 @@ constexpr int crossing_rows = 512;
 constexpr int64_t min_elements_per_part = 1 << 13;
 
 struct Matrix {
-    const BFloat16* packed;
+    const BFloat16* packed;  // or nullptr: then there are codes
+    const CodeMatrix* codes;
     const BFloat16* bias;
     int in_features, out_features;
 };
 
-Linear product(const Matrix& matrix, int rows, const BFloat16* x, int64_t x_stride, BFloat16* y, int64_t y_stride) {
-    return {rows, matrix.in_features, matrix.out_features, x, x_stride, matrix.packed, matrix.bias, y, y_stride};
-}
+// A product with a matrix of either kind. With codes it takes two phases: `inputs` is where its rows are brought first.
+class Product {
+public:
+    Product(const Matrix& matrix, int rows, const BFloat16* x, int64_t x_stride, BFloat16* y, int64_t y_stride, void* inputs)
+        : plain_{rows, matrix.in_features, matrix.out_features, x, x_stride, matrix.packed, matrix.bias, y, y_stride} {
+        if (matrix.codes) codes_ = {*matrix.codes, rows, x, x_stride, matrix.bias, y, y_stride, inputs};
+    }
+
+    bool has_codes() const { return codes_.matrix.codes; }
+
+    int num_panels() const {
+        const int columns = has_codes() ? code_columns : panel_columns;
+        return (plain_.out_features + columns - 1) / columns;
+    }
+
+    void take_inputs(const RowKernels& kernels, int begin_row, int end_row) const {
+        kernels.codes.take_inputs[static_cast<int>(DType::bfloat16)](codes_, begin_row, end_row);
+    }
+
+    void multiply(const RowKernels& kernels, int begin_panel, int end_panel) const {
+        static thread_local Scratch scratch;
+        if (!has_codes())
+            return kernels.linear(plain_, begin_panel, end_panel, scratch.at_least(linear_scratch_floats(plain_)));
+        kernels.codes.multiply[static_cast<int>(DType::bfloat16)](
+            codes_, begin_panel, end_panel, scratch.at_least(code_scratch_floats(plain_.rows, plain_.in_features)));
+    }
+
+private:
+    Linear plain_;
+    CodeLinear codes_{};
+};
+
+// What a phase does with a product's rows before it, with its panels, and with its rows after it.
+enum class Step { take_inputs, multiply, finish };
+
+struct Phase {
+    Step step;
+    int product, units;  // rows or panels
+};
 
 class Crossing {
 public:
@@ -50,6 +88,7 @@ public:
         gate_up_ = read_matrix("gate_up", gate_up, 2 * intermediate_size, hidden_size);
         down_ = read_matrix("down", down, hidden_size, intermediate_size);
         projection_ = read_matrix("projection", projection, out_features, hidden_size);
+        has_codes_ = o_.codes || gate_up_.codes || down_.codes || projection_.codes;
         rotated_heads_ = static_cast<int>(rotated_heads);
         head_dim_ = static_cast<int>(head_dim);
         if (!head_norms.is_none()) {
@@ -125,13 +164,23 @@ private:
 
     Matrix read_matrix(const char* name, const py::tuple& parts, int64_t out_features, int64_t in_features) {
         if (parts.size() != 2) refuse(std::string(name) + " must be a packed matrix and its bias or None");
-        const Array packed = read_array(name, parts[0]);
-        check_bfloat16(packed);
-        check_shape(packed, packed_shape(out_features, in_features), "packed_shape(out_features, in_features)");
-        row_stride(packed, false);
+        Matrix matrix{nullptr, nullptr, nullptr, static_cast<int>(in_features), static_cast<int>(out_features)};
+        if (py::isinstance<PackedCodes>(parts[0])) {
+            matrix.codes = &parts[0].cast<const PackedCodes&>().matrix();
+            if (matrix.codes->in_features != in_features || matrix.codes->out_features != out_features)
+                refuse(std::string(name) + " must have sides " + to_string({out_features, in_features}) + ", not " +
+                       to_string({matrix.codes->out_features, matrix.codes->in_features}));
+            owners_.push_back(parts[0]);
+        } else {
+            const Array packed = read_array(name, parts[0]);
+            check_bfloat16(packed);
+            check_shape(packed, packed_shape(out_features, in_features), "packed_shape(out_features, in_features)");
+            row_stride(packed, false);
+            matrix.packed = keep(packed, parts[0]);
+        }
         const py::object bias = parts[1];
-        return {keep(packed, parts[0]), bias.is_none() ? nullptr : read_vector(name, bias, out_features),
-                static_cast<int>(in_features), static_cast<int>(out_features)};
+        if (!bias.is_none()) matrix.bias = read_vector(name, bias, out_features);
+        return matrix;
     }
 
     void cross(const Rows& rows, const RowKernels& kernels, int num_threads) const {
@@ -144,11 +193,14 @@ private:
         BFloat16* const active = gate_up + int64_t{count} * 2 * intermediate;
         const int bfloat16 = static_cast<int>(DType::bfloat16);
 
-        const Linear products[] = {
-            product(o_, count, rows.attention, rows.attention_stride, addend, hidden),
-            product(gate_up_, count, normed, hidden, gate_up, 2 * int64_t{intermediate}),
-            product(down_, count, active, intermediate, addend, hidden),
-            product(projection_, count, normed, hidden, rows.out, rows.out_stride),
+        static thread_local Scratch code_inputs;  // of one product after the other
+        const int widest = std::max({o_.in_features, hidden, intermediate});
+        void* const inputs = code_inputs.at_least(has_codes_ ? count * code_input_stride(widest) : 0);
+        const Product products[] = {
+            {o_, count, rows.attention, rows.attention_stride, addend, hidden, inputs},
+            {gate_up_, count, normed, hidden, gate_up, 2 * int64_t{intermediate}, inputs},
+            {down_, count, active, intermediate, addend, hidden, inputs},
+            {projection_, count, normed, hidden, rows.out, rows.out_stride, inputs},
         };
         const auto add_norm = [&](const BFloat16* weight, int begin, int end) {
             kernels.rms_norm[bfloat16]({count, hidden, rows.residual, rows.residual_stride, addend, hidden, weight, eps_,
@@ -163,34 +215,34 @@ private:
                 {count, rotated_heads_, head_dim_, rows.out, rows.out_stride, rows.angles, rows.angles_stride}, begin, end);
         };
 
-        // Even phases are products, odd ones work on whole rows.
-        const int num_phases = rotated_heads_ ? 8 : 7;
-        int num_parts[8];
-        for (int phase = 0; phase < num_phases; ++phase) {
-            const int widths[] = {hidden, intermediate, hidden, rotated_heads_ * head_dim_};
-            const int64_t most = phase % 2 == 0 ? num_panels(products[phase / 2])
-                                                : std::min<int64_t>(count, int64_t{count} * widths[phase / 2] / min_elements_per_part);
-            num_parts[phase] = num_threads == 1 ? 1 : static_cast<int>(std::clamp<int64_t>(most, 1, num_threads * parts_per_thread));
+        const auto rows_for = [&](int64_t elements) { return std::min<int64_t>(count, count * elements / min_elements_per_part); };
+        Phase phases[max_phases];
+        int num_parts[max_phases], num_phases = 0;
+        const auto add = [&](Step step, int product, int units, int64_t most_parts) {
+            phases[num_phases] = {step, product, units};
+            num_parts[num_phases++] =
+                num_threads == 1 ? 1 : static_cast<int>(std::clamp<int64_t>(most_parts, 1, num_threads * parts_per_thread));
+        };
+        const int64_t inputs_of[] = {o_.in_features, hidden, intermediate, hidden};
+        const int64_t widths[] = {hidden, intermediate, hidden, int64_t{rotated_heads_} * head_dim_};
+        for (int i = 0; i < 4; ++i) {
+            if (products[i].has_codes()) add(Step::take_inputs, i, count, rows_for(inputs_of[i]));
+            add(Step::multiply, i, products[i].num_panels(), products[i].num_panels());
+            if (i < 3 || rotated_heads_) add(Step::finish, i, count, rows_for(widths[i]));
         }
         run_phases(num_phases, num_parts, num_threads, [&](int phase, int part) {
-            if (phase % 2 == 0) {
-                const Linear& linear = products[phase / 2];
-                static thread_local Scratch scratch;
-                return kernels.linear(linear, part_begin(num_panels(linear), num_parts[phase], part),
-                                      part_begin(num_panels(linear), num_parts[phase], part + 1),
-                                      scratch.at_least(linear_scratch_floats(linear)));
-            }
-            const int begin = part_begin(count, num_parts[phase], part), end = part_begin(count, num_parts[phase], part + 1);
-            if (phase == 1) return add_norm(post_norm_, begin, end);
-            if (phase == 3)
+            const auto [step, index, units] = phases[phase];
+            const int begin = part_begin(units, num_parts[phase], part), end = part_begin(units, num_parts[phase], part + 1);
+            if (step == Step::take_inputs) return products[index].take_inputs(kernels, begin, end);
+            if (step == Step::multiply) return products[index].multiply(kernels, begin, end);
+            if (index == 0) return add_norm(post_norm_, begin, end);
+            if (index == 1)
                 return kernels.silu_and_mul[bfloat16](
                     {count, intermediate, gate_up, 2 * int64_t{intermediate}, active, intermediate}, begin, end);
-            if (phase == 5) return add_norm(norm_, begin, end);
+            if (index == 2) return add_norm(norm_, begin, end);
             turn(begin, end);
         });
     }
-
-    static int num_panels(const Linear& linear) { return (linear.out_features + panel_columns - 1) / panel_columns; }
 
     std::vector<py::object> owners_;  // of the weights
     Matrix o_, gate_up_, down_, projection_;
@@ -198,6 +250,7 @@ private:
     const BFloat16* norm_;
     const BFloat16* head_norms_ = nullptr;
     int rotated_heads_, head_dim_;
+    bool has_codes_;
     float eps_;
 };
 

@@ -104,7 +104,7 @@ void argmax(const Argmax& p, int begin, int end) {
     }
 }
 
-#define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt) {         \
+#define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt, codes) {  \
     linear,                                                            \
     {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},             \
     {rotary<float>, rotary<Half>, rotary<BFloat16>},                   \
@@ -112,6 +112,7 @@ void argmax(const Argmax& p, int begin, int end) {
     {argmax<float>, argmax<Half>, argmax<BFloat16>},                   \
     pack_panel,                                                        \
     attend_prompt,                                                     \
+    codes,                                                             \
 }
 
 }  // namespace

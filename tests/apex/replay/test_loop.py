@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -72,6 +75,35 @@ def test_slow_progress_is_no_stall():
     step = engine.step
     engine.step = lambda: (time.sleep(0.06), step())[1]
     assert replay_requests(engine, requests((4, 6, 0.0)), stall_timeout_s=0.25).records[0].completed
+
+
+STOPPED = """
+import time
+from apex.replay.loop import replay_requests
+from tests.apex.replay.fake_engine import FakeEngine
+from tests.apex.replay.test_loop import requests
+
+engine = FakeEngine()
+step = engine.step
+
+def slow_step():
+    print("in a step", flush=True)
+    time.sleep(0.1)
+    return step()
+
+engine.step = slow_step
+print(replay_requests(engine, requests((4, 2, 0.0)), stall_timeout_s=0.4).records[0].completed)
+"""
+
+
+def test_a_process_that_was_stopped_goes_on():
+    """Ctrl-Z for longer than the timeout, and fg."""
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "in a step\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.6)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[0].splitlines()[-1] == "True"
 
 
 def test_progress_is_reported_after_each_step():

@@ -18,6 +18,7 @@ from swiftllm.ops.interface import Ops
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
+from tests.reference.paged_attention import attend_chunk
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -54,7 +55,7 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     qkv = model.enter(residual, rotary_rows)
     for layer in range(config.num_layers):
         q, k, v = model.split_qkv(qkv)
-        out = model.ops.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5)
+        out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5)
         if layer < config.num_layers - 1:
             qkv = model.cross(layer, out, residual, rotary_rows)
     return model.leave(out, residual)

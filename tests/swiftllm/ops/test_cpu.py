@@ -5,10 +5,12 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops import reference
+from swiftllm.ops import cpu, reference
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import CrossingParts, Linear
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
+from tests.reference.paged_attention import attend_chunk
 from tests.reference.tolerances import TOLERANCES, assert_close
 
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -42,20 +44,62 @@ def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     q, k, v = torch.randn(num_rows, 4, 8).to(dtype), *torch.randn(2, 2, num_rows + 3, 8).to(dtype)
     mask = torch.arange(num_rows + 3) <= torch.arange(3, num_rows + 3)[:, None]
     for qkv in ((q, k, v, mask, 0.3), (q, k[:, :num_rows], v[:, :num_rows], None, 0.3)):
-        assert_close(ours.prefill_attention(*qkv), reference.prefill_attention(*qkv))
+        assert_close(attend_chunk(ours, *qkv), attend_chunk(reference, *qkv))
+
+
+def quantised(out_features: int, in_features: int, dtype: torch.dtype, is_ordered: bool = False) -> QuantisedMatrix:
+    codes = torch.randint(16, (in_features, out_features), dtype=torch.uint8)
+    scales = (torch.rand(in_features // 16, out_features) / 8 / in_features**0.5).half()
+    zeros = torch.randint(16, scales.shape, dtype=torch.uint8)
+    order = torch.randperm(in_features, dtype=torch.int32) if is_ordered else None
+    return QuantisedMatrix.from_codes(codes, scales, zeros, 16, dtype, order)
+
+
+@every_dtype
+@pytest.mark.parametrize("writes_out", [False, True])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_4_bit_linears_like_torch_on_dequantised_weights(monkeypatch, dtype, writes_out, is_ordered):
+    print("seed", torch.seed())
+    monkeypatch.setattr(cpu, "_is_ours", lambda dtype: not writes_out)
+    monkeypatch.setattr(cpu, "_can_pack", lambda dtype: writes_out)
+    monkeypatch.setattr(cpu, "WRITE_OUT_ROWS", 7)
+    written = []
+    write_out = rows.PackedCodes.write_out
+    monkeypatch.setattr(
+        rows.PackedCodes, "write_out", lambda self, out, **how: written.append(len(out)) or write_out(self, out, **how)
+    )
+    matrix, bias = quantised(60, 176, dtype, is_ordered), torch.randn(60).to(dtype)
+    for b in (None, bias):
+        linear = CpuOps(num_threads=2).make_quantised_linear(matrix, b)
+        expected = ReferenceOps().make_linear(matrix.dequantise().double(), None if b is None else b.double())
+        for num_rows in (0, 1, 2, 7, 16, 33, 128):
+            x = torch.randn(num_rows, 200).to(dtype)[:, 24:]  # rows lie apart
+            assert_close(linear(x), expected(x.double()))
+    assert len(written) == (6 if writes_out and dtype is not torch.float32 else 0)
+
+
+def test_a_4_bit_linear_holds_codes_scales_and_zeros_alone():
+    for is_ordered in (False, True):
+        matrix = quantised(64, 256, torch.bfloat16, is_ordered)
+        linear = CpuOps().make_quantised_linear(matrix, None)
+        tensors = [*linear.arrays, *([] if linear.order is None else [linear.order])]
+        assert sum(tensor.nbytes for tensor in tensors) == matrix.nbytes
 
 
 @pytest.mark.parametrize(
     "multiplies", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_WIDE_VECTORS, reason="AVX-512"))]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_crossing_in_one_call_where_pacpu_multiplies(monkeypatch, multiplies, dtype):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_a_crossing_in_one_call_where_pacpu_multiplies(monkeypatch, multiplies, dtype, is_quantised):
+    print("seed", torch.seed())
     monkeypatch.setattr(rows, "linear_is_fastest", lambda: multiplies)
     ops = CpuOps(num_threads=2)
     norm = torch.randn(32).to(dtype)
 
     def linear(out_features: int, in_features: int) -> Linear:
+        if is_quantised and out_features != 64:  # that of the vocabulary is not
+            return ops.make_quantised_linear(quantised(out_features, in_features, dtype, in_features == 48), None)
         return ops.make_linear((torch.randn(out_features, in_features) / 6).to(dtype), None)
 
     heads = {"head_norms": torch.randn(6, 8).to(dtype), "rotated_heads": 6, "head_dim": 8}
@@ -82,7 +126,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
     ops, context, sizes = ReferenceOps(), 210, []
     q, (k, v) = torch.randn(rows, 4, 8), torch.randn(2, 2, context, 8)
     mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-    whole = ops.prefill_attention(q, k, v, mask, 0.3)
+    whole = attend_chunk(ops, q, k, v, mask, 0.3)
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,
@@ -90,7 +134,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
         lambda q, *rest, **how: sizes.append(q.shape[2]) or attention(q, *rest, **how),
     )
     monkeypatch.setattr(reference, "MASK_ELEMENTS_AT_ONCE", 64 * context)
-    torch.testing.assert_close(ops.prefill_attention(q, k, v, mask, 0.3), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attend_chunk(ops, q, k, v, mask, 0.3), whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= 64 and sum(sizes) == rows
 
 

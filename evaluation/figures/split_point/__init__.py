@@ -1,1 +1,0 @@
-"""Park and Egger's split search, drawn as their Fig. 14."""

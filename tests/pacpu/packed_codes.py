@@ -1,0 +1,55 @@
+"""Random 4-bit matrices, packed element by element as `pacpu.rows.PackedCodes` describes the layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pacpu import rows
+
+WORDS, RUN, RUNS = 16, 16, 8
+
+
+class CodedMatrix(NamedTuple):
+    packed: rows.PackedCodes
+    in_order: torch.Tensor
+    """The elements, columns in the order of codes."""
+    weight: torch.Tensor
+    """The elements, columns in the order of inputs."""
+
+
+def random_matrix(
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float16,
+    *,
+    is_ordered: bool = False,
+) -> CodedMatrix:
+    """With arbitrary codes and NaN as scales where the packed arrays are padded."""
+    columns = rows.CODE_COLUMNS
+    panels, blocks, groups = -(-out_features // columns), -(-in_features // 128), in_features // group_size
+    codes = torch.randint(16, (out_features, in_features))
+    zeros = torch.randint(16, (out_features, groups))
+    scales = ((torch.rand(out_features, groups) + 0.2) / 8 / in_features**0.5).to(scale_dtype)
+    words = np.random.default_rng(int(codes.sum())).integers(0, 1 << 32, (panels, blocks, columns, WORDS), np.uint32)
+    for column in range(out_features):
+        for i, code in enumerate(codes[column].tolist()):
+            place = column // columns, i // 128, column % columns, i % RUN
+            shift = 4 * (i % 128 // RUN)
+            words[place] = words[place] & ~np.uint32(15 << shift) | np.uint32(code << shift)
+    packed_scales = torch.full((panels, groups, columns), torch.nan, dtype=scale_dtype)
+    packed_zeros = torch.full((panels, groups, columns), 255, dtype=torch.uint8)
+    for column in range(out_features):
+        packed_scales[column // columns, :, column % columns] = scales[column]
+        packed_zeros[column // columns, :, column % columns] = zeros[column]
+    of_input = torch.arange(in_features) // group_size
+    in_order = ((codes - zeros[:, of_input]).float() * scales[:, of_input].float()).to(dtype)
+    order = torch.randperm(in_features, dtype=torch.int32) if is_ordered else None
+    weight = in_order.clone() if order is None else torch.empty_like(in_order).index_copy_(1, order.long(), in_order)
+    sizes = {"out_features": out_features, "in_features": in_features}
+    arrays = torch.from_numpy(words.view(np.int32)), packed_scales, packed_zeros, order
+    return CodedMatrix(rows.PackedCodes(*arrays, **sizes), in_order, weight)
