@@ -10,6 +10,7 @@ from pathlib import Path
 from apex.perf.core_division import division_rates, fastest
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure, with_copies
+from apex.placement.budget import Workload
 from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
@@ -30,6 +31,7 @@ def build_system(
     strategy: StrategyConfig | None = None,
     *,
     profile: Path | ProfileTable | None = None,
+    workload: Workload | None = None,
 ) -> Engine:
     """Build an engine of a named system.
 
@@ -39,25 +41,25 @@ def build_system(
         strategy: how the CPU is used; by default the system's own rule.
         profile: the file of a profile table, or a table, which is used unchecked; by default the table cached for this
             machine and model, measured now if there is none.
+        workload: the requests that ``weights_gpu_memory="auto"`` chooses for; by default assumed ones.
 
     Raises:
         ValueError: no such system, or options that contradict each other.
         ProfileMismatch: the table of the given file was measured on something else.
     """
-    system, choice = find_system(name), place_weights(config)
-    placement = None if choice is None else choice.placement
-    placed = {} if choice is None else {"weights_placement": choice.describe()}
+    system = find_system(name)
+    plan = place_weights(config, workload, offloads=system.offloads)
+    placed = {"weights_placement": plan.describe()} if plan.describe() else {}
     if not system.offloads:
-        return build_gpu_only(name, system.scheduler, config, placement, placed)
+        return build_gpu_only(name, system.scheduler, config, plan.placement, placed)
     strategy = strategy or StrategyConfig()
-    backend = open_backend(config, placement)
+    backend = open_backend(config, plan.placement)
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))
         limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
-        if choice is not None:
-            table = with_copies(table, choice.stream_s / backend.num_layers)
+        table = with_copies(table, plan.stream_s / backend.num_layers)
         model = PerfModel(table, backend.num_layers)
         scheduler = system.scheduler(limits, kv, backend.now, model, strategy)
         details = {

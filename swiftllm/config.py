@@ -58,9 +58,10 @@ class EngineConfig:
     """Processes (ranks) that divide heads, FFN and vocabulary: one for each GPU; without a GPU they share the cores."""
     seed: int = 0
     """Seed of dummy weights, and of requests without their own sampling seed."""
-    weights_gpu_memory: float | None = None
+    weights_gpu_memory: float | Literal["auto"] | None = None
     """GiB of GPU memory for weights; what exceeds it is streamed over PCIe in every iteration or computed by the CPU,
-    by times measured at the start. By default all weights must fit."""
+    by times measured at the start. auto: as many as give the highest predicted throughput; all if they leave room for
+    the KV cache of all requests. By default all weights must fit."""
     attention_hosts: str | None = None
     """Other hosts that hold a part of the CPU tier and compute its attention: HOST:PORT, more of them with commas, of
     `apex attention-host`; with ray_address their number."""
@@ -83,8 +84,9 @@ class EngineConfig:
                 "name the hosts, such as 10.0.0.7:7300"
             )
         if self.weights_gpu_memory is not None:
-            if not 0.0 <= self.weights_gpu_memory < float("inf"):
-                raise ValueError(f"weights_gpu_memory={self.weights_gpu_memory} must be a number of GiB from 0 on")
+            given = self.weights_gpu_memory
+            if given != "auto" and (isinstance(given, str) or not 0.0 <= given < float("inf")):
+                raise ValueError(f"weights_gpu_memory={given} must be a number of GiB from 0 on, or auto")
             if self.tensor_parallel != 1:
                 raise ValueError("weights_gpu_memory and tensor_parallel do not work together: drop one of them")
         for name in WHOLE_NUMBERS:

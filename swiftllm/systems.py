@@ -25,7 +25,15 @@ PLUGINS = ("apex.schedulers",)
 """Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""
 
 
+PLACES_WEIGHTS = "apex.systems"
+"""What builds engines whose weights are placed, where it is installed."""
+
+
 def _build_gpu_only(system: System, config: EngineConfig) -> Engine:
+    if config.weights_gpu_memory is not None:
+        if importlib.util.find_spec(PLACES_WEIGHTS.partition(".")[0]) is None:
+            raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
+        return importlib.import_module(PLACES_WEIGHTS).build_system(system.name, config)
     from swiftllm.runtime.build import build_gpu_only  # loads torch
 
     return build_gpu_only(system.name, system.scheduler, config)

@@ -31,6 +31,7 @@ from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.validate import optional_module
 from apex.perf.online import OPERATIONS
 from apex.perf.progress import progress_bar
+from apex.placement.budget import Workload
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
 from apex.replay.records import Replay, ReplayRequest, RequestRecord
@@ -111,7 +112,7 @@ class Bench(ConfigFile):
         if len(self.system) > 1 and config.lane_threads is None:
             config = replace(config, lane_threads=1)
         for system in self.system:
-            with running_engine(system, config, strategy, self.profile) as engine:
+            with running_engine(system, config, strategy, self.profile, self._workload()) as engine:
                 if not runs:
                     self._print_setting(engine)
                 runs.append(self._measure(engine, strategy))
@@ -133,6 +134,14 @@ class Bench(ConfigFile):
                 folder = results.save_bench(Path(config.model), setting, runs, self.results_dir)
             print(f"summary, raw records and provenance: {folder}")
         return 0
+
+    def _workload(self) -> Workload:
+        """The requests, with mean lengths where there are two classes."""
+        rest = self.best_effort.best_effort_requests
+        number = self.num_requests + rest
+        own, others = (self.input_len, self.output_len), self.best_effort.sizes(self.input_len, self.output_len)
+        means = [(self.num_requests * a + rest * b) / number for a, b in zip(own, others, strict=True)]
+        return Workload(number, *means)
 
     def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
         rest_input_len, rest_output_len = self.best_effort.sizes(self.input_len, self.output_len)

@@ -22,6 +22,7 @@ from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
 
 if TYPE_CHECKING:
+    from apex.placement.budget import Workload
     from swiftllm.engine.engine import Engine
 
 SystemName = Literal[tuple(systems())]
@@ -238,9 +239,15 @@ class TimelineFlags:
 
 @contextmanager
 def running_engine(
-    system: SystemName, config: EngineConfig, strategy: StrategyConfig, profile: Path | None
+    system: SystemName,
+    config: EngineConfig,
+    strategy: StrategyConfig,
+    profile: Path | None,
+    workload: Workload | None = None,
 ) -> Iterator[Engine]:
     """The engine that a command's flags ask for; prints its pools and threads, and closes it at the end.
+
+    ``workload``: see :func:`apex.systems.build_system`.
 
     Raises:
         InputError: the engine cannot be built; the message says what to do.
@@ -248,7 +255,7 @@ def running_engine(
     with input_errors():
         from apex.systems import build_system
 
-        engine = build_system(system, config, strategy, profile=profile)
+        engine = build_system(system, config, strategy, profile=profile, workload=workload)
     with closing(engine):
         description = engine.describe()
         lane = f"Lane: {description['lane']}"

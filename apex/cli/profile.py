@@ -40,10 +40,11 @@ class Profile(ConfigFile):
         check_output_file("--output", self.output)
         with input_errors():
             from apex.perf.profile_cache import measure_profile, profile_path
+            from apex.placement.measured import place_weights
             from apex.systems import open_backend
 
             config = self.engine.config(self.model)
-            backend = open_backend(config, measure_again=True)
+            backend = open_backend(config, place_weights(config).placement, measure_again=True)
         try:
             profile = measure_profile(config, backend)
             path = self.output or profile_path(profile.identity)

@@ -190,7 +190,8 @@ class Simulate(ConfigFile):
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
         if self.weights_gpu_memory is None:
             return None
-        from apex.simulator.placed_machine import Load, WeightPlacer
+        from apex.placement.budget import Load
+        from apex.simulator.placed_machine import WeightPlacer
 
         load = Load(self.input_len, self.output_len, self.max_num_seqs, find_system(system).offloads)
         return WeightPlacer(machine, self.block_size).place(self.weights_gpu_memory, load)

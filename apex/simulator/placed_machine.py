@@ -1,18 +1,18 @@
 """A predicted machine whose GPU does not hold all weights: the placement, the blocks that remain, and times.
 
-The load to choose for is that of requests of one size, half-way through their outputs, while others prefill.
+The budget is searched by :mod:`apex.placement.budget`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.placement.budget import Estimate, Load, Rates, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, CopyEffect
-from apex.placement.formulas import batch_s
-from apex.placement.search import Choice, choose_exactly, choose_placement
+from apex.placement.search import Choice
 from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
@@ -22,29 +22,6 @@ from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
 from swiftllm.model.placement import Place, Placement
 
 HOST_SHARE_WITH_WEIGHTS = 0.9  # of host memory for the CPU tier and weights
-CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the best is taken for an estimate
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests of one size: prompt and output tokens, and how many of them may hold KV cache at once."""
-
-    input_len: int
-    output_len: int
-    max_num_seqs: int
-    offloads: bool
-    """Whether the system has a CPU tier of KV cache."""
-    cpu_computes: bool = True
-    """Whether the CPU may compute boundaries."""
-
-    @property
-    def context(self) -> float:
-        """Tokens of KV cache of a request half-way through its output."""
-        return self.input_len + self.output_len / 2
-
-    def rows(self, requests: float) -> float:
-        """Rows of an iteration in which each request decodes, and so many prompts prefill as requests end."""
-        return requests * (1 + self.input_len / self.output_len)
 
 
 @dataclass(frozen=True)
@@ -81,19 +58,11 @@ class PlacedMachine:
         )
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """A predicted rate, and what the placement that gives it is chosen for."""
-
-    tokens_per_s: float
-    costs: Sequence[BoundaryCost]
-    gpu_bytes: float
-    other_s: float
-    cpu_computes: bool
-
-
 class WeightPlacer:
-    """Places the weights of a machine's model. ``block_size`` is that of KV blocks, in tokens."""
+    """Places the weights of a machine's model; a :class:`apex.placement.budget.Machine`.
+
+    ``block_size`` is that of KV blocks, in tokens.
+    """
 
     def __init__(self, machine: PredictedMachine, block_size: int) -> None:
         """
@@ -105,8 +74,8 @@ class WeightPlacer:
         self.machine = machine
         self._shape = LayerShape.from_config(machine.model)
         self._itemsize = ITEMSIZES[machine.dtype]
-        self._block_bytes = machine.model.kv_bytes_per_token(self._itemsize) * block_size
-        self._block_size = block_size
+        self.kv_bytes_per_token = machine.model.kv_bytes_per_token(self._itemsize)
+        self._block_bytes = self.kv_bytes_per_token * block_size
         shape, first, layers = self._shape, machine.table.first_share, machine.model.num_layers
         scheme = machine.model.quantisation
         layer_bytes = shape.gemm_weights * self._itemsize if scheme is None else packed_bytes(shape, scheme)
@@ -120,6 +89,8 @@ class WeightPlacer:
             machine.gpu["transfer_latency_us"] * 1e-6,
             host_read_gb_s(machine.host) * 1e9,
         )
+        cpu_gb_s = float(machine.table.identity["cpu_attention_gb_s"])
+        self.rates = Rates(self.interconnect.bytes_per_s, cpu_gb_s * 1e9, self.interconnect.dram_bytes_per_s)
         self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * self._itemsize
         self._cpu_linear = cpu_linear_curve(machine.host, shape, self._itemsize)
         self._usable_bytes = machine.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE
@@ -132,8 +103,8 @@ class WeightPlacer:
             ValueError: nothing fits; the message says what would.
         """
         if memory_gib == "auto":
-            return self._placed(max(self._candidates(load), key=lambda estimate: estimate.tokens_per_s))
-        return self._placed(self._best_estimate(memory_gib * 2**30, load))
+            return self._placed(best_budget(self, load))
+        return self._placed(estimate_budget(self, memory_gib * 2**30, load))
 
     def costs(self, rows: float) -> list[BoundaryCost]:
         """Of the boundaries from -1 on, for an iteration of ``rows``."""
@@ -180,51 +151,25 @@ class WeightPlacer:
         lost_s = streamed_bytes / self.interconnect.dram_bytes_per_s / layers
         return replace(table, linear=linear, cpu_attention=_plus(table.cpu_attention, lambda _: lost_s))
 
-    def _candidates(self, load: Load) -> Iterator[_Estimate]:
-        """For all numbers of boundaries' worth of GPU memory for weights, from none on."""
-        found, refused = False, None
-        for number in range(len(self.boundary_bytes) + 1):
-            try:
-                estimate = self._best_estimate(self.other_bytes + number * max(self.boundary_bytes), load)
-            except ValueError as error:
-                refused = refused or error
-                continue
-            found = True
-            yield estimate
-        if not found:
-            raise refused
+    def other_s(self, on_gpu: float, context: float, requests: float) -> float:
+        """GPU time of an iteration beside its boundaries; see :class:`apex.placement.budget.Machine`."""
+        attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
+        return self.machine.model.num_layers * attention_s + self._model.ends_s(max(1, round(requests)))
 
-    def _best_estimate(self, weight_bytes: float, load: Load) -> _Estimate:
-        """The highest rate with so many bytes of weights on the GPU, over parts of the CPU tier that are in use.
+    def gpu_kv_bytes(self, weight_bytes: float) -> float:
+        """GPU memory for KV cache beside so many bytes of weights.
 
         Raises:
-            ValueError: the weights fit neither GPU nor host, or leave no room for a request.
+            ValueError: there is none.
         """
-        machine = self.machine
         if weight_bytes > self._usable_bytes:
             raise ValueError(
                 f"{weight_bytes / 2**30:.2f} GiB of weights exceed the {self._usable_bytes / 2**30:.2f} GiB of "
-                f"{machine.gpu.name} that may be used: take less, or auto"
+                f"{self.machine.gpu.name} that may be used: take less, or auto"
             )
-        gpu_bytes = weight_bytes - self.other_bytes
-        on_gpu = min(load.max_num_seqs, self._requests(self._usable_bytes - weight_bytes, load))
-        held_bytes = self._cpu_tier_bytes(sum(self.boundary_bytes) - max(0.0, gpu_bytes))
-        estimates = []
-        for share in CPU_SHARES if load.offloads else CPU_SHARES[:1]:
-            on_cpu = min(load.max_num_seqs - on_gpu, share * self._requests(held_bytes, load))
-            if on_gpu + on_cpu >= 1:
-                estimates.append(self._estimate(gpu_bytes, on_gpu, on_cpu, load))
-        if not estimates:
-            raise ValueError(
-                f"{weight_bytes / 2**30:.2f} GiB of weights leave no request of {load.context:g} tokens on "
-                f"{machine.gpu.name}: take a smaller --weights-gpu-memory, or auto"
-            )
-        return max(estimates, key=lambda estimate: estimate.tokens_per_s)
+        return self._usable_bytes - weight_bytes
 
-    def _requests(self, kv_bytes: float, load: Load) -> float:
-        return max(0.0, kv_bytes) / self._block_bytes * self._block_size / load.context
-
-    def _cpu_tier_bytes(self, off_gpu_bytes: float) -> float:
+    def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
         """Host memory for KV cache beside the weights that the host holds.
 
         Raises:
@@ -240,29 +185,12 @@ class WeightPlacer:
             )
         return tier_bytes
 
-    def _estimate(self, gpu_bytes: float, on_gpu: float, on_cpu: float, load: Load) -> _Estimate:
-        """The placement for these requests and their rate with it."""
-        layers, link = self.machine.model.num_layers, self.interconnect
-        attention_s = layers * self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * load.context))
-        other_s = attention_s + self._model.ends_s(max(1, round(on_gpu + on_cpu)))
-        costs = self.costs(load.rows(on_gpu + on_cpu))
-        choice = choose_placement(costs, gpu_bytes, other_s, self.copy_effect, load.cpu_computes)
-        streamed = choice.placement.bytes_at(Place.STREAMED, self.boundary_bytes)
-        kv_bytes = on_cpu * load.context * layers * self._shape.kv_elements * self._itemsize
-        cpu_gb_s = float(self.machine.table.identity["cpu_attention_gb_s"])
-        seconds = batch_s(
-            streamed, kv_bytes, choice.iteration_s, link.bytes_per_s, cpu_gb_s * 1e9, link.dram_bytes_per_s
-        )
-        return _Estimate((on_gpu + on_cpu) / seconds, costs, gpu_bytes, other_s, load.cpu_computes)
-
-    def _placed(self, estimate: _Estimate) -> PlacedMachine:
-        choice = choose_exactly(
-            estimate.costs, estimate.gpu_bytes, estimate.other_s, self.copy_effect, estimate.cpu_computes
-        )
+    def _placed(self, estimate: Estimate) -> PlacedMachine:
+        choice = estimate.choice()
         placement = choice.placement
         taken_bytes = placement.gpu_bytes(self.boundary_bytes)
         resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
-        tier_bytes = self._cpu_tier_bytes(sum(self.boundary_bytes) - resident_bytes)
+        tier_bytes = self.cpu_kv_bytes(sum(self.boundary_bytes) - resident_bytes)
         return PlacedMachine(
             choice,
             int(max(0.0, self._usable_bytes - self.other_bytes - taken_bytes) / self._block_bytes),

@@ -92,7 +92,7 @@ class PredictedMachine:
             raise ValueError(
                 f"{self.model_name} takes {weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
                 f"{gpus_gb:g} GB, of which {GPU_MEMORY_SHARE:.0%} may be used: take a larger --gpu, more of them "
-                "(--tensor-parallel) or a smaller --model"
+                "(--tensor-parallel), a smaller --model, --weights int4 or --weights-gpu-memory auto"
             )
         most = {"num_gpu_blocks": int(gpu_bytes / block_bytes), "num_cpu_blocks": int(host_bytes / block_bytes)}
         for name, given in zip(most, (num_gpu, num_cpu), strict=True):

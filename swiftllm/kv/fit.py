@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, weight_bytes
+from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, WeightSizes, weight_bytes
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
@@ -37,6 +37,7 @@ class MemoryFit:
         max_gpu_blocks: blocks that fit beside weights, activations and reserve.
         max_cpu_blocks: blocks that fit the host beside its headroom. Without a card both pools share this number.
         on_host: there is no card; weights and both pools lie in host memory.
+        weights: where there is a card, their sizes if they are placed elsewhere or quantised.
     """
 
     device_bytes: int
@@ -48,6 +49,12 @@ class MemoryFit:
     max_gpu_blocks: int
     max_cpu_blocks: int
     on_host: bool = False
+    weights: WeightSizes | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of the card, for weights and KV cache."""
+        return self.device_bytes - self.activation_bytes - self.reserved_bytes
 
 
 def memory_fit(
@@ -90,7 +97,8 @@ def memory_fit(
         reserved = int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES
         gpu = _blocks(device_bytes - weights - activations - reserved, block)
         cpu = _blocks(host_bytes - HOST_HEADROOM_BYTES, block)
-    return MemoryFit(device_bytes, weights, activations, reserved, block, host_bytes, gpu, cpu, on_host)
+    sizes = None if on_host else WeightSizes.of(model, dtype)
+    return MemoryFit(device_bytes, weights, activations, reserved, block, host_bytes, gpu, cpu, on_host, sizes)
 
 
 def check_fit(fit: MemoryFit, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
@@ -113,9 +121,9 @@ def check_fit(fit: MemoryFit, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         return
     if fixed_bytes + num_gpu_blocks * fit.bytes_per_block > fit.device_bytes:
         if fit.weight_bytes + fit.reserved_bytes > fit.device_bytes:
-            remedy = "The weights alone do not fit: take a smaller model or a larger GPU"
+            remedy = f"The weights alone do not fit: {fit.weights.advice(fit.usable_bytes, fit.host_bytes)}"
         elif fit.max_gpu_blocks == 0:
-            remedy = "Lower max_num_batched_tokens, max_num_seqs or max_model_len"
+            remedy = "Lower max_num_batched_tokens, max_num_seqs or max_model_len, or give --weights-gpu-memory auto"
         else:
             remedy = f"Set num_gpu_blocks to {fit.max_gpu_blocks:,}, or lower max_num_batched_tokens"
         raise InsufficientMemory(

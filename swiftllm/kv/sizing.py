@@ -6,7 +6,7 @@ Plain arithmetic on byte counts. Callers measure these, so tests can choose them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,11 +16,13 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.boundary_tensors import matrices_of, packed_bytes, split_boundaries
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
-from swiftllm.model.weights import LlamaWeights
+from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
+from swiftllm.model.weights import LlamaWeights, fused_matrices
 
 EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier without a GPU: small, as on the GPUs this engine is for
 EMBEDDED_CPU_TIER_BYTES = 4 * GIB
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
+GROUP_SIZES = (128, 64, 32, 16)  # of 4-bit weights, the usual one first
 
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -46,26 +48,88 @@ def boundary_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
     return [packed_bytes(matrices_of(boundary)) for boundary in split_boundaries(weights)]
 
 
+@dataclass(frozen=True)
+class WeightSizes:
+    """Bytes of a model's weights: all, those that stay on a GPU in every placement, and all of them in 4 bits.
+
+    ``four_bit`` is None where they are quantised already, or no size of groups divides the matrices.
+    """
+
+    total: int
+    staying: int
+    four_bit: int | None
+
+    @classmethod
+    def of(cls, model: ModelConfig, dtype: torch.dtype) -> WeightSizes:
+        total = weight_bytes(model, dtype)
+        return cls(total, total - sum(boundary_bytes(model, dtype)), _four_bit_bytes(model, dtype))
+
+    def advice(self, device_bytes: int, host_bytes: int) -> str:
+        """What can be done where all weights do not fit a GPU, with the numbers.
+
+        Args:
+            device_bytes: of the GPU, for weights and KV cache.
+            host_bytes: available host memory.
+        """
+        device_bytes, host_bytes = max(0, device_bytes), max(0, host_bytes - HOST_HEADROOM_BYTES)
+        ways = []
+        if self.staying <= device_bytes and self.total <= device_bytes + host_bytes:
+            ways.append(
+                f"give --weights-gpu-memory auto: {(self.total - device_bytes) / GIB:.1f} GiB or more of them would "
+                f"be in host memory, where {host_bytes / GIB:.1f} GiB are free"
+            )
+        if self.four_bit is not None and self.four_bit <= device_bytes:
+            ways.append(f"take 4-bit weights, {self.four_bit / GIB:.1f} GiB, which fit")
+        elif self.four_bit is not None and self.four_bit <= device_bytes + host_bytes and self.staying <= device_bytes:
+            ways.append(f"take 4-bit weights, {self.four_bit / GIB:.1f} GiB, with --weights-gpu-memory auto")
+        if not ways:
+            return (
+                f"GPU and host, with {device_bytes / GIB:.1f} and {host_bytes / GIB:.1f} GiB for them, do not hold "
+                "them together either: take a smaller model, a larger GPU or more host memory"
+            )
+        return ", or ".join(ways)
+
+
+def _four_bit_bytes(model: ModelConfig, dtype: torch.dtype) -> int | None:
+    if model.quantisation is not None:
+        return None
+    for group_size in GROUP_SIZES:
+        if all(matrix.in_features % group_size == 0 for matrix in fused_matrices(model)):
+            return weight_bytes(replace(model, quantisation=QuantisationScheme(AWQ, group_size)), dtype)
+    return None
+
+
 def check_weights(
     model: ModelConfig,
     dtype: torch.dtype,
     free_bytes: int,
     placement: Placement | None = None,
+    *,
+    host_bytes: int | None = None,
 ) -> None:
-    """Check that the weights fit, before any is loaded. ``placement``: by default all are on the device.
+    """Check that the weights fit, before any is loaded.
+
+    ``placement``: by default all are on the device. ``host_bytes``: available host memory, if weights may be placed
+    there.
 
     Raises:
-        InsufficientMemory: the weights alone exceed the device's free memory.
+        InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
     """
     needed = weight_bytes(model, dtype)
-    if placement is not None and not placement.is_all_resident:
+    is_placed = placement is not None and not placement.is_all_resident
+    if is_placed:
         sizes = boundary_bytes(model, dtype)
         needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
     if needed > free_bytes:
+        if is_placed:
+            remedy = "take a smaller weights_gpu_memory, or auto"
+        elif host_bytes is not None:
+            remedy = f"free memory, or {WeightSizes.of(model, dtype).advice(free_bytes, host_bytes)}"
+        else:
+            remedy = "free memory, or take a narrower dtype or a smaller model"
         raise InsufficientMemory(
             f"the model's weights take {needed / GIB:.2f} GiB in {str(dtype).removeprefix('torch.')} and "
-            f"{free_bytes / GIB:.2f} GiB is available: {(needed - free_bytes) / GIB:.2f} GiB are missing; free memory, "
-            "take a narrower dtype or a smaller model, or give weights_gpu_memory, which streams a part of the weights"
+            f"{free_bytes / GIB:.2f} GiB is available: {(needed - free_bytes) / GIB:.2f} GiB are missing; {remedy}"
         )
 
 

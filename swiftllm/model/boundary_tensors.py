@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 
+from swiftllm.model.packed_tensor import PackedTensor, aligned, map_tensors
 from swiftllm.model.weights import LayerWeights, LlamaWeights
 from swiftllm.ops.quantised_matrix import Matrix
 
-Parts = TypeVar("Parts")
-Matrices = tuple[Matrix | None, ...]
-ALIGNMENT = 256  # bytes, of each tensor in a buffer: as torch's own
+Matrices = tuple[Matrix | PackedTensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -76,22 +73,18 @@ def with_matrices(boundary: BoundaryTensors, matrices: Matrices) -> BoundaryTens
     return replace(boundary, projection=projection, projection_bias=projection_bias)
 
 
-def map_tensors(parts: Parts, change: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
-    """The same structure with other tensors; they are changed in the order of the fields."""
-    if isinstance(parts, torch.Tensor):
-        return change(parts)
-    if isinstance(parts, tuple):
-        return tuple(map_tensors(part, change) for part in parts)
-    if is_dataclass(parts):
-        return replace(parts, **{f.name: map_tensors(getattr(parts, f.name), change) for f in fields(parts)})
-    return parts
-
-
 def packed_bytes(matrices: Matrices) -> int:
     """Bytes of a buffer that holds the matrices."""
     sizes: list[int] = []
-    map_tensors(matrices, lambda tensor: sizes.append(_aligned(tensor.nbytes)))
+    map_tensors(matrices, lambda tensor: sizes.append(aligned(tensor.nbytes)))
     return sum(sizes)
+
+
+def chunks_of(matrices: Matrices) -> list[torch.Tensor]:
+    """The memory of packed matrices, in the order in which :func:`lay_out` expects them in one piece."""
+    chunks: list[torch.Tensor] = []
+    map_tensors(matrices, lambda packed: chunks.extend(packed.chunks))
+    return chunks
 
 
 def lay_out(matrices: Matrices, memory: torch.Tensor) -> Matrices:
@@ -101,38 +94,12 @@ def lay_out(matrices: Matrices, memory: torch.Tensor) -> Matrices:
     def place(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal offset
         piece = memory[offset : offset + tensor.nbytes]
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
         return piece.view(tensor.dtype).view(tensor.shape)
 
     return map_tensors(matrices, place)
 
 
-def pack(matrices: Matrices, make_chunk: Callable[[int], torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
-    """Copy matrices to chunks of memory as :func:`lay_out` expects them in one piece.
-
-    ``make_chunk`` gives uint8 ``[bytes]``, at most ``chunk_bytes``.
-    """
-    size, offset = packed_bytes(matrices), 0
-    chunks = [make_chunk(min(chunk_bytes, size - start)).zero_() for start in range(0, size, chunk_bytes)]
-
-    def copy(tensor: torch.Tensor) -> None:
-        nonlocal offset
-        data, position = tensor.cpu().contiguous().view(-1).view(torch.uint8), offset
-        while len(data):
-            number, start = divmod(position, chunk_bytes)
-            room = chunks[number][start : start + len(data)]
-            room.copy_(data[: len(room)])
-            data, position = data[len(room) :], position + len(room)
-        offset += _aligned(tensor.nbytes)
-
-    map_tensors(matrices, copy)
-    return chunks
-
-
 def _ffn_of(layer: LayerWeights) -> FfnTensors:
     biases = layer.o_bias, layer.gate_up_bias, layer.down_bias
     return FfnTensors(layer.o, layer.post_norm, layer.gate_up, layer.down, *biases)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

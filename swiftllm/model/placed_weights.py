@@ -8,14 +8,14 @@ from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.model.boundary_tensors import (
     Matrices,
+    chunks_of,
     lay_out,
-    map_tensors,
     matrices_of,
-    pack,
     split_boundaries,
     with_matrices,
 )
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.packed_tensor import InChunks, InOnePiece, PackedTensor, map_tensors
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.providers import BoundaryWeights, ResidentWeights, WeightProvider, make_boundary, read_weights
 from swiftllm.model.weight_stream import CHUNK_BYTES, WeightStream
@@ -41,8 +41,8 @@ class PlacedWeights:
         placement: Placement,
         host_linears: MakesLinears,
     ) -> None:
-        """``weights`` are taken over. The matrices of streamed and CPU boundaries are in host memory, where there is a
-        second copy of one boundary at a time.
+        """``weights`` are taken over. The matrices of streamed and CPU boundaries are in host memory. Those of streamed
+        boundaries stay there if they are packed. Of the others there is a second copy of one matrix at a time.
 
         ``ops`` compute on ``device``; ``host_linears`` compute the CPU's boundaries.
         """
@@ -56,15 +56,16 @@ class PlacedWeights:
 
         chunks: dict[int, list[torch.Tensor]] = {}
         layouts: dict[int, Matrices] = {}
+        in_chunks = pinned_chunks(device)
         for layer, place in enumerate(placement.places, -1):
             if place is Place.STREAMED:
-                matrices = matrices_of(tensors[layer + 1])
-                layouts[layer] = map_tensors(matrices, lambda tensor: tensor.to("meta"))
-                chunks[layer] = pack(matrices, lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
+                packed = in_chunks.keep(matrices_of(tensors[layer + 1]))
+                chunks[layer], layouts[layer] = chunks_of(packed), map_tensors(packed, PackedTensor.layout)
                 tensors[layer + 1] = with_matrices(tensors[layer + 1], layouts[layer])
         self.stream = WeightStream(device, chunks) if chunks else None
+        on_cpu = _OnCpu(device, host_linears)
         elsewhere = {
-            Place.CPU: _OnCpu(device, host_linears),
+            Place.CPU: on_cpu,
             Place.STREAMED: ReferenceOps() if ops.repacks_matrices else None,  # slots change
         }
         self._boundaries: list[BoundaryWeights] = []
@@ -76,9 +77,10 @@ class PlacedWeights:
             elif place is Place.STREAMED:
                 matrices = lay_out(layouts[layer], self.stream.slot_of(layer))
             else:
-                matrices = map_tensors(matrices, torch.Tensor.cpu)  # biases were loaded to the device
+                matrices = on_cpu.take(matrices)
             rest = map_tensors(with_matrices(boundary, _none_of(matrices)), to_device)
             boundary = with_matrices(rest, matrices)
+            del matrices, rest
             self._boundaries.append(make_boundary(ops, config, boundary, elsewhere.get(place)))
 
     def enter(self, layer: int) -> None:
@@ -111,8 +113,9 @@ def open_placed_weights(
     """
     if placement.is_all_resident:
         return ResidentWeights(model, read_weights(config, model, device.torch_device, dtype), ops)
-    elsewhere = {layer for layer, place in enumerate(placement.places, -1) if place is not Place.RESIDENT}
-    weights = read_weights(config, model, device.torch_device, dtype, on_host=elsewhere)
+    where = {Place.STREAMED: pinned_chunks(device), Place.CPU: InOnePiece()}
+    on_host = {layer: where[place] for layer, place in enumerate(placement.places, -1) if place in where}
+    weights = read_weights(config, model, device.torch_device, dtype, on_host=on_host)
     return PlacedWeights(model, weights, ops, device, placement, host_linears)
 
 
@@ -122,12 +125,28 @@ class _OnCpu:
     def __init__(self, device: Device, linears: MakesLinears) -> None:
         self._stream = device.compute
         self._linears = linears
+        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def take(self, matrices: Matrices) -> Matrices:
+        """Layouts to make linears of. A matrix is freed once it is packed, and not only when all of a boundary are."""
+        biases = matrices[1::2]  # were loaded to the device
+        pairs = zip(map_tensors(matrices[::2], self._layout_of), map_tensors(biases, torch.Tensor.cpu), strict=True)
+        return tuple(part for pair in pairs for part in pair)
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._there_and_back(self._linears.make_linear(weight, bias))
+        return self._there_and_back(self._linears.make_linear(self._given(weight), bias))
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        matrix = map_tensors(matrix, self._given)
         return self._there_and_back(self._linears.make_quantised_linear(matrix, bias))
+
+    def _layout_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        layout = torch.empty_like(tensor, device="meta")
+        self._taken[id(layout)] = layout, tensor  # the layout too, so that no other gets its id
+        return layout
+
+    def _given(self, layout: torch.Tensor) -> torch.Tensor:
+        return self._taken.pop(id(layout))[1]
 
     def _there_and_back(self, linear: Linear) -> Linear:
         def compute(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,6 +156,11 @@ class _OnCpu:
             return product if out is None else out.copy_(product)
 
         return compute
+
+
+def pinned_chunks(device: Device) -> InChunks:
+    """Memory to stream from."""
+    return InChunks(lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
 
 
 def _none_of(matrices: Matrices) -> Matrices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from swiftllm.config import EngineConfig
 from swiftllm.model.boundary_tensors import BoundaryTensors, FfnTensors, split_boundaries
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.weights import LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.model.packed_tensor import HostPlace
+from swiftllm.model.weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
 from swiftllm.ops.interface import Crossing, CrossingParts, Linear, MakesLinears, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
@@ -94,7 +95,7 @@ def read_weights(
     device: torch.device,
     dtype: torch.dtype,
     part: ModelPart | None = None,
-    on_host: Collection[int] = (),
+    on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
 ) -> LlamaWeights:
     """The tensors that a configuration names; see :func:`~swiftllm.model.weights.load_weights`."""
     if config.load_format == "dummy":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.packed_tensor import HostPlace, PackedTensor
 from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector, StoredTensor
 from swiftllm.model.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
@@ -19,6 +21,7 @@ from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 INDEX_FILES = "*.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
+NONE_ON_HOST: Mapping[int, HostPlace] = MappingProxyType({})
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
 
@@ -85,11 +88,11 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: Matrix | None
-    o: Matrix | None
+    qkv: Matrix | PackedTensor | None
+    o: Matrix | PackedTensor | None
     post_norm: torch.Tensor
-    gate_up: Matrix | None
-    down: Matrix | None
+    gate_up: Matrix | PackedTensor | None
+    down: Matrix | PackedTensor | None
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -109,19 +112,24 @@ class LlamaWeights:
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype, on_host: Collection[int] = ()
+        cls,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
     ) -> LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
-        ``on_host``: boundaries whose matrices are in host memory; see :class:`FusedMatrix`.
+        ``on_host``: boundaries whose matrices are in host memory, and where there; see :class:`FusedMatrix`.
         """
 
         def new(*shape: int) -> torch.Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        def matrix(boundary: int, *shape: int) -> torch.Tensor | None:
-            place = "cpu" if boundary in on_host else device
-            return torch.empty(shape, device=place, dtype=dtype) if config.quantisation is None else None
+        def matrix(boundary: int, *shape: int) -> torch.Tensor | PackedTensor | None:
+            if config.quantisation is not None:
+                return None
+            return on_host[boundary].new(shape, dtype) if boundary in on_host else new(*shape)
 
         hidden, ffn = config.hidden_size, config.intermediate_size
         embedding = new(config.vocab_size, hidden)
@@ -145,7 +153,7 @@ class LlamaWeights:
         ]
         return cls(embedding, lm_head, new(hidden), layers)
 
-    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor]:
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
         """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
         places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not config.tie_word_embeddings:
@@ -159,24 +167,18 @@ class LlamaWeights:
                 places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
             for name, block, modules, rows, _ in fused_matrices(config):
                 for kind, tensor in (("weight", getattr(layer, name)), ("bias", getattr(layer, f"{name}_bias"))):
-                    if isinstance(tensor, torch.Tensor):
+                    if isinstance(tensor, torch.Tensor | PackedTensor):
                         parts = zip(modules, tensor.split(rows), strict=True)
                         places.update({f"{prefix}{block}.{module}.{kind}": part for module, part in parts})
         return places
 
     def empty_quantised(
-        self,
-        config: ModelConfig,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        on_host: Collection[int] = (),
+        self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
     ) -> list[QuantisedMatrix]:
-        """Allocate the matrices of a quantised model without filling them; ``on_host``: see :meth:`empty`."""
+        """Allocate the matrices of a quantised model without filling them."""
         matrices = []
-        for place in self.fused_places(config, device, on_host):
-            shape = sum(place.modules.values()), place.in_features
-            group_size = config.quantisation.group_size_of(place.in_features)
-            matrices.append(QuantisedMatrix.empty(*shape, group_size, dtype, place.device))
+        for place in self.fused_places(config, device):
+            matrices.append(_empty_quantised(config, place, dtype))
             place.put(matrices[-1])
         return matrices
 
@@ -184,7 +186,7 @@ class LlamaWeights:
         self,
         config: ModelConfig,
         device: torch.device | str,
-        on_host: Collection[int] = (),
+        on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
         whole: ModelConfig | None = None,
     ) -> list[FusedPlace]:
         """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`.
@@ -199,7 +201,7 @@ class LlamaWeights:
                 },
                 matrix.in_features,
                 of_whole.in_features,
-                partial(setattr, layer, matrix.name),
+                partial(_keep, layer, matrix.name, on_host.get(matrix.boundary(index))),
                 "cpu" if matrix.boundary(index) in on_host else device,
             )
             for index, layer in enumerate(self.layers)
@@ -213,7 +215,7 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     part: ModelPart | None = None,
-    on_host: Collection[int] = (),
+    on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
 
@@ -247,8 +249,8 @@ def load_weights(
             raise WeightsError(f"{folder}: {name} has shape {shape}, config.json asks for {shapes[name]}")
         else:
             rows = tensor[part.slices(name, shape)]
-            places[name][: len(rows)].copy_(rows)
-            places[name][len(rows) :].zero_()
+            _write(places[name], 0, rows)
+            _zero(places[name], len(rows))
             seen.add(name)
     missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
@@ -264,7 +266,7 @@ def dummy_weights(
     dtype: torch.dtype,
     seed: int = 0,
     part: ModelPart | None = None,
-    on_host: Collection[int] = (),
+    on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
@@ -288,12 +290,24 @@ def dummy_weights(
     if config.quantisation is not None:
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
-        for matrix in weights.empty_quantised(part.sizes, device, dtype, on_host):
+        for place in weights.fused_places(part.sizes, device, on_host):
+            matrix = _empty_quantised(part.sizes, place, dtype)
             on_cpu = matrix.codes.device.type == "cpu"
             _repeat(words[on_cpu].roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
             matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
             matrix.zeros.fill_(8)
+            place.put(matrix)
     return weights
+
+
+def _keep(layer: LayerWeights, name: str, where: HostPlace | None, matrix: Matrix) -> None:
+    setattr(layer, name, matrix if where is None else where.keep(matrix))
+
+
+def _empty_quantised(config: ModelConfig, place: FusedPlace, dtype: torch.dtype) -> QuantisedMatrix:
+    shape = sum(place.modules.values()), place.in_features
+    group_size = config.quantisation.group_size_of(place.in_features)
+    return QuantisedMatrix.empty(*shape, group_size, dtype, place.device)
 
 
 def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:
@@ -309,7 +323,11 @@ def _take(quantised: QuantisedCollector, name: str, tensor: StoredTensor, folder
 
 
 def _fill(
-    target: torch.Tensor, noise: torch.Tensor, offset: int, shape: Sequence[int], slices: Sequence[slice]
+    target: torch.Tensor | PackedTensor,
+    noise: torch.Tensor,
+    offset: int,
+    shape: Sequence[int],
+    slices: Sequence[slice],
 ) -> None:
     """Fill a matrix with the ``slices`` of one of ``shape``, which repeats ``noise`` from ``offset`` on row by row."""
     period, (height, width) = len(noise), shape
@@ -318,8 +336,21 @@ def _fill(
     for first in range(0, len(rows), step):
         count = min(step, len(rows) - first)
         numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
-        target[first : first + count].copy_(numbers.view(count, width)[:, columns])
-    target[len(rows) :].zero_()
+        _write(target, first, numbers.view(count, width)[:, columns])
+    _zero(target, len(rows))
+
+
+def _write(place: torch.Tensor | PackedTensor, first: int, rows: torch.Tensor) -> None:
+    if isinstance(place, PackedTensor):
+        place.write(first, rows)
+    else:
+        place[first : first + len(rows)].copy_(rows)
+
+
+def _zero(place: torch.Tensor | PackedTensor, first: int) -> None:
+    """From row ``first`` on; packed memory is zero from the start."""
+    if isinstance(place, torch.Tensor):
+        place[first:].zero_()
 
 
 def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:

@@ -82,15 +82,16 @@ class TorchBackend:
         self.dtype = resolve_dtype(config, self.device)
         self.device_name = device_name(self.device)
         self.cpu_kernel = resolve_kernel(config, self.dtype)
-        self.model_config = ModelConfig.from_folder(config.model)
+        self.model_config, self.block_size = ModelConfig.from_folder(config.model), config.block_size
         longest = self.model_config.longest_request(config.max_model_len)
-        self.block_size = config.block_size
         self.placement = placement or all_resident(self.model_config.num_layers)
         self._ops = select_ops(self.device, self.dtype, self.cpu_kernel)
         self._host_ops = CpuOps()  # for boundaries that the CPU computes
         self._use_lane_threads(core_divisions(config, lane_on_cpu=self.device.type == "cpu")[0])
         sizes = self._sizes()
-        check_weights(sizes, self.dtype, self._free_bytes(), self.placement)
+        may_be_placed = self.device.type != "cpu" and config.tensor_parallel == 1
+        host_bytes = available_host_bytes() if may_be_placed else None
+        check_weights(sizes, self.dtype, self._free_bytes(), self.placement, host_bytes=host_bytes)
         self._model = LlamaModel(sizes, self._open_weights(config), self._ops, longest)
         self._scale = self.model_config.head_dim**-0.5
         self._sampler = Sampler(config.seed, self.hardware)
@@ -100,8 +101,7 @@ class TorchBackend:
         widest = partial(widest_iteration, self._model, self._sampler, config, self.dtype)
         self.kv_plan = self._plan_blocks(config, self.hardware.left_free(widest))
         self.kv_pools = KVPools(sizes, self.kv_plan, self.device, self.dtype)
-        self.num_gpu_blocks = self.kv_pools.num_blocks[Tier.GPU]
-        self.num_cpu_blocks = self.kv_pools.num_blocks[Tier.CPU]
+        self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_pools.num_blocks.get, (Tier.GPU, Tier.CPU))
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._runner = TaskRunner(
             self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads

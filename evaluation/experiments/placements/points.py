@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apex.cli.output import ratio
-from apex.simulator.placed_machine import Load, PlacedMachine, WeightPlacer
+from apex.placement.budget import Load
+from apex.simulator.placed_machine import PlacedMachine, WeightPlacer
 from apex.simulator.predicted_machine import PredictedMachine, predict_machine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask

@@ -52,7 +52,7 @@ def test_a_card_too_small_says_by_how_much():
     found = lines("NVIDIA GeForce RTX 3060", 11.64, 200)
     assert {status for _, status in found.values()} == {"note"}
     what = found["apex-t4"][0]
-    assert "the GPU has 11.64 GiB" in what and "weights 12.55 GiB" in what and "a larger GPU" in what
+    assert "the GPU has 11.64 GiB" in what and "weights 12.55 GiB" in what and "--weights-gpu-memory auto" in what
 
 
 def test_the_section_follows_the_gpu(monkeypatch):

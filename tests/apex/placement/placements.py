@@ -1,15 +1,21 @@
-"""Machines whose weights do not fit, and engines that decode only, for tests of placements."""
+"""Machines whose weights do not fit, engines that decode only, and measured times, for tests of placements."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 
+import pytest
+
+from apex.perf.model import Curve
+from apex.placement import measured
+from apex.placement.timing import BoundaryTimes
 from apex.simulator.build import build_simulated
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
+from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.model.placement import Placement
 
 BLOCK = 16
@@ -74,3 +80,15 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
         contexts,
         engine,
     )
+
+
+def give_times(monkeypatch: pytest.MonkeyPatch, gpu: float, cpu: float, stream: float, attention: float = 0.0) -> None:
+    """Engines measure these seconds of a boundary in each place, whatever the rows, and of a byte of attention."""
+
+    def timed(model, dtype, *_) -> BoundaryTimes:
+        curves = [Curve((1, 2), (seconds, seconds)) for seconds in (gpu, cpu)]
+        return BoundaryTimes(max(boundary_bytes(model, dtype)), *curves, stream, read_bytes_per_s=1.0)
+
+    rate = 1 / attention if attention else float("inf")
+    monkeypatch.setattr(measured, "time_boundary", timed)
+    monkeypatch.setattr(measured, "attention_bytes_per_s", lambda *_: (rate, rate))

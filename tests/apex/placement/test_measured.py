@@ -11,8 +11,8 @@ import torch
 from quantise import write_folder
 
 from apex.perf.profile_cache import profile_identity, with_copies
-from apex.placement import measured
-from apex.placement.measured import place_weights
+from apex.placement import memory
+from apex.placement.measured import WeightsPlan, place_weights
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
@@ -21,6 +21,7 @@ from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place
 from swiftllm.systems import systems
+from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
@@ -71,39 +72,30 @@ def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, bou
 
 def test_memory_for_all_weights_places_none_elsewhere(model_dir):
     with fake_gpu(0):
-        assert place_weights(config_for(model_dir, LAYERS + 1)) is None
-        assert place_weights(EngineConfig(str(model_dir), dtype="float32")) is None
+        assert place_weights(config_for(model_dir, LAYERS + 1)) == WeightsPlan()
+        assert place_weights(EngineConfig(str(model_dir), dtype="float32")) == WeightsPlan()
 
 
 def test_a_slow_cpu_computes_nothing_and_a_slow_link_copies_nothing(model_dir, monkeypatch):
-    def choice(slow: Place):
-        def costs(model, dtype, device, ops, sizes, rows, progress):
-            seconds = {place: 100.0 if place is slow else 1e-3 for place in Place}
-            of_each = [seconds[place] for place in (Place.RESIDENT, Place.CPU, Place.STREAMED)]
-            return [measured.BoundaryCost(size, *of_each) for size in sizes], measured.CopyEffect()
-
-        monkeypatch.setattr(measured, "measure_costs", costs)
+    def choice(**slow: float):
+        give_times(monkeypatch, **{"gpu": 1e-3, "cpu": 1e-3, "stream": 1e-3, **slow})
         with fake_gpu(0):
             return place_weights(config_for(model_dir, 3.0)).placement
 
-    assert choice(Place.CPU).count(Place.CPU) == 0
-    assert choice(Place.STREAMED).count(Place.STREAMED) == 0
+    assert choice(cpu=100.0).count(Place.CPU) == 0
+    assert choice(stream=100.0).count(Place.STREAMED) == 0
 
 
 def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir, tmp_path, monkeypatch):
     """A host that holds them packed, and no more, is enough."""
-
-    def costs(model, dtype, device, ops, sizes, rows, progress):
-        return [measured.BoundaryCost(size, 1e-3, 1e-3, 100.0) for size in sizes], measured.CopyEffect()
-
     write_folder(model_dir, tmp_path / "awq", "awq", 32)
-    monkeypatch.setattr(measured, "measure_costs", costs)
+    give_times(monkeypatch, gpu=1e-3, cpu=1e-3, stream=100.0)
     config = replace(config_for(tmp_path / "awq", 2.0), max_num_seqs=1)
     sizes = boundary_bytes(ModelConfig.from_folder(config.model), torch.float32)
     counts = []
     with fake_gpu(0):
         for free_bytes in (8 * sum(sizes), sum(sizes)):
-            monkeypatch.setattr(measured, "available_host_bytes", lambda free=free_bytes: GIB // 2 + free)
+            monkeypatch.setattr(memory, "available_host_bytes", lambda free=free_bytes: GIB // 2 + free)
             placement = place_weights(config).placement
             counts.append((placement.count(Place.CPU) > 0, placement.count(Place.STREAMED) > 0))
     assert counts == [(True, False)] * 2
@@ -123,7 +115,7 @@ def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):
     with fake_gpu(0):
         with pytest.raises(ValueError, match=r"give at least 0\.00, or take a smaller model"):
             place_weights(replace(config_for(model_dir, 1.0), weights_gpu_memory=0.0))
-        monkeypatch.setattr(measured, "available_host_bytes", lambda: GIB // 2 + 1000)
+        monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB // 2 + 1000)
         with pytest.raises(ValueError, match="take 4-bit weights, a host with more memory"):
             place_weights(config_for(model_dir, 1.0))
     with pytest.raises(ValueError, match="from 0 on"):

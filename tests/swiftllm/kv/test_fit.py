@@ -16,7 +16,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.kv.fit import CONTEXT_BYTES, MemoryFit, activation_bytes, check_fit, memory_fit
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, plan_blocks
+from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, WeightSizes, plan_blocks, weight_bytes
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
@@ -169,7 +169,9 @@ def test_a_card_too_small_for_the_weights_says_so_with_numbers():
     fit = fit_of(load_setting("apex-t4"), RTX_3060[0])
     message = (
         r"the GPU has 11.64 GiB of memory. Needed are weights 12.55 GiB, activations 0.2\d GiB, 0.97 GiB for CUDA and "
-        r"headroom, and 0.42 GiB for num_gpu_blocks = 54 blocks; 0 blocks fit. The weights alone do not fit: take a "
+        r"headroom, and 0.42 GiB for num_gpu_blocks = 54 blocks; 0 blocks fit. The weights alone do not fit: "
+        r"give --weights-gpu-memory auto: 2.1 GiB or more of them would be in host memory, where 255.5 GiB are free, "
+        r"or take 4-bit weights, 3.6 GiB, which fit"
     )
     with pytest.raises(InsufficientMemory, match=message):
         check_fit(fit, 54, 0)
@@ -209,5 +211,34 @@ def test_without_a_card_the_host_holds_everything():
 
 
 def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
-    with pytest.raises(InsufficientMemory, match="take a smaller model or a larger GPU"):
+    with pytest.raises(InsufficientMemory, match="give --weights-gpu-memory auto"):
         check_fit(fit_of(load_setting("apex-t4"), RTX_3060[0]), 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "host_gib", "auto", "four_bit"),
+    [
+        (16, 256, True, "which fit"),  # 12.5 GiB are the 16-bit weights, 3.6 the 4-bit ones
+        (6, 9.5, True, "which fit"),
+        (6, 4, False, "which fit"),
+        (3, 4, False, "with --weights-gpu-memory auto"),
+        (3, 11, True, "with --weights-gpu-memory auto"),
+        (3, 0.7, False, None),
+        (0.3, 100, False, None),  # less than embedding and vocabulary take
+    ],
+)
+def test_advice_is_what_both_tiers_allow(device_gib, host_gib, auto, four_bit):
+    advice = WeightSizes.of(LLAMA_7B, torch.float16).advice(int(device_gib * GIB), int(host_gib * GIB))
+    assert ("give --weights-gpu-memory auto" in advice) == auto
+    assert four_bit is None or f"take 4-bit weights, 3.6 GiB, {four_bit}" in advice
+    assert ("take a smaller model" in advice) == (not auto and four_bit is None)
+
+
+def test_advice_names_no_4_bits_where_weights_have_them_or_groups_do_not_divide_them():
+    quantised = replace(LLAMA_7B, quantisation=QuantisationScheme(AWQ, 128))
+    odd = replace(LLAMA_7B, intermediate_size=LLAMA_7B.intermediate_size + 1)
+    for model in (quantised, odd):
+        assert WeightSizes.of(model, torch.float16).four_bit is None
+    narrow = replace(LLAMA_7B, intermediate_size=LLAMA_7B.intermediate_size + 32)
+    packed = weight_bytes(replace(narrow, quantisation=QuantisationScheme(AWQ, 32)), torch.float16)
+    assert WeightSizes.of(narrow, torch.float16).four_bit == packed

@@ -1,0 +1,122 @@
+"""The memory of GPU and host that an engine has for weights and KV cache, before the model is loaded."""
+
+from __future__ import annotations
+
+import torch
+
+from apex.placement.budget import Load
+from swiftllm.config import EngineConfig
+from swiftllm.device.cuda import CONTEXT_BYTES
+from swiftllm.kv.fit import memory_fit
+from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, boundary_bytes
+from swiftllm.machine import GIB, available_host_bytes
+from swiftllm.model.config import ModelConfig
+
+
+class EngineMemory:
+    """What fits where. See :class:`apex.placement.budget.Machine` for its sizes, all of them bytes.
+
+    Attributes:
+        usable_bytes: GPU memory for weights and KV cache.
+        host_bytes: host memory for both.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
+        """``free_bytes``: the GPU's free memory."""
+        self.config, self.model, self.dtype = config, model, dtype
+        fit = memory_fit(
+            model,
+            dtype,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or model.max_position_embeddings,
+            device_bytes=free_bytes + CONTEXT_BYTES,  # which has taken its memory already
+            host_bytes=available_host_bytes(),
+        )
+        self.boundary_bytes = boundary_bytes(model, dtype)
+        self.weight_bytes, self.other_bytes = fit.weight_bytes, fit.weights.staying
+        self.block_bytes = fit.bytes_per_block
+        self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
+        self.usable_bytes = fit.usable_bytes
+        self.host_bytes = fit.host_bytes - HOST_HEADROOM_BYTES
+
+    def given_bytes(self, memory_gib: float) -> float:
+        """Bytes for resident boundaries and slots, where weights may use ``memory_gib``.
+
+        Raises:
+            ValueError: it is too little, or the host does not hold the others.
+        """
+        gpu_bytes = memory_gib * GIB - self.other_bytes
+        if gpu_bytes < 0:
+            raise ValueError(
+                f"weights_gpu_memory={memory_gib:g} GiB is less than embedding, vocabulary and norms, which stay on "
+                f"the GPU: give at least {self.other_bytes / GIB:.2f}, or take a smaller model"
+            )
+        off_gpu_bytes = sum(self.boundary_bytes) - gpu_bytes
+        if off_gpu_bytes > self.host_bytes:
+            raise ValueError(
+                f"{off_gpu_bytes / GIB:.1f} GiB of weights exceed weights_gpu_memory and the host has "
+                f"{max(0, self.host_bytes) / GIB:.1f} GiB: {self._remedy}"
+            )
+        return gpu_bytes
+
+    def check_tiers(self) -> None:
+        """Check that GPU and host together hold the weights.
+
+        Raises:
+            ValueError: they do not.
+        """
+        gpu_bytes, host_bytes = max(0, self.usable_bytes), max(0, self.host_bytes)
+        if self.other_bytes > gpu_bytes or self.weight_bytes > gpu_bytes + host_bytes:
+            raise ValueError(
+                f"the weights take {self.weight_bytes / GIB:.1f} GiB, of which {self.other_bytes / GIB:.1f} stay on "
+                f"the GPU: it has {gpu_bytes / GIB:.1f} GiB for them and the host {host_bytes / GIB:.1f}: "
+                f"{self._remedy}"
+            )
+
+    def holds_all(self, load: Load) -> bool:
+        """Whether the GPU has room for all weights and the KV cache of a load: the blocks asked for, else all requests
+        at once at their full lengths."""
+        left = self.usable_bytes - self.weight_bytes
+        blocks = self.config.num_gpu_blocks
+        if blocks is None:
+            each = -(-int(load.input_len + load.output_len) // self.config.block_size)
+            blocks = load.max_num_seqs * each
+        return left >= blocks * self.block_bytes
+
+    def gpu_kv_bytes(self, weight_bytes: float) -> float:
+        """GPU memory for KV cache beside so many bytes of weights; see :class:`apex.placement.budget.Machine`.
+
+        Raises:
+            ValueError: there is none, or not enough for the blocks asked for.
+        """
+        asked = (self.config.num_gpu_blocks or 0) * self.block_bytes
+        left = self.usable_bytes - weight_bytes
+        if left < asked:
+            raise ValueError(
+                f"{weight_bytes / GIB:.2f} GiB of weights leave {max(0.0, left) / GIB:.2f} GiB of GPU memory, and the "
+                f"KV blocks asked for take {asked / GIB:.2f}: lower num_gpu_blocks"
+            )
+        return left if self.config.num_gpu_blocks is None else asked
+
+    def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
+        """Host memory for KV cache beside so many bytes of weights; see :class:`apex.placement.budget.Machine`.
+
+        Raises:
+            ValueError: the host does not hold the weights, or the blocks asked for beside them.
+        """
+        asked = (self.config.num_cpu_blocks or 0) * self.block_bytes
+        left = self.host_bytes - off_gpu_bytes
+        if left < asked:
+            blocks = f" and {asked / GIB:.1f} GiB of KV blocks" if asked else ""
+            raise ValueError(
+                f"{off_gpu_bytes / GIB:.1f} GiB of weights{blocks} would be the host's, which has "
+                f"{max(0, self.host_bytes) / GIB:.1f} GiB: {self._remedy}"
+            )
+        return left / 2 if self.config.num_cpu_blocks is None else asked  # as plan_blocks divides it
+
+    @property
+    def _remedy(self) -> str:
+        remedy = "take 4-bit weights" if self.model.quantisation is None else "take a smaller model"
+        return f"{remedy}, a host with more memory, or a GPU that holds them"

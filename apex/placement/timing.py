@@ -1,0 +1,172 @@
+"""What placements cost on this machine, timed before the model is loaded: one boundary of random weights in each place,
+and attention in each tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+import pacpu
+from apex.perf.model import Curve
+from apex.placement.budget import Rates
+from apex.placement.costs import BoundaryCost, CopyEffect
+from swiftllm.device.device import Device
+from swiftllm.kv.sizing import boundary_bytes
+from swiftllm.machine import usable_cores
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.placed_weights import PlacedWeights
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.weight_stream import CHUNK_BYTES
+from swiftllm.model.weights import dummy_weights
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.interface import Ops
+
+REPEATS = 5
+ENOUGH_S = 3.0  # of repetitions: a CPU takes seconds for hundreds of rows of a large boundary
+SAMPLE_VOCABULARY = 16  # the sample's embedding need not be large
+READ_BYTES = 256 << 20  # more than caches hold
+MOST_OF_DRAM = 0.9  # that a link takes: one as fast as DRAM would leave the CPU nothing
+SAMPLE_LAYER = 0  # the boundary between the sample's two layers
+ATTENDING = 32  # requests, where attention is timed
+BLOCK_SIZE = 16  # of their KV cache
+
+
+@dataclass(frozen=True)
+class BoundaryTimes:
+    """Seconds of one boundary of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
+
+    ``read_bytes_per_s`` is the rate at which the CPU reads memory.
+    """
+
+    weight_bytes: float
+    gpu: Curve
+    cpu: Curve
+    stream_s: float
+    read_bytes_per_s: float
+
+    def costs(self, sizes: Sequence[float], rows: float) -> list[BoundaryCost]:
+        """Of boundaries of these sizes in bytes: each takes its share of the times."""
+        gpu_s, cpu_s = self.gpu(rows), self.cpu(rows)
+        shares = [size / self.weight_bytes for size in sizes]
+        return [
+            BoundaryCost(size, gpu_s * share, cpu_s * share, self.stream_s * share)
+            for size, share in zip(sizes, shares, strict=True)
+        ]
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.weight_bytes / self.stream_s
+
+    @property
+    def dram_bytes_per_s(self) -> float:
+        """What link and CPU read together."""
+        return max(self.read_bytes_per_s, self.link_bytes_per_s / MOST_OF_DRAM)
+
+    @property
+    def copy_effect(self) -> CopyEffect:
+        """What copies do to the CPU."""
+        return CopyEffect(self.link_bytes_per_s / self.dram_bytes_per_s, CHUNK_BYTES / self.link_bytes_per_s / 2)
+
+    def rates(self, cpu_attention_bytes_per_s: float) -> Rates:
+        return Rates(self.link_bytes_per_s, cpu_attention_bytes_per_s, self.dram_bytes_per_s)
+
+
+def time_boundary(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    ops: Ops,
+    rows: Sequence[int],
+    progress: Callable[[float, str], None] = lambda done, what: None,
+) -> BoundaryTimes:
+    """Time one boundary of a model in each place, with these numbers of rows, ascending, at least two."""
+    sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
+    seconds: dict[Place, list[float]] = {}
+    host_ops = CpuOps(num_threads=usable_cores())
+    for place in Place:
+        progress(len(seconds) / len(Place), f"one boundary, {place.value}")
+        placement = Placement((Place.RESIDENT, place, Place.RESIDENT))
+        weights = PlacedWeights(sample, dummy_weights(sample, "cpu", dtype), ops, device, placement, host_ops)
+        if place is Place.STREAMED:
+            seconds[place] = [_median_s(device, lambda weights=weights: _copy(weights))]
+        else:
+            llama = LlamaModel(sample, weights, ops)
+            seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
+    beyond_caches = torch.zeros(READ_BYTES, dtype=torch.uint8)
+    return BoundaryTimes(
+        boundary_bytes(sample, dtype)[SAMPLE_LAYER + 1],
+        Curve(tuple(rows), tuple(seconds[Place.RESIDENT])),
+        Curve(tuple(rows), tuple(seconds[Place.CPU])),
+        seconds[Place.STREAMED][0],
+        pacpu.read_bandwidth(beyond_caches, num_threads=usable_cores()),
+    )
+
+
+def attention_bytes_per_s(
+    model: ModelConfig, dtype: torch.dtype, device: Device, ops: Ops, kernel: str, threads: int
+) -> tuple[float, float]:
+    """Bytes of K and V a second that decode attention reads: on the device, and by the CPU in the host's memory."""
+
+    def on_cpu(*arguments: object) -> None:
+        pacpu.paged_attention(*arguments, num_threads=threads, kernel=kernel)
+
+    host = torch.device("cpu")
+    return tuple(
+        _attention_rate(model, dtype, device, where, attend)
+        for where, attend in ((device.torch_device, ops.decode_attention), (host, on_cpu))
+    )
+
+
+@torch.inference_mode()
+def _attention_rate(
+    model: ModelConfig, dtype: torch.dtype, device: Device, where: torch.device, attend: Callable[..., object]
+) -> float:
+    """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
+    block = (model.num_kv_heads, 2, BLOCK_SIZE, model.head_dim)
+    block_bytes = 2 * model.num_kv_heads * BLOCK_SIZE * model.head_dim * dtype.itemsize
+    blocks_each = max(1, READ_BYTES // block_bytes // ATTENDING)
+    pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=dtype, device=where)
+    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in _head_counts(model)]
+    tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)
+    lens = torch.full((ATTENDING,), blocks_each * BLOCK_SIZE, dtype=torch.int32, device=where)
+    out = torch.zeros_like(heads[0])
+    seconds = _median_s(device, lambda: attend(*heads, pool, tables, lens, out, model.head_dim**-0.5))
+    return pool.nbytes / seconds
+
+
+def _head_counts(model: ModelConfig) -> tuple[int, int, int]:
+    """Of Q, K and V."""
+    return model.num_heads, model.num_kv_heads, model.num_kv_heads
+
+
+def _copy(weights: PlacedWeights) -> None:
+    """Leave the only streamed boundary, which sends it again, and wait for it."""
+    weights.enter(SAMPLE_LAYER + 1)
+    weights.enter(SAMPLE_LAYER)
+
+
+def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) -> Callable[[], object]:
+    config, where = model.config, {"device": device.torch_device, "dtype": dtype}
+    attention_out = torch.zeros(rows, config.num_heads, config.head_dim, **where)
+    residual = torch.zeros(rows, config.hidden_size, **where)
+    rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=device.torch_device)]
+    return lambda: model.cross(SAMPLE_LAYER, attention_out, residual, rotary_rows)
+
+
+@torch.inference_mode()
+def _median_s(device: Device, work: Callable[[], object]) -> float:
+    """Seconds until the device has done some work, after a first time that does not count."""
+    found: list[float] = []
+    for _ in range(1 + REPEATS):
+        start_s = time.perf_counter()
+        work()
+        device.compute.mark().synchronize()
+        found.append(time.perf_counter() - start_s)
+        if len(found) > 1 and sum(found) > ENOUGH_S:
+            break
+    return median(found[1:])

@@ -1,0 +1,146 @@
+"""Host memory while a model is loaded whose weights are not all on the device."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from swiftllm.config import EngineConfig
+from swiftllm.device.host import HostDevice
+from swiftllm.kv.sizing import boundary_bytes, weight_bytes
+from swiftllm.model import placed_weights, weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.packed_tensor import InChunks
+from swiftllm.model.placed_weights import open_placed_weights
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.weights import fused_matrices
+from swiftllm.ops.interface import Linear
+from swiftllm.ops.reference import ReferenceOps
+
+LAYERS = 4
+CHUNK_BYTES = 10_000
+
+
+class HostMemory(TorchDispatchMode):
+    """Counts the bytes of tensors on the host, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.allocated += storage.nbytes()
+            self.peak = max(self.peak, self.allocated)
+            weakref.finalize(storage, self._give_back, key, storage.nbytes())
+
+    def _give_back(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.allocated -= num_bytes
+
+
+class StreamWithoutSlots:
+    """Its slots take no memory."""
+
+    def __init__(self, device: HostDevice, chunks: dict[int, list[torch.Tensor]]) -> None:
+        self.chunks = chunks
+
+    def slot_of(self, boundary: int) -> torch.Tensor:
+        return torch.empty(sum(map(len, self.chunks[boundary])), dtype=torch.uint8, device="meta")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir) -> Path:
+    return tiny_model_dir(num_hidden_layers=LAYERS, vocab_size=64)
+
+
+def counted_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading makes tensors that the counter sees, as it does on the heap."""
+
+    def read(folder: Path, real=weights._read_tensors) -> Iterator[tuple[str, Any]]:
+        for name, tensor in real(folder):
+            yield name, CountedSlice(tensor)
+
+    monkeypatch.setattr(weights, "_read_tensors", read)
+
+
+class CountedSlice:
+    def __init__(self, tensor: Any) -> None:
+        self.get_shape, self._tensor = tensor.get_shape, tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            mapped = self._tensor[index]
+        return mapped.clone()
+
+
+class Packs:
+    """Keeps a copy of each matrix, as pacpu does."""
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        packed = weight.clone()
+        return lambda x, out=None: F.linear(x, packed, bias)
+
+
+@pytest.mark.parametrize("place", [Place.STREAMED, Place.CPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, place, dtype):
+    """All boundaries are streamed, or the CPU's. The other tensors would be on a device; here they count too."""
+    monkeypatch.setattr(placed_weights, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(placed_weights, "WeightStream", StreamWithoutSlots)
+    counted_files(monkeypatch)
+    model = ModelConfig.from_folder(model_dir)
+    placement = Placement((place,) * (LAYERS + 1))
+    config, device = EngineConfig(str(model_dir)), HostDevice()
+    with HostMemory() as memory:
+        provider = open_placed_weights(config, model, dtype, ReferenceOps(), placement, device, Packs())
+        peak = memory.peak
+    # The largest tensors of the file, which has 32 bits: gate, up, down. Gate and up are one matrix.
+    largest = 4 * max(max(matrix.out_features) * matrix.in_features for matrix in fused_matrices(model))
+    stays = weight_bytes(model, dtype)
+    assert stays <= peak <= stays + 2 * largest
+    if dtype is torch.float32:
+        assert max(boundary_bytes(model, dtype)) > 2 * largest, "a whole boundary would not be noticed"
+    del provider
+
+
+def test_rows_of_a_packed_tensor_go_where_they_belong():
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    for _ in range(20):
+        sizes = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 4))]
+        width, chunk_bytes = draw.randrange(1, 9), draw.randrange(1, 70)
+        packed = InChunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), chunk_bytes).new(
+            (sum(sizes), width), torch.float32
+        )
+        expected = torch.randn(sum(sizes), width, dtype=torch.float64)
+        views = list(zip(packed.split(sizes), expected.split(sizes), strict=True))
+        draw.shuffle(views)
+        for view, rows in views:
+            middle = draw.randrange(len(rows) + 1)
+            view.write(middle, rows[middle:])
+            view.write(0, rows[:middle])
+        in_one_piece = torch.cat(packed.chunks)
+        assert len(in_one_piece) % 256 == 0 and in_one_piece[packed.nbytes :].count_nonzero() == 0
+        assert torch.equal(in_one_piece[: packed.nbytes].view(torch.float32).view(-1, width), expected.float())
+        assert max(map(len, packed.chunks)) <= chunk_bytes
