@@ -23,6 +23,9 @@ from swiftllm.server.settings import ServerSettings
 # The engine's thread launches a layer's work and sleeps, over and over. It may wake up while the event loop serves a
 # step's tokens. With Python's default of 5 ms it, and the device, would wait that long for the interpreter's lock.
 SWITCH_INTERVAL_S = 0.001
+# Connections that wait to be accepted. Linux bounds it by net.core.somaxconn, and drops what comes beyond. The client
+# then tries again after a second.
+MAX_UNACCEPTED = 65_535
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
@@ -65,6 +68,7 @@ def make_server(
         port=settings.port,
         http=ClientConnection,
         ws="none",
+        backlog=MAX_UNACCEPTED,
         access_log=False,
         timeout_graceful_shutdown=math.ceil(LAST_BYTES_TIMEOUT_S) + 1,  # connections close themselves earlier
     )
