@@ -96,7 +96,7 @@ class TorchBackend:
         self._sampler = Sampler(config.seed, self.hardware)
         self._prompt_scorer = PromptScorer(self.model_config.vocab_size, self.hardware)
         self.kv_bytes_per_block = sizes.kv_bytes_per_token(self.dtype.itemsize) * self.block_size
-        self.graphs = self._make_graphs(config) if self.hardware.can_capture else None
+        self.graphs = self._make_graphs(config, longest) if self.hardware.can_capture else None
         widest = partial(widest_iteration, self._model, self._sampler, config, self.dtype)
         self.kv_plan = self._plan_blocks(config, self.hardware.left_free(widest))
         self.kv_pools = KVPools(sizes, self.kv_plan, self.device, self.dtype)
@@ -142,8 +142,7 @@ class TorchBackend:
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
-    def _make_graphs(self, config: EngineConfig) -> LayerGraphs:
-        longest = self.model_config.longest_request(config.max_model_len)
+    def _make_graphs(self, config: EngineConfig, longest: int) -> LayerGraphs:
         return LayerGraphs(
             self.hardware,
             self._model,
