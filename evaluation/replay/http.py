@@ -166,8 +166,9 @@ def replay_workload(
     ``request_timeout_s``. If no request in flight gets a token or ends for ``stall_timeout_s``, all unfinished requests
     fail; so they do at once when ``ended`` returns a reason why the server will answer no more. After ``duration_s``
     the unfinished requests are broken off; their records have the tokens so far.
-    ``stats["max_send_lag_s"]`` is this client's largest delay in sending a request. Measured latencies contain that
-    delay although the server did not cause it.
+    ``stats["max_send_lag_s"]`` is this client's largest delay in sending a latency-sensitive request. Measured
+    latencies contain that delay although the server did not cause it. ``stats["max_best_effort_send_lag_s"]`` is the
+    same of best-effort requests, if there are any.
     """
     replay = HttpReplay(server, workload, request_timeout_s, ended)
     return asyncio.run(replay.run(progress, stall_timeout_s, math.inf if duration_s is None else duration_s))
@@ -216,19 +217,31 @@ class HttpReplay:
         for stream in self.streams:
             if stream.finish_s is None:
                 stream.failure = end
-        lags = [stream.sent_s - stream.arrival_s for stream in self.streams if stream.sent_s is not None]
-        stats = {"max_send_lag_s": max(lags, default=0.0)}
+        stats = {"max_send_lag_s": self.max_send_lag_s(ServiceClass.LATENCY_SENSITIVE)}
+        if self.of_class(ServiceClass.BEST_EFFORT):
+            stats["max_best_effort_send_lag_s"] = self.max_send_lag_s(ServiceClass.BEST_EFFORT)
         return Replay(tuple(stream.record() for stream in self.streams), self.now(), stats)
 
+    def of_class(self, service_class: ServiceClass) -> list[Stream]:
+        return [stream for stream in self.streams if stream.request.service_class is service_class]
+
+    def max_send_lag_s(self, service_class: ServiceClass) -> float:
+        streams = self.of_class(service_class)
+        return max((stream.sent_s - stream.arrival_s for stream in streams if stream.sent_s is not None), default=0.0)
+
     async def send_all(self) -> None:
+        """Send each class by a task of its own, so that thousands of one class that arrive at once delay no other."""
         async with asyncio.TaskGroup() as group:
-            for stream in sorted(self.streams, key=lambda stream: stream.request.arrival_s):
-                wait_s = stream.request.arrival_s - self.now()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                await self.free.acquire()
-                task = group.create_task(self.complete(stream))
-                task.add_done_callback(lambda _: self.free.release())
+            for service_class in ServiceClass:
+                group.create_task(self.send_in_order(self.of_class(service_class), group))
+
+    async def send_in_order(self, streams: list[Stream], group: asyncio.TaskGroup) -> None:
+        """Begin at most one request in a pass of the event loop, which also serves the others in flight."""
+        for stream in sorted(streams, key=lambda stream: stream.request.arrival_s):
+            await asyncio.sleep(max(0.0, stream.request.arrival_s - self.now()))
+            await self.free.acquire()
+            task = group.create_task(self.complete(stream))
+            task.add_done_callback(lambda _: self.free.release())
 
     async def complete(self, stream: Stream) -> None:
         """Send a request and read its answer; any error becomes the failure of its record."""

@@ -141,7 +141,9 @@ class Engine:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
         try:
-            prompt = tuple(whole_number("token id", token) for token in prompt_token_ids)
+            prompt = tuple(prompt_token_ids)
+            if set(map(type, prompt)) != {int}:  # a tenth of the time of a check of each
+                prompt = tuple(whole_number("token id", token) for token in prompt)
         except ValueError as error:
             raise RequestRefused(str(error), "prompt") from None
         for about, tokens in (
@@ -149,8 +151,8 @@ class Engine:
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
             ("stop_token_ids", sampling.stop_token_ids),
         ):
-            unknown = next((t for t in tokens if not 0 <= t < self._vocab_size), None)
-            if unknown is not None:
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+                unknown = next(t for t in tokens if not 0 <= t < self._vocab_size)
                 message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
                 raise RequestRefused(message, about)
         arrival_s = self.now() if arrival_s is None else arrival_s

@@ -27,13 +27,22 @@ class ArrivalQueue(list[Request]):
     def younger_than(self, request: Request) -> list[Request]:
         return self[bisect_right(self, request.arrival_order, key=arrival_order) :]
 
-    def of_class(self, service_class: ServiceClass) -> list[Request]:
-        """The requests of one class, in order."""
-        if not self or self[0].service_class is self[-1].service_class is service_class:
+    def of_class(self, service_class: ServiceClass, most: int | None = None) -> list[Request]:
+        """The requests of one class, in order; of these the first ``most``."""
+        if most is None and (not self or self[0].service_class is self[-1].service_class is service_class):
             return self[:]
+        start, stop = self._range_of(service_class)
+        return self[start : stop if most is None else min(stop, start + most)]
+
+    def num_of_class(self, service_class: ServiceClass) -> int:
+        """The number of requests of one class, without a copy of them."""
+        start, stop = self._range_of(service_class)
+        return stop - start
+
+    def _range_of(self, service_class: ServiceClass) -> tuple[int, int]:
         rank = service_class.rank
-        start, stop = (bisect_left(self, (limit,), key=arrival_order) for limit in (rank, rank + 1))
-        return self[start:stop]
+        start = bisect_left(self, (rank,), key=arrival_order)
+        return start, bisect_left(self, (rank + 1,), start, key=arrival_order)
 
     def above_class(self, service_class: ServiceClass) -> list[Request]:
         """The requests of more urgent classes, in order."""

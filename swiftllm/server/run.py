@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from swiftllm.server.api.app import create_app
-from swiftllm.server.api.header_limits import LAST_BYTES_TIMEOUT_S, LimitedConnection
+from swiftllm.server.api.connection import LAST_BYTES_TIMEOUT_S, ClientConnection
 from swiftllm.server.observe.status import IterationRecorder
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
@@ -63,7 +63,7 @@ def make_server(
         create_app(service, settings, recorder),
         host=settings.host,
         port=settings.port,
-        http=LimitedConnection,
+        http=ClientConnection,
         ws="none",
         access_log=False,
         timeout_graceful_shutdown=math.ceil(LAST_BYTES_TIMEOUT_S) + 1,  # connections close themselves earlier

@@ -188,7 +188,7 @@ class OmniServeScheduler(OffloadScheduler):
         Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end:
         latency-sensitive ones by as many as cost little more than one, best-effort ones where not even one fits.
         """
-        waiting = self.waiting.of_class(service_class)[:PROMPTS_LOOKED_AT]
+        waiting = self.waiting.of_class(service_class, PROMPTS_LOOKED_AT)
         running = self.prefilling.of_class(service_class)
         requests = [*sorted(running, key=lambda request: self.decode_tiers.index(request.tier)), *waiting]
         prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]

@@ -14,6 +14,7 @@ from swiftllm import __version__
 from swiftllm.core.request import ServiceClass
 from swiftllm.server.api.chat import answer_chat
 from swiftllm.server.api.completions import answer_completion
+from swiftllm.server.api.connection import LIKELY_CLASS
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.event_writer import SERVER_SEND
@@ -48,7 +49,7 @@ class Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._request_starts.wait_for_start()
+            await self._request_starts.wait_for_start(scope.get(LIKELY_CLASS, ServiceClass.LATENCY_SENSITIVE))
             scope[SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
@@ -57,7 +58,7 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
-    starts = RequestStarts(lambda: service.is_serving)
+    starts = RequestStarts(lambda: service.is_serving, lambda: service.has_open(ServiceClass.LATENCY_SENSITIVE))
     app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app, metrics)
     app.include_router(open_routes(context))
@@ -89,7 +90,8 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
             body.check_fields()
-            if body.service_class is ServiceClass.BEST_EFFORT:
+            has_waited = request.scope.get(LIKELY_CLASS) is ServiceClass.BEST_EFFORT
+            if body.service_class is ServiceClass.BEST_EFFORT and not has_waited:
                 await starts.wait_for_start(body.service_class)
         return body
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ class Generation:
     def __init__(
         self, context: ServingContext, name: str, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int
     ) -> None:
-        self.request_id = f"{name}-{uuid.uuid4().hex}"
+        self.request_id = f"{name}-{random.getrandbits(128):032x}"  # the system's randomness would cost the lock
         self.prompts = prompts
         self._service = context.service
         sampling = body.sampling(max_tokens)

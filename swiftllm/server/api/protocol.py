@@ -291,4 +291,4 @@ class DetokenizeRequest(Lenient):
 
 def is_list_of(kind: type, value: Any) -> bool:
     """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
-    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {kind}

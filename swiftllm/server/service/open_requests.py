@@ -92,6 +92,10 @@ class OpenRequests:
             self._orders += entries
             self.lock.notify_all()
 
+    def has_open(self, service_class: ServiceClass) -> bool:
+        """Whether requests of a class are open."""
+        return self._num_open[service_class] > 0
+
     def _retry_after_s(self, num_requests: int, service_class: ServiceClass) -> int:
         """Seconds that so many requests take to end at the rate of the last of their class; 1 before any has ended."""
         end_times_s = self._end_times_s[service_class]

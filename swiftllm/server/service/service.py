@@ -165,6 +165,10 @@ class EngineService:
         """Whether tokens are on their way to an event loop, or from it to clients."""
         return any(dispatcher.is_serving for dispatcher in list(self._dispatchers.values()))
 
+    def has_open(self, service_class: ServiceClass) -> bool:
+        """Whether requests of a class are waiting or running. From any thread."""
+        return self._open_requests.has_open(service_class)
+
     def snapshot(self) -> Snapshot:
         """The state after the last step. From any thread."""
         return self._loop.snapshot()

@@ -118,10 +118,10 @@ def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, ClassC
     tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
     return {
         service_class.value: ClassCounts(
-            waiting=len(scheduler.waiting.of_class(service_class))
+            waiting=scheduler.waiting.num_of_class(service_class)
             + sum(request.service_class is service_class for request in held),
-            running_gpu=len(scheduler.running[Tier.GPU].of_class(service_class)),
-            running_cpu=len(scheduler.running[Tier.CPU].of_class(service_class)),
+            running_gpu=scheduler.running[Tier.GPU].num_of_class(service_class),
+            running_cpu=scheduler.running[Tier.CPU].num_of_class(service_class),
             output_tokens=tokens[service_class],
         )
         for service_class in ServiceClass

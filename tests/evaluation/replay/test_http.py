@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 
 from apex.replay.metrics import compute_metrics
-from evaluation.replay.http import replay_workload, spread_over
-from evaluation.replay.server import ServerNotReady, connect_server
+from evaluation.replay.http import HttpReplay, replay_workload, spread_over
+from evaluation.replay.server import Server, ServerNotReady, connect_server
 from swiftllm.core.request import ServiceClass
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload
@@ -192,3 +193,40 @@ def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests() -> No
     assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 1)
     in_window = sum(time_s <= 1.0 for time_s in cut.token_times_s)
     assert metrics["latency_sensitive_output_tokens"] == 2 + in_window
+
+
+BEST_EFFORT = (4, 1, 0.0, ServiceClass.BEST_EFFORT)
+
+
+def test_best_effort_requests_begin_one_by_one_beside_the_others(monkeypatch):
+    """In passes of the client's event loop. Each of the requests in flight would take its time of a pass."""
+    begun, num_passes = [], 0
+
+    async def complete(replay, stream):
+        begun.append((stream.request.service_class, num_passes))
+
+    async def count():
+        nonlocal num_passes
+        while True:
+            num_passes += 1
+            await asyncio.sleep(0)
+
+    async def run():
+        replay = HttpReplay(Server("none", "http://none", "none"), workload(*[BEST_EFFORT] * 20, (4, 1, 0.0)), 1.0, str)
+        replay.start_s = time.perf_counter()
+        counting = asyncio.create_task(count())
+        await replay.send_all()
+        counting.cancel()
+
+    monkeypatch.setattr(HttpReplay, "complete", complete)
+    asyncio.run(run())
+    passes = [number for service_class, number in begun if service_class is ServiceClass.BEST_EFFORT]
+    assert len(set(passes)) == 20 and [one for one, _ in begun].index(ServiceClass.LATENCY_SENSITIVE) < 3
+
+
+def test_the_send_lag_of_each_class():
+    result, sent = replayed(token_by_token, *[BEST_EFFORT] * 20, (4, 1, 0.0))
+    assert [record.failure for record in result.records] == [None] * 21
+    assert sum("priority" in body for _, body in sent) == 20
+    assert result.stats.keys() == {"max_send_lag_s", "max_best_effort_send_lag_s"}
+    assert 0 <= result.stats["max_send_lag_s"] <= result.stats["max_best_effort_send_lag_s"]

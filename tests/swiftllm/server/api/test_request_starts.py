@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+
+import pytest
 
 from swiftllm.core.request import ServiceClass
-from swiftllm.server.api.request_starts import MAX_LOOP_PASSES_HELD, RequestStarts
+from swiftllm.server.api.request_starts import BEST_EFFORT_SHARE, MAX_LOOP_PASSES_HELD, RequestStarts, likely_class
+
+URGENT, REST = ServiceClass
 
 
 class Clock:
@@ -88,5 +93,61 @@ def test_best_effort_tasks_let_later_ones_go_first() -> None:
         busy = False
         await asyncio.wait_for(asyncio.gather(*tasks), 10.0)
         assert order == ["first", "urgent-0", "urgent-1", "urgent-2", "rest-0", "rest-1", "rest-2"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "service_class"),
+    [
+        ({}, URGENT),
+        ({"priority": 0}, URGENT),
+        ({"priority": -1}, URGENT),
+        ({"priority": None, "service_tier": None}, URGENT),
+        ({"priority": 12}, REST),
+        ({"service_tier": "flex"}, REST),
+        ({"service_tier": "default"}, URGENT),
+        ({"prompt": '"priority": 1, "service_tier": "flex"'}, URGENT),
+    ],
+)
+@pytest.mark.parametrize("style", [{}, {"indent": 2}, {"separators": (",", ":")}])
+def test_the_likely_class_of_a_body(fields, service_class, style):
+    body = {"prompt": "a", "stream": True, **fields, "max_tokens": 1}
+    assert likely_class(bytearray(json.dumps(body, **style).encode())) is service_class
+
+
+async def passes(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_best_effort_tasks_take_their_share_beside_open_requests_and_hold_up_no_other() -> None:
+    """A task takes a second by the clock. No real time matters: a rest of a second outlasts the passes."""
+    now_s, has_urgent, order = 0.0, True, []
+
+    async def run() -> None:
+        nonlocal now_s, has_urgent
+        starts = RequestStarts(lambda: False, lambda: has_urgent, lambda: now_s)
+
+        async def task(name: str, service_class: ServiceClass) -> None:
+            nonlocal now_s
+            await starts.wait_for_start(service_class)
+            order.append(name)
+            now_s += 1.0
+
+        rest = [asyncio.create_task(task(f"rest-{i}", REST)) for i in range(4)]
+        await passes(50)
+        assert order == ["rest-0"]  # the loop rests for three seconds
+        await asyncio.wait_for(task("urgent", URGENT), 10.0)
+        await passes(50)
+        assert order == ["rest-0", "urgent"]  # two are left
+        now_s += 1 / BEST_EFFORT_SHARE - 2
+        await asyncio.wait_for(task("urgent", URGENT), 10.0)
+        await passes(50)
+        assert order == ["rest-0", "urgent", "urgent", "rest-1"]
+        has_urgent = False
+        await asyncio.wait_for(task("last", URGENT), 10.0)  # a pass ends the rest
+        await asyncio.wait_for(asyncio.gather(*rest), 10.0)
+        assert order[4:] == ["last", "rest-2", "rest-3"]
 
     asyncio.run(run())

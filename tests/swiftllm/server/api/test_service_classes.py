@@ -2,21 +2,27 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
+from swiftllm.scheduling.arrival_queue import ArrivalQueue
+from swiftllm.server.api import app
 from swiftllm.server.api.errors import as_api_error
+from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.service.open_requests import QueueFull
 from swiftllm.server.service.service import NewRequest, ServiceLimits
+from swiftllm.server.service.snapshot import take_snapshot
 from tests.reference.fake_engine import fake_engine, flat_table
-from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, wait_for
+from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, request_bytes, wait_for
 from tests.swiftllm.server.http_server import Gate
 from tests.swiftllm.server.serving import TIMEOUT_S, read_all, with_service
 
@@ -144,3 +150,82 @@ def test_a_request_that_cannot_keep_its_target_is_told_when_to_come_again():
         assert counts["ttft", "refused"] == len(refusals)
 
     with_service(engine, client)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "body-after-head"])
+def test_a_request_that_comes_after_many_best_effort_ones_is_parsed_and_submitted_before_them(split, monkeypatch):
+    """All are there before the event loop goes on. It begins one of them in each pass, once it knows the class."""
+    with gated(max_queued_best_effort=60, num_gpu_blocks=64) as (server, gate, watched), ExitStack() as stack:
+        submitted, submit = [], server.service.submit
+
+        def record(requests):
+            submitted.extend(request.service_class for request in requests)
+            return submit(requests)
+
+        parsed = []
+        monkeypatch.setattr(app, "parse_body", lambda kind, data: parsed.append(data) or parse_body(kind, data))
+        server.service.submit = record
+        assert server.http.get("/health").status_code == 200
+        blocked, go_on = threading.Event(), threading.Event()
+
+        def block():
+            blocked.set()
+            assert go_on.wait(TIMEOUT_S)
+
+        connections = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(41)]
+        assert server.http.get("/health").status_code == 200  # they are accepted
+        messages = [request_bytes({"prompt": [5], "max_tokens": 1, "priority": 1})] * 40
+        messages.append(request_bytes({"prompt": [5], "max_tokens": 1}))
+        heads = [message.index(b"\r\n\r\n") + 4 if split else 0 for message in messages]
+        for connection, message, head in zip(connections, messages, heads, strict=True):
+            connection.sendall(message[:head])
+        assert server.http.get("/health").status_code == 200
+        server.server.servers[0].get_loop().call_soon_threadsafe(block)
+        assert blocked.wait(TIMEOUT_S)
+        for connection, message, head in zip(connections, messages, heads, strict=True):
+            connection.sendall(message[head:])
+        go_on.set()
+        for _ in messages:
+            wait_for(watched.submitted)
+        assert submitted.count(BE) == 40 and submitted.index(LS) < 4
+        assert [b"priority" in data for data in parsed].index(False) < 4
+        gate.open()
+        for connection in connections:
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_class_of_a_body_that_began_before_it_was_complete_is_known_once_it_is_parsed():
+    large = {"prompt": [5], "max_tokens": 1, "user": "x" * 100_000, "service_tier": "flex"}
+    with gated() as (server, gate, _):
+        gate.open()
+        assert server.post(COMPLETIONS, large).json()["service_tier"] == "flex"
+        assert server.post(COMPLETIONS, {"user": {"priority": 1}, "prompt": [5]}).status_code == 400
+
+
+def test_an_iteration_looks_at_few_of_five_thousand_waiting_requests():
+    """Counted are the requests that are read from queues, of one step and the snapshot after it."""
+    looked_at = 0
+
+    class Counting(ArrivalQueue):
+        def __getitem__(self, index):
+            nonlocal looked_at
+            item = super().__getitem__(index)
+            looked_at += len(item) if isinstance(index, slice) else 1
+            return item
+
+        def __iter__(self):
+            nonlocal looked_at
+            looked_at += len(self)
+            return super().__iter__()
+
+    engine = fake_engine("omniserve", num_gpu_blocks=16, num_cpu_blocks=16, max_tokens=64)
+    engine.scheduler.waiting = Counting()
+    short = SamplingParams(max_tokens=8, ignore_eos=True)
+    for number in range(5000):
+        engine.add_request(f"b{number}", (2, 3), short, service_class=BE)
+    engine.add_request("u", (2, 3), short)
+    for _ in range(20):
+        looked_at = 0
+        engine.step()
+        assert take_snapshot(engine, (), 0).classes[BE.value].waiting > 4900
+        assert looked_at < 500

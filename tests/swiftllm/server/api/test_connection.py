@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from swiftllm.server.api import header_limits
+from swiftllm.server.api import connection
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
@@ -81,7 +81,7 @@ def test_a_body_that_never_ends_does_not_hold_up_the_end(caplog):
 
 
 def test_an_answer_that_nobody_reads_does_not_hold_up_the_end(caplog, monkeypatch):
-    monkeypatch.setattr(header_limits, "LAST_BYTES_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(connection, "LAST_BYTES_TIMEOUT_S", 0.0)
     with running(fake_service()) as server, socket.socket() as client:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # hands it on to its connections
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
