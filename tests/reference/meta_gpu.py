@@ -7,16 +7,14 @@ memory-efficient kernel does: the mask as numbers, padded to eight columns, and 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import swiftllm.ops.triton.ops as triton_ops
 from swiftllm.ops.triton.ops import TritonOps
+from tests.reference.counted_memory import CountedMemory
 
 DEVICE = torch.device("meta")
 MASK_COLUMNS = 8
@@ -37,18 +35,16 @@ class MetaStream:
     def synchronize(self) -> None: ...
 
 
-class MetaGpu(TorchDispatchMode):
-    """Attributes: ``allocated`` and ``peak`` bytes; ``compute``, a stream; what a sampler needs of a device."""
+class MetaGpu(CountedMemory):
+    """Attributes beside the counts: ``compute``, a stream; what a sampler needs of a device."""
 
     torch_device = DEVICE
     compute = MetaStream()
 
     def __init__(self, total_bytes: int, context_bytes: int = 0) -> None:
         """``context_bytes`` are taken by CUDA itself."""
-        super().__init__()
+        super().__init__(DEVICE.type)
         self.total_bytes, self.context_bytes = total_bytes, context_bytes
-        self.allocated = self.peak = 0
-        self._known: set[int] = set()
 
     def ops(self, capability: int, num_multiprocessors: int) -> TritonOps:
         return TritonOps(DEVICE, capability, num_multiprocessors)
@@ -76,25 +72,6 @@ class MetaGpu(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patches.undo()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE.type:
-                self._count(leaf.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.allocated += storage.nbytes()
-            self.peak = max(self.peak, self.allocated)
-            weakref.finalize(storage, self._give_back, key, storage.nbytes())
-
-    def _give_back(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.allocated -= num_bytes
 
 
 def _attention(

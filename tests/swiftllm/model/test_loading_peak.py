@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.host import HostDevice
@@ -25,37 +23,10 @@ from swiftllm.model.placement import Place, Placement
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.interface import Linear
 from swiftllm.ops.reference import ReferenceOps
+from tests.reference.counted_memory import CountedMemory
 
 LAYERS = 4
 CHUNK_BYTES = 10_000
-
-
-class HostMemory(TorchDispatchMode):
-    """Counts the bytes of tensors on the host, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                self._count(leaf.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.allocated += storage.nbytes()
-            self.peak = max(self.peak, self.allocated)
-            weakref.finalize(storage, self._give_back, key, storage.nbytes())
-
-    def _give_back(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.allocated -= num_bytes
 
 
 class StreamWithoutSlots:
@@ -111,7 +82,7 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
     model = ModelConfig.from_folder(model_dir)
     placement = Placement((place,) * (LAYERS + 1))
     config, device = EngineConfig(str(model_dir)), HostDevice()
-    with HostMemory() as memory:
+    with CountedMemory("cpu") as memory:
         provider = open_placed_weights(config, model, dtype, ReferenceOps(), placement, device, Packs())
         peak = memory.peak
     # The largest tensors of the file, which has 32 bits: gate, up, down. Gate and up are one matrix.
