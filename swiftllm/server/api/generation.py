@@ -18,6 +18,9 @@ from swiftllm.server.api.output_text import OutputText, Piece
 from swiftllm.server.api.protocol import GenerationRequest
 from swiftllm.server.service.service import Delta, NewRequest, TokenStream
 
+# Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
+ID_BITS = random.Random()
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -51,7 +54,7 @@ class Generation:
     def __init__(
         self, context: ServingContext, name: str, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int
     ) -> None:
-        self.request_id = f"{name}-{random.getrandbits(128):032x}"  # the system's randomness would cost the lock
+        self.request_id = f"{name}-{ID_BITS.getrandbits(128):032x}"
         self.prompts = prompts
         self._service = context.service
         sampling = body.sampling(max_tokens)
