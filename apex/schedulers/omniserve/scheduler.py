@@ -98,12 +98,12 @@ class OmniServeScheduler(OffloadScheduler):
         )
         waited_s = self.now() - request.arrival_s
         expected_s = waited_s + first_token_s(self.model, self.slo, backlog, self.limits.max_num_batched_tokens)
-        late_s = expected_s - self.slo.ttft_s
+        late_s = expected_s - self.slo.first_token_s
         if late_s > 0:
-            about = f"about {expected_s:.1f} s, " if isfinite(late_s) else ""
+            expected = f"is expected after {expected_s:.1f} s" if isfinite(late_s) else "cannot be predicted now"
             raise RequestRefusedForNow(
-                f"the first token would take {about}more than the target of {self.slo.ttft_s:g} s: "
-                "try again later, or ask for best effort",
+                f"the first token {expected}, and the target of {self.slo.ttft_s:g} s less its margin is "
+                f"{self.slo.first_token_s:g} s: try again later, or ask for best effort",
                 retry_after_s=late_s if isfinite(late_s) else self.slo.ttft_s,
             )
 

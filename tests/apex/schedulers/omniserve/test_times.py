@@ -46,8 +46,9 @@ DECODES = LaneLoad(tokens=4, requests=4, decodes=4, decode_context=2000, chunks=
 SLO = Slo(ttft_s=1.0, tpot_s=0.05, margin=0.2)
 
 
-def test_the_limit_of_an_iteration() -> None:
+def test_the_margin_of_both_targets() -> None:
     assert SLO.iteration_s == pytest.approx(0.04)
+    assert SLO.first_token_s == pytest.approx(0.8)
 
 
 def test_an_iteration() -> None:
