@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import shutil
@@ -34,6 +35,11 @@ _limits = _Limits()
 def limit_use(*, of_host: float, of_card: float) -> None:
     """From now on report only these parts of the host's memory and quota of cores, and of a card's memory."""
     _limits.of_host, _limits.of_card = of_host, of_card
+
+
+def gib_rounded_up(size: float) -> str:
+    """Bytes in GiB with two decimals, for limits that hold at least so much."""
+    return f"{math.ceil(size / GIB * 100) / 100:.2f}"
 
 
 def card_share() -> float:

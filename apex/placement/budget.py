@@ -11,7 +11,8 @@ from typing import Protocol
 
 from apex.placement.costs import BoundaryCost, CopyEffect
 from apex.placement.formulas import batch_s
-from apex.placement.search import Choice, choose_exactly, choose_placement
+from apex.placement.search import Choice, choose_exactly, choose_placement, least_gpu_bytes
+from swiftllm.machine import GIB, gib_rounded_up
 from swiftllm.model.placement import Place
 
 CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the best is taken for an estimate
@@ -126,8 +127,18 @@ def estimate_budget(machine: Machine, weight_bytes: float, load: Load) -> Estima
     """The highest rate with so many bytes of weights on the GPU, over parts of the CPU tier that are in use.
 
     Raises:
-        ValueError: the weights fit neither GPU nor host, or leave no room for a request.
+        ValueError: the weights fit neither GPU nor host, or leave no room for a request; or so many bytes are too
+            few, and the message names the least that work.
     """
+    least_bytes = machine.other_bytes + least_gpu_bytes(machine.boundary_bytes, load.cpu_computes)
+    if weight_bytes < least_bytes:
+        least = gib_rounded_up(least_bytes)
+        estimate_budget(machine, float(least) * GIB, load)  # raises what is in the way of so many, too
+        raise ValueError(
+            f"{weight_bytes / GIB:.2f} GiB of GPU memory for weights do not hold embedding, vocabulary and norms, "
+            f"which stay on the GPU{'' if load.cpu_computes else ', and the slots of streamed weights'}: give at "
+            f"least {least} (--weights-gpu-memory {least}), or auto"
+        )
     gpu_kv_bytes = machine.gpu_kv_bytes(weight_bytes)
     gpu_bytes = weight_bytes - machine.other_bytes
     request_bytes = machine.kv_bytes_per_token * load.context
@@ -140,7 +151,7 @@ def estimate_budget(machine: Machine, weight_bytes: float, load: Load) -> Estima
             estimates.append(_estimate(machine, weight_bytes, on_gpu, on_cpu, load))
     if not estimates:
         raise ValueError(
-            f"{weight_bytes / 2**30:.2f} GiB of weights leave no room for the KV cache of a request of "
+            f"{weight_bytes / GIB:.2f} GiB of weights leave no room for the KV cache of a request of "
             f"{load.context:g} tokens: take a smaller --weights-gpu-memory, or auto"
         )
     return max(estimates, key=lambda estimate: estimate.tokens_per_s)

@@ -9,7 +9,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES
 from swiftllm.kv.fit import memory_fit
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, boundary_bytes
-from swiftllm.machine import GIB, available_host_bytes
+from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config import ModelConfig
 
 
@@ -51,7 +51,7 @@ class EngineMemory:
         if gpu_bytes < 0:
             raise ValueError(
                 f"weights_gpu_memory={memory_gib:g} GiB is less than embedding, vocabulary and norms, which stay on "
-                f"the GPU: give at least {self.other_bytes / GIB:.2f}, or take a smaller model"
+                f"the GPU: give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
             )
         off_gpu_bytes = sum(self.boundary_bytes) - gpu_bytes
         if off_gpu_bytes > self.host_bytes:

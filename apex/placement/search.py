@@ -176,6 +176,12 @@ def iteration_s(
     return clock_s - start_s
 
 
+def least_gpu_bytes(sizes: Sequence[float], cpu_computes: bool) -> float:
+    """GPU memory without which no placement of boundaries of these bytes fits: that of slots, or of all boundaries if
+    they take less. The CPU needs none."""
+    return 0.0 if cpu_computes else min(SLOTS * max(sizes), sum(sizes))
+
+
 def _placements_that_fit(sizes: Sequence[float], gpu_bytes: float, cpu_computes: bool) -> Iterator[Placement]:
     """One placement for each number of streamed boundaries: as many resident ones as fit, the others on the CPU.
 

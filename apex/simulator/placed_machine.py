@@ -17,7 +17,7 @@ from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row,
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
 from apex.simulator.predicted_machine import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, PredictedMachine
-from apex.simulator.quantised_weights import packed_bytes
+from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
 from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
 from swiftllm.model.placement import Place, Placement
 
@@ -92,7 +92,8 @@ class WeightPlacer:
         cpu_gb_s = float(machine.table.identity["cpu_attention_gb_s"])
         self.rates = Rates(self.interconnect.bytes_per_s, cpu_gb_s * 1e9, self.interconnect.dram_bytes_per_s)
         self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * self._itemsize
-        self._cpu_linear = cpu_linear_curve(machine.host, shape, self._itemsize)
+        plain = cpu_linear_curve(machine.host, shape, self._itemsize)
+        self._cpu_linear = plain if scheme is None else with_quantised_weights_on_cpu(plain, machine.host)
         self._usable_bytes = machine.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE
         self._model = PerfModel(machine.table, layers)
 
@@ -206,8 +207,7 @@ class WeightPlacer:
 def cpu_linear_curve(host: Host, shape: LayerShape, itemsize: int) -> Curve:
     """Seconds over rows in which a host's cores compute a layer's weights: reading them, then multiplying.
 
-    Weights are read in ``itemsize`` bytes an element, 4-bit ones too. The engine reads these packed, so the prediction
-    of their reading is too long.
+    Weights have ``itemsize`` bytes an element.
     """
     read_s = shape.gemm_weights * itemsize / (host_read_gb_s(host) * 1e9 * host["cpu_linear_read_fraction"])
     row_s = 2 * shape.gemm_weights / (host["cores"] * host["cpu_linear_gflops_per_core"] * 1e9)

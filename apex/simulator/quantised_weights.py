@@ -1,8 +1,10 @@
-"""Predicted times of layers with 4-bit weights, from those with 16-bit weights. Nothing here was measured.
+"""Predicted times of layers with 4-bit weights, from those with 16-bit weights. On GPUs nothing was measured.
 
 Up to ``MOST_QUANTISED_ROWS`` rows a kernel multiplies codes. It reads them at a share of the rate at which 16-bit
 weights are read, the figure ``int4_read_fraction``, and multiplies as fast as a library does. With more rows the matrix
 is written out in 16 bits first. For a T4 that assumes a kernel which the engine does not have (docs/weights.md).
+
+On a CPU the times are divided by figures measured on one core, ``cpu_int4_gain_<rows>``.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 from math import hypot, sqrt
 
 from apex.perf.model import Curve
-from apex.simulator.hardware import Gpu, LayerShape, closest_layer
+from apex.simulator.hardware import Gpu, Host, LayerShape, closest_layer
 from swiftllm.model.quantised.scheme import QuantisationScheme
 
 MOST_QUANTISED_ROWS = 128  # as in swiftllm.ops.triton.ops, which needs Triton
+CPU_GAIN_ROWS = (1, 2, 4, 8, 16, 128)  # of the figures cpu_int4_gain_<rows>; the last holds beyond
 CODE_BITS, GROUP_BITS = 4, 24  # of an element; of the scale and the zero point of a group
 
 
@@ -36,6 +39,17 @@ def with_quantised_weights(
     most = MOST_QUANTISED_ROWS
     sizes = sorted({*linear.sizes, *(size for size in (most, most + 1) if linear.sizes[0] < size < linear.sizes[-1])})
     return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
+
+
+def with_quantised_weights_on_cpu(linear: Curve, host: Host) -> Curve:
+    """Seconds over rows in which a host's cores multiply with 4-bit weights; ``linear`` is that with 16-bit weights.
+
+    A host's figure ``cpu_int4_gain_<rows>`` is the time of 16-bit weights over that of 4-bit ones, without a unit.
+    Between these numbers of rows times are interpolated.
+    """
+    gains = {rows: host[f"cpu_int4_gain_{rows}"] for rows in CPU_GAIN_ROWS}
+    gains |= {rows: gains[CPU_GAIN_ROWS[-1]] for rows in linear.sizes if rows > CPU_GAIN_ROWS[-1]}
+    return Curve(tuple(gains), tuple(linear(rows) / gain for rows, gain in gains.items()))
 
 
 def elementwise_s(gpu: Gpu, shape: LayerShape, tokens: float, linear: Curve, full_read_s: float) -> float:

@@ -30,8 +30,8 @@ MACHINES = {
 
 
 @functools.cache
-def placer_of(name: str) -> WeightPlacer:
-    return WeightPlacer(predict_machine(*MACHINES[name], "float16"), BLOCK)
+def placer_of(name: str, weights: str = "auto") -> WeightPlacer:
+    return WeightPlacer(predict_machine(*MACHINES[name], "float16", weights=weights), BLOCK)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):
     with pytest.raises(ValueError, match="without a GPU"):
         place_weights(config_for(model_dir, 1.0, device="cpu"))
     with fake_gpu(0):
-        with pytest.raises(ValueError, match=r"give at least 0\.00, or take a smaller model"):
+        with pytest.raises(ValueError, match=r"give at least 0\.01, or take a smaller model"):
             place_weights(replace(config_for(model_dir, 1.0), weights_gpu_memory=0.0))
         monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB // 2 + 1000)
         with pytest.raises(ValueError, match="take 4-bit weights, a host with more memory"):

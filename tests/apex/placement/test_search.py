@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 
+from apex.placement.budget import Load
 from apex.placement.costs import BoundaryCost
 from apex.placement.formulas import batch_s, hidden_kv_bytes, one_request_s, split_s
 from apex.placement.search import choose_exactly, choose_placement, iteration_s
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
+from swiftllm.machine import GIB
 from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
-from tests.apex.placement.placements import BLOCK, MACHINES, decode
+from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
 
 LAYERS = 4
 COSTS = [BoundaryCost(weight_bytes=100.0, gpu_s=0.1, cpu_s=3.0, stream_s=2.0)] * 6
@@ -98,3 +101,16 @@ def test_formulas() -> None:
     assert batch_s(100.0, hidden, 0.0, 20.0, 30.0, 50.0) == pytest.approx(5.0)
     assert batch_s(100.0, 1.1 * hidden, 0.0, 20.0, 30.0, 50.0) > 5.0
     assert split_s(1.0, 2.0, 3.0) == 3.0
+
+
+@pytest.mark.parametrize("cpu_computes", [True, False])
+def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bool) -> None:
+    placer, load = placer_of("t4"), Load(200, 1000, 64, offloads=True, cpu_computes=cpu_computes)
+    slots = 0 if cpu_computes else SLOTS * max(placer.boundary_bytes)
+    with pytest.raises(ValueError, match=r"0\.00 GiB .* stay on the GPU.*: give at least .*, or auto$") as refusal:
+        placer.place(0, load)
+    least = float(re.search(r"--weights-gpu-memory (\S+)\)", str(refusal.value))[1])
+    assert 0 <= least - (placer.other_bytes + slots) / GIB <= 0.01
+    assert placer.place(least, load).num_cpu_blocks > 0
+    with pytest.raises(ValueError, match=f"give at least {least:.2f} "):
+        placer.place(least - 0.01, load)

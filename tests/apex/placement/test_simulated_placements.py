@@ -39,10 +39,10 @@ def test_a_batch_takes_the_longest_of_stream_cpu_and_gpu(machine: str, system: s
     assert found.tokens == requests
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_one_request_keeps_link_and_cpu_at_work(machine: str) -> None:
+@pytest.mark.parametrize(("machine", "weights"), [*((name, "auto") for name in MACHINES), ("t4", "int4")])
+def test_one_request_keeps_link_and_cpu_at_work(machine: str, weights: str) -> None:
     """(W + b G) / (beta + b): nothing is resident, and as much is streamed as crosses while the CPU works."""
-    placer = placer_of(machine)
+    placer = placer_of(machine, weights)
     link, model = placer.interconnect, PerfModel(placer.machine.table, placer.machine.model.num_layers)
     costs, effect = placer.costs(1), placer.copy_effect
     read_s = costs[1].cpu_s / cpu_read_bytes_per_s(1.0, link.bytes_per_s, link.dram_bytes_per_s)

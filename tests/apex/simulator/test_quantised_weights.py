@@ -10,16 +10,23 @@ import pytest
 
 from apex.cli import main
 from apex.simulator.calibrated_profile import hardware_profile, linear_curve
-from apex.simulator.hardware import Gpu, LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.hardware import Gpu, Host, LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.placed_machine import WeightPlacer, cpu_linear_curve
 from apex.simulator.predicted_machine import INT4, predict_machine
-from apex.simulator.quantised_weights import MOST_QUANTISED_ROWS, packed_bytes, with_quantised_weights
+from apex.simulator.quantised_weights import (
+    CPU_GAIN_ROWS,
+    MOST_QUANTISED_ROWS,
+    packed_bytes,
+    with_quantised_weights,
+    with_quantised_weights_on_cpu,
+)
 from swiftllm.kv.sizing import weight_bytes
 
 LLAMA_7B = load_model_config("llama-2-7b")
 SHAPE = LayerShape.from_config(LLAMA_7B)
 
 
-def with_figure(gpu: Gpu, name: str, value: float) -> Gpu:
+def with_figure(gpu: Gpu | Host, name: str, value: float) -> Gpu | Host:
     return replace(gpu, figures={**gpu.figures, name: replace(gpu.figures[name], value=value)})
 
 
@@ -91,3 +98,25 @@ def test_times_of_16_bit_weights_know_nothing_of_the_assumption() -> None:
         hardware_profile(with_figure(gpu, "int4_read_fraction", share), host, model).linear(1) for share in (0.5, 0.9)
     )
     assert table.linear(1) > slow > fast
+
+
+def test_4_bit_weights_on_a_cpu_take_what_was_measured() -> None:
+    """Gains of docs/weights.md; beyond 128 rows the last one."""
+    host = load_host("g4dn-4xlarge")
+    plain = cpu_linear_curve(host, SHAPE, 2)
+    ours = with_quantised_weights_on_cpu(plain, host)
+    for rows, gain in zip((*CPU_GAIN_ROWS, 4096), (2.5, 1.8, 1.5, 1.0, 0.95, 0.9, 0.9), strict=True):
+        assert plain(rows) / ours(rows) == pytest.approx(gain, rel=1e-12)
+    assert plain(1) / ours(1) <= SHAPE.gemm_weights * 2 / packed_bytes(SHAPE, INT4), "faster than the bytes can be read"
+    assert list(ours.seconds) == sorted(ours.seconds)
+
+
+def test_boundaries_of_a_cpu_are_predicted_by_what_their_weights_are() -> None:
+    full, packed = (
+        WeightPlacer(predict_machine("t4", "g4dn-4xlarge", "llama-2-13b", "float16", weights=weights), 16)
+        for weights in ("auto", "int4")
+    )
+    for rows, gain in ((1, 2.5), (128, 0.9)):
+        assert full.costs(rows)[1].cpu_s / packed.costs(rows)[1].cpu_s == pytest.approx(gain, rel=1e-12)
+    slower = replace(full.machine, host=with_figure(full.machine.host, "cpu_int4_gain_1", 1.0))
+    assert WeightPlacer(slower, 16).costs(1) == full.costs(1)
