@@ -35,14 +35,43 @@ class PackedTensor:
 
     def write(self, first: int, rows: torch.Tensor) -> None:
         """Put ``rows`` at row ``first``, converted to the dtype."""
-        chunk_bytes = len(self.chunks[0])
-        position = self._start + first * self._row_bytes
         data = rows.to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
+        self._write_bytes(self._start + first * self._row_bytes, data)
+
+    def _write_bytes(self, position: int, data: torch.Tensor) -> None:
+        chunk_bytes = len(self.chunks[0])
         while len(data):
             number, start = divmod(position, chunk_bytes)
             room = self.chunks[number][start : start + len(data)]
             room.copy_(data[: len(room)])
             data, position = data[len(room) :], position + len(room)
+
+    def write_columns(self, first: int, columns: torch.Tensor) -> None:
+        """Put ``columns [rows, n]`` at column ``first``, converted to the dtype."""
+        columns = columns.to("cpu", self.dtype).contiguous()
+        data = columns.view(torch.uint8)  # [rows, bytes]
+        start, chunk_bytes = self._start + first * self.dtype.itemsize, len(self.chunks[0])
+        row, width = 0, data.shape[1]
+        while row < len(data):
+            number, position = divmod(start + row * self._row_bytes, chunk_bytes)
+            chunk = self.chunks[number]
+            whole = max(0, (len(chunk) - position - width) // self._row_bytes + 1)  # rows that end in this chunk
+            if whole:
+                whole = min(whole, len(data) - row)
+                chunk.as_strided((whole, width), (self._row_bytes, 1), chunk.storage_offset() + position).copy_(
+                    data[row : row + whole]
+                )
+                row += whole
+            else:
+                room = len(chunk) - position
+                chunk[position:].copy_(data[row, :room])
+                self._write_bytes((number + 1) * chunk_bytes, data[row, room:])
+                row += 1
+
+    def read(self) -> torch.Tensor:
+        """A copy in one piece."""
+        data = torch.cat(list(self.chunks))[self._start : self._start + self.nbytes].clone()
+        return data.view(self.dtype).view(self.shape)
 
     def split(self, sizes: Sequence[int]) -> list[PackedTensor]:
         """Views of so many rows each, one after the other."""

@@ -201,6 +201,7 @@ class LlamaWeights:
                 },
                 matrix.in_features,
                 of_whole.in_features,
+                partial(_new, on_host.get(matrix.boundary(index)), device),
                 partial(_keep, layer, matrix.name, on_host.get(matrix.boundary(index))),
                 "cpu" if matrix.boundary(index) in on_host else device,
             )
@@ -234,6 +235,8 @@ def load_weights(
     if config.quantisation is not None:
         wanted = weights.fused_places(part.sizes, device, on_host, config)
         quantised = QuantisedCollector(config.quantisation, wanted, dtype, part.slices)
+        for name, tensor in _read_tensors(Path(folder)) if config.quantisation.ordered else ():
+            quantised.look_ahead(name, tensor)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
@@ -298,6 +301,12 @@ def dummy_weights(
             matrix.zeros.fill_(8)
             place.put(matrix)
     return weights
+
+
+def _new(
+    where: HostPlace | None, device: torch.device | str, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | PackedTensor:
+    return torch.empty(shape, device=device, dtype=dtype) if where is None else where.new(shape, dtype)
 
 
 def _keep(layer: LayerWeights, name: str, where: HostPlace | None, matrix: Matrix) -> None:

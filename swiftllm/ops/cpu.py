@@ -172,7 +172,8 @@ class CodedLinear:
 
 def _in_panels(x: torch.Tensor) -> torch.Tensor:
     """``[n, ..., out]`` as ``[panels, n, ..., columns]``, padded."""
-    padded = F.pad(x, (0, -x.shape[-1] % rows.CODE_COLUMNS))
+    more = -x.shape[-1] % rows.CODE_COLUMNS
+    padded = F.pad(x, (0, more)) if more else x
     return padded.unflatten(-1, (-1, rows.CODE_COLUMNS)).movedim(-2, 0)
 
 

@@ -8,7 +8,6 @@ core's multiplication, without moving data between lanes. Groups of inputs share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,16 +57,8 @@ class QuantisedMatrix:
     ) -> QuantisedMatrix:
         """Pack ``codes``, uint8 ``[in, out]``, of which row i belongs to group ``i // group_size``, or
         ``runs[i // 16]``."""
-        in_features, out_features = codes.shape
-        blocks = -(-in_features // BLOCK_INPUTS)
-        padded = codes.new_zeros(blocks * BLOCK_INPUTS, out_features)
-        padded[:in_features] = codes
-        parts = padded.view(blocks, CODES_PER_WORD, BLOCK_WORDS, out_features)
-        words = torch.zeros(blocks, BLOCK_WORDS, out_features, dtype=torch.int32, device=codes.device)
-        for j in range(CODES_PER_WORD):
-            words |= parts[:, j].int() << BITS * j
         per_group = scales.contiguous(), zeros.contiguous()
-        return cls(words.flatten(0, 1), *per_group, in_features, group_size, dtype, order, runs)
+        return cls(pack_codes(codes), *per_group, codes.shape[0], group_size, dtype, order, runs)
 
     @property
     def out_features(self) -> int:
@@ -125,24 +116,14 @@ Matrix = torch.Tensor | QuantisedMatrix | tuple[torch.Tensor | QuantisedMatrix, 
 """A weight ``[out, in]``: plain, quantised, or parts whose outputs lie side by side."""
 
 
-def fuse(parts: Sequence[torch.Tensor | QuantisedMatrix]) -> Matrix:
-    """One matrix with the outputs of all parts, if these are of one kind, group size and order of inputs; else all."""
-    first, *rest = parts
-    if not rest:
-        return first
-    if all(isinstance(part, torch.Tensor) for part in parts):
-        return torch.cat(list(parts))
-    if not all(isinstance(part, QuantisedMatrix) and _fits(first, part) for part in parts):
-        return tuple(parts)
-    columns = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in ("codes", "scales", "zeros")}
-    return replace(first, **columns)
-
-
-def _fits(first: torch.Tensor | QuantisedMatrix, other: QuantisedMatrix) -> bool:
-    if not isinstance(first, QuantisedMatrix) or (first.group_size, first.dtype) != (other.group_size, other.dtype):
-        return False
-    if first.runs is not None or other.runs is not None:
-        return False
-    if first.scales.dtype != other.scales.dtype or (first.order is None) != (other.order is None):
-        return False
-    return first.order is None or torch.equal(first.order, other.order)
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """:attr:`QuantisedMatrix.codes`, int32 ``[16 * blocks, out]``, of uint8 ``[in, out]``."""
+    in_features, out_features = codes.shape
+    blocks = -(-in_features // BLOCK_INPUTS)
+    padded = codes.new_zeros(blocks * BLOCK_INPUTS, out_features)
+    padded[:in_features] = codes
+    parts = padded.view(blocks, CODES_PER_WORD, BLOCK_WORDS, out_features)
+    words = torch.zeros(blocks, BLOCK_WORDS, out_features, dtype=torch.int32, device=codes.device)
+    for j in range(CODES_PER_WORD):
+        words |= parts[:, j].int() << BITS * j
+    return words.flatten(0, 1)

@@ -8,9 +8,19 @@ from typing import Protocol
 
 import torch
 
-from swiftllm.model.quantised.readers import IN, OPTIONAL, OUT, Axis, divisible_axes, read_matrix, required_tensors
+from swiftllm.model.quantised.joined import JoinedMatrix, New, Part
+from swiftllm.model.quantised.readers import (
+    GROUPS_OF_INPUTS,
+    IN,
+    OPTIONAL,
+    OUT,
+    Axis,
+    divisible_axes,
+    open_matrix,
+    required_tensors,
+)
 from swiftllm.model.quantised.scheme import QuantisationScheme
-from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix, fuse
+from swiftllm.ops.quantised_matrix import Matrix
 
 
 class StoredTensor(Protocol):
@@ -30,15 +40,46 @@ class Slices(Protocol):
 
 @dataclass
 class FusedPlace:
-    """Where a fused matrix goes: ``put`` takes it, on ``device``; ``modules`` are its parts with their outputs, from
-    top to bottom. The sizes are those of the part that is wanted, but for ``whole_in_features``."""
+    """Where a fused matrix goes: ``new`` makes its memory, ``put`` takes it, on ``device``; ``modules`` are its parts
+    with their outputs, from top to bottom. The sizes are those of the part that is wanted, but for
+    ``whole_in_features``."""
 
     modules: Mapping[str, int]
     in_features: int
     whole_in_features: int
+    new: New
     put: Callable[[Matrix], None]
     device: torch.device | str
-    parts: dict[str, torch.Tensor | QuantisedMatrix] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    """By module: a hash of the groups of its inputs, where that is known beforehand."""
+    _joined: JoinedMatrix | None = None
+    _own: dict[str, Matrix] = field(default_factory=dict)
+    _written: list[str] = field(default_factory=list)
+
+    def add(self, module: str, part: Part) -> None:
+        """Write a module's matrix beside the others, or by itself if they do not fit together; the last one puts
+        all."""
+        if not self._written and len(set(self.groups.values())) < 2:
+            self._joined = JoinedMatrix(part, sum(self.modules.values()), self.new)
+        elif self._joined is not None and not self._joined.fits(part):
+            self._own = {name: self._joined.copy_of(self._start(name), self.modules[name]) for name in self._written}
+            self._joined = None
+        if self._joined is None:
+            own = JoinedMatrix(part, self.modules[module], self.new)
+            own.write(0, part)
+            self._own[module] = own.matrix
+        else:
+            self._joined.write(self._start(module), part)
+        self._written.append(module)
+        if len(self._written) == len(self.modules):
+            joined, own_matrices = self._joined, tuple(self._own[name] for name in self.modules if name in self._own)
+            self._joined, self._own = None, {}
+            self.put(own_matrices if joined is None else joined.matrix)
+
+    def _start(self, module: str) -> int:
+        """A module's first output."""
+        names = list(self.modules)
+        return sum(self.modules[name] for name in names[: names.index(module)])
 
 
 class QuantisedCollector:
@@ -55,6 +96,14 @@ class QuantisedCollector:
         self._optional = OPTIONAL[scheme.method]
         self._made: set[str] = set()
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+
+    def look_ahead(self, name: str, stored: StoredTensor) -> None:
+        """Note the groups of a module's inputs. Where neighbours differ, each matrix gets memory of its own from the
+        start."""
+        module, _, kind = name.rpartition(".")
+        place = self._places.get(module)
+        if place is not None and kind in GROUPS_OF_INPUTS:
+            place.groups[module] = hash(bytes(stored[(slice(None),)].numpy()))
 
     def take(self, name: str, stored: StoredTensor) -> bool:
         """Take what is wanted of a tensor of the checkpoint; False: it belongs to no matrix.
@@ -73,7 +122,8 @@ class QuantisedCollector:
             shape = [place.modules[module], place.in_features]
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json asks for {shape}")
-            self._add(place, module, tensor.to(place.device, self._dtype))
+            self._made.add(module)
+            place.add(module, tensor.to(place.device, self._dtype))
             return True
         tensors = self._waiting.setdefault(module, {})
         tensors[kind] = tensor.to(place.device)
@@ -81,10 +131,11 @@ class QuantisedCollector:
             del self._waiting[module]
             try:
                 sizes = place.modules[module], place.in_features
-                matrix = read_matrix(self._scheme, tensors, *sizes, self._dtype, place.whole_in_features)
+                matrix = open_matrix(self._scheme, tensors, *sizes, self._dtype, place.whole_in_features)
             except ValueError as error:
                 raise ValueError(f"{module}: {error}") from None
-            self._add(place, module, matrix)
+            self._made.add(module)
+            place.add(module, matrix)
         return True
 
     def missing(self) -> list[str]:
@@ -94,10 +145,3 @@ class QuantisedCollector:
             kinds = self._required - self._waiting.get(module, {}).keys()
             names += [f"{module}.{kind}" for kind in kinds]
         return names
-
-    def _add(self, place: FusedPlace, module: str, part: torch.Tensor | QuantisedMatrix) -> None:
-        place.parts[module] = part
-        self._made.add(module)
-        if len(place.parts) == len(place.modules):
-            place.put(fuse([place.parts[name] for name in place.modules]))
-            place.parts.clear()

@@ -13,14 +13,16 @@ A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
-from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, pack_codes
 
+PIECES = 16  # of a matrix' outputs: while one is unpacked and packed anew, it takes some six times its packed bytes
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SYMMETRIC_ZERO = 8
 TENSORS = {
@@ -34,6 +36,8 @@ OPTIONAL = {
     GPTQ: frozenset({"g_idx"}),
     COMPRESSED_TENSORS: frozenset({"weight_zero_point", "weight_shape", "weight_g_idx"}),
 }
+
+GROUPS_OF_INPUTS = ("g_idx", "weight_g_idx")
 
 OUT, IN, GROUP = "out", "in", "group"
 Axis = Literal["out", "in", "group"]
@@ -70,14 +74,38 @@ def divisible_axes(scheme: QuantisationScheme) -> dict[str, tuple[Axis, ...]]:
     }
 
 
-def read_matrix(
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A module's matrix whose codes are still packed as in the checkpoint. They are unpacked for some outputs at a
+    time, since unpacked codes take twice the memory. The fields are those of
+    :class:`~swiftllm.ops.quantised_matrix.QuantisedMatrix`."""
+
+    out_features: int
+    in_features: int
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group_size: int
+    dtype: torch.dtype
+    order: torch.Tensor | None
+    runs: torch.Tensor | None
+    codes_of: Callable[[slice], torch.Tensor]
+    """From outputs to their codes, uint8 ``[in, outputs]``; a slice starts at a multiple of eight."""
+
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The matrix' words, a few outputs at a time: the first output, int32 ``[16 * blocks, outputs]``."""
+        step = CODES_PER_WORD * -(-self.out_features // (PIECES * CODES_PER_WORD))
+        for first in range(0, self.out_features, step):
+            yield first, pack_codes(self.codes_of(slice(first, min(first + step, self.out_features))))
+
+
+def open_matrix(
     scheme: QuantisationScheme,
     tensors: Tensors,
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
     whole_in_features: int | None = None,
-) -> QuantisedMatrix:
+) -> StoredMatrix:
     """A module's matrix from its ``tensors``, by their names in the checkpoint without the module's.
 
     All tensors lie on the device where the matrix is wanted. ``dtype`` is that of its elements. Of a part of a
@@ -92,29 +120,54 @@ def read_matrix(
     group_size = scheme.group_size_of(whole_in_features if is_part else in_features)
     groups = (whole_in_features if is_part else in_features) // group_size
     _check_shapes(scheme, tensors, out_features, in_features, groups)
-    if scheme.method == AWQ:
-        codes = unpack_columns(tensors["qweight"], AWQ_ORDER)
-        scales, zeros, g_idx = tensors["scales"], unpack_columns(tensors["qzeros"], AWQ_ORDER), None
-    elif scheme.method == GPTQ:
-        codes = unpack_columns(tensors["qweight"].t()).t()
-        scales, stored = tensors["scales"], unpack_columns(tensors["qzeros"])
-        zeros, g_idx = stored.add_(zero_offset(scheme, stored)).bitwise_and_(15), tensors.get("g_idx")
-    else:
-        codes = unpack_columns(tensors["weight_packed"]).t()
-        scales, packed = tensors["weight_scale"].t(), tensors.get("weight_zero_point")
-        if packed is None:
-            zeros = torch.full_like(scales, SYMMETRIC_ZERO, dtype=torch.uint8)
-        else:
-            zeros = unpack_columns(packed.t()).t()[:out_features].t()
-        g_idx = tensors.get("weight_g_idx")
+    scales, zeros, g_idx = _per_group(scheme, tensors, out_features)
+    codes_of = _codes_of(scheme, tensors)
     if is_part:
-        codes, order, runs = sort_into_runs(codes, zeros, g_idx.long())
-        return QuantisedMatrix.from_codes(codes, scales, zeros, group_size, dtype, order, runs)
+        wanted = g_idx.long()
+
+        def in_runs(outputs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return sort_into_runs(codes_of(outputs), zeros[:, outputs], wanted)
+
+        codes, order, runs = in_runs(slice(0, 0))
+        args = scales, zeros, group_size, dtype, order, runs, lambda outputs: in_runs(outputs)[0]
+        return StoredMatrix(out_features, codes.shape[0], *args)
     order = input_order(g_idx, group_size)
-    if order is not None:
-        codes = codes.index_select(0, order)
-        order = order.int()
-    return QuantisedMatrix.from_codes(codes, scales, zeros, group_size, dtype, order)
+    if order is None:
+        return StoredMatrix(out_features, in_features, scales, zeros, group_size, dtype, None, None, codes_of)
+    args = scales, zeros, group_size, dtype, order.int(), None, lambda outputs: codes_of(outputs).index_select(0, order)
+    return StoredMatrix(out_features, in_features, *args)
+
+
+def _per_group(
+    scheme: QuantisationScheme, tensors: Tensors, out_features: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Scales ``[groups, out]``, zero points uint8 ``[groups, out]``, and the groups of the inputs."""
+    if scheme.method == AWQ:
+        return tensors["scales"], unpack_columns(tensors["qzeros"], AWQ_ORDER)[:, :out_features], None
+    if scheme.method == GPTQ:
+        stored = unpack_columns(tensors["qzeros"])[:, :out_features]
+        zeros = stored.add_(zero_offset(scheme, stored)).bitwise_and_(15)
+        return tensors["scales"], zeros, tensors.get("g_idx")
+    scales, packed = tensors["weight_scale"].t(), tensors.get("weight_zero_point")
+    if packed is None:
+        zeros = torch.full_like(scales, SYMMETRIC_ZERO, dtype=torch.uint8)
+    else:
+        zeros = unpack_columns(packed.t())[:, :out_features]
+    return scales, zeros, tensors.get("weight_g_idx")
+
+
+def _codes_of(scheme: QuantisationScheme, tensors: Tensors) -> Callable[[slice], torch.Tensor]:
+    """See :attr:`StoredMatrix.codes_of`; the inputs are in their own order."""
+    if scheme.method == AWQ:
+
+        def of_awq(outputs: slice) -> torch.Tensor:
+            words = slice(outputs.start // CODES_PER_WORD, -(-outputs.stop // CODES_PER_WORD))
+            return unpack_columns(tensors["qweight"][:, words], AWQ_ORDER)[:, : outputs.stop - outputs.start]
+
+        return of_awq
+    if scheme.method == GPTQ:
+        return lambda outputs: unpack_columns(tensors["qweight"][:, outputs].t()).t()
+    return lambda outputs: unpack_columns(tensors["weight_packed"][outputs]).t()
 
 
 def unpack_columns(words: torch.Tensor, order: tuple[int, ...] = tuple(range(CODES_PER_WORD))) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from quantise import write_folder
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
@@ -21,11 +23,20 @@ from swiftllm.model.packed_tensor import InChunks
 from swiftllm.model.placed_weights import open_placed_weights
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.weights import fused_matrices
+from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear
 from swiftllm.ops.reference import ReferenceOps
 from tests.reference.counted_memory import CountedMemory
+from tests.reference.tiny_model import make_tiny_llama
 
 LAYERS = 4
+WIDE = {"hidden_size": 256, "intermediate_size": 768}
+LAYOUTS = {  # layout, symmetric, act-order
+    "awq": ("awq", False, False),
+    "gptq act-order": ("gptq", False, True),
+    "gptq act-order, one for all": ("gptq", False, True),
+    "compressed-tensors": ("compressed-tensors", True, False),
+}
 CHUNK_BYTES = 10_000
 
 
@@ -91,6 +102,35 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
     assert stays <= peak <= stays + 2 * largest
     if dtype is torch.float32:
         assert max(boundary_bytes(model, dtype)) > 2 * largest, "a whole boundary would not be noticed"
+    del provider
+
+
+@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch, place, name) -> None:
+    """As above with 4-bit weights: parts of a fused matrix are packed where they stay, a few outputs at a time."""
+    monkeypatch.setattr(placed_weights, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(placed_weights, "WeightStream", StreamWithoutSlots)
+    source = make_tiny_llama(tmp_path / "plain", num_hidden_layers=2, vocab_size=64, **WIDE)
+    if name.endswith("one for all"):
+        file = source / "model.safetensors"
+        uneven = {name: x * (1 + 99 * (torch.arange(x.shape[-1]) % 2)) for name, x in load_file(file).items()}
+        save_file(uneven, file, {"format": "pt"})
+    layout, symmetric, act_order = LAYOUTS[name]
+    write_folder(source, tmp_path / "packed", layout, 128, symmetric, act_order)
+    counted_files(monkeypatch)
+    model = ModelConfig.from_folder(tmp_path / "packed")
+    places = [place] * 3 if place is not Place.RESIDENT else [Place.STREAMED, *[place] * 2]  # not all resident
+    config, device = EngineConfig(str(tmp_path / "packed")), HostDevice()
+    with CountedMemory("cpu") as memory:
+        provider = open_placed_weights(
+            config, model, torch.float32, ReferenceOps(), Placement(tuple(places)), device, CpuOps()
+        )
+        peak = memory.peak
+    matrices = fused_matrices(model)  # 4 bits of code, 16 of scale, 8 of zero point; 32 of each input's place
+    largest = max(max(m.out_features) * m.in_features * (4 + 24 / 128) / 8 + 4 * m.in_features for m in matrices)
+    stays = weight_bytes(model, torch.float32)
+    assert stays * 0.9 <= peak <= stays + 2 * largest
     del provider
 
 

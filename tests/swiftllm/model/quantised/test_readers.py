@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 import quantise
 import torch
 
-from swiftllm.model.quantised.readers import read_matrix
+from swiftllm.model.packed_tensor import InChunks, PackedTensor, map_tensors
+from swiftllm.model.quantised.collector import FusedPlace
+from swiftllm.model.quantised.joined import JoinedMatrix
+from swiftllm.model.quantised.readers import StoredMatrix, open_matrix
 from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
-from swiftllm.ops.quantised_matrix import QuantisedMatrix, fuse
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from tests.swiftllm.model.quantised import unpackers
 
 SHAPES = [(24, 64, 32), (8, 160, 16), (40, 144, None), (16, 256, 128)]  # outputs, inputs, group size
@@ -28,7 +34,14 @@ def shuffled_groups(in_features: int, group_size: int) -> torch.Tensor:
 
 
 def read(scheme: QuantisationScheme, tensors, shape, dtype: torch.dtype = torch.float32) -> QuantisedMatrix:
-    return read_matrix(scheme, tensors, shape[0], shape[1], dtype)
+    stored = open_matrix(scheme, tensors, shape[0], shape[1], dtype)
+    joined = JoinedMatrix(stored, shape[0], poisoned)
+    joined.write(0, stored)
+    return joined.matrix
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(tuple(shape), -1 if dtype is torch.int32 else 77, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -133,21 +146,55 @@ def test_what_the_packer_writes_is_read(layout, symmetric, act_order, tmp_path) 
     assert not matrix.dequantise()[3].any()
 
 
-def test_parts_are_fused_if_they_have_one_order_of_inputs() -> None:
-    def part(order: torch.Tensor | None, group_size: int = 32) -> QuantisedMatrix:
-        codes = torch.randint(16, (64, 8), dtype=torch.uint8)
-        zeros = torch.randint(16, (64 // group_size, 8), dtype=torch.uint8)
-        step = scales(64 // group_size, 8, torch.float16)
-        return QuantisedMatrix.from_codes(codes, step, zeros, group_size, torch.float32, order)
+def stored_part(outputs: int, order: torch.Tensor | None, group_size: int = 32) -> tuple[StoredMatrix, torch.Tensor]:
+    """A part with 64 inputs, and what it is."""
+    codes = torch.randint(16, (64, outputs), dtype=torch.uint8)
+    zeros = torch.randint(16, (64 // group_size, outputs), dtype=torch.uint8)
+    step = scales(64 // group_size, outputs, torch.float16)
+    whole = QuantisedMatrix.from_codes(codes, step, zeros, group_size, torch.float32, order)
+    args = step, zeros, group_size, torch.float32, order, None, lambda wanted: codes[:, wanted]
+    return StoredMatrix(outputs, 64, *args), whole.dequantise()
 
+
+def put_together(parts: Sequence[torch.Tensor | StoredMatrix], sizes: Sequence[int], in_chunks: bool):
+    """What a place puts that gets the parts in any order."""
+    made = []
+    chunks = InChunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), 100 if in_chunks else 1 << 20)
+    modules = {str(i): size for i, size in enumerate(sizes)}
+    place = FusedPlace(modules, 64, 64, chunks.new if in_chunks else poisoned, made.append, "cpu")
+    for index in random.sample(range(len(parts)), len(parts)):
+        assert not made
+        place.add(str(index), parts[index])
+    (matrix,) = made
+    return map_tensors(matrix, lambda x: x.read() if isinstance(x, PackedTensor) else x)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_parts_are_fused_if_they_have_one_order_of_inputs(in_chunks) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    random.seed(seed)
+    torch.manual_seed(seed)
     one, other = (torch.randperm(64).int() for _ in range(2))
-    for parts in ([part(None), part(None)], [part(one), part(one.clone()), part(one)]):
-        fused = fuse(parts)
-        assert torch.equal(fused.dequantise(), torch.cat([each.dequantise() for each in parts]))
-    apart = ([part(one), part(other)], [part(one), part(None)], [part(None), part(None, 64)])
-    for parts in (*apart, [part(None), torch.ones(8, 64)]):
-        assert fuse(parts) == tuple(parts)
-    assert torch.equal(fuse([torch.ones(2, 3), torch.zeros(1, 3)]), torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]))
+    sizes = [random.choice((8, 24, 136)) for _ in range(3)]
+    plain = [(torch.randn(size, 64),) * 2 for size in sizes]
+    for orders in ([None] * 3, [one, one.clone(), one]):
+        parts = [stored_part(size, order) for size, order in zip(sizes, orders, strict=True)]
+        fused = put_together([part for part, _ in parts], sizes, in_chunks)
+        assert torch.equal(fused.dequantise(), torch.cat([expected for _, expected in parts]))
+    assert torch.equal(put_together([x for x, _ in plain], sizes, in_chunks), torch.cat([x for x, _ in plain]))
+    apart = (
+        [stored_part(sizes[0], one), stored_part(sizes[1], one), stored_part(sizes[2], other)],
+        [stored_part(sizes[0], one), stored_part(sizes[1], None), stored_part(sizes[2], None)],
+        [stored_part(sizes[0], None), stored_part(sizes[1], None, 64), stored_part(sizes[2], None)],
+        [stored_part(sizes[0], None), plain[1], stored_part(sizes[2], None)],
+        [*plain[:2], stored_part(sizes[2], None)],
+    )
+    for parts in apart:
+        found = put_together([part for part, _ in parts], sizes, in_chunks)
+        for matrix, (_, expected) in zip(found, parts, strict=True):
+            own = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantise()
+            assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize(
