@@ -43,7 +43,7 @@ class StrategyConfig:
     tpot_slo_s: float = 0.2
     """Target of latency-sensitive requests: seconds per output token (omniserve, sarathi)."""
     slo_margin: float = 0.1
-    """Share of tpot_slo_s that plans leave unused, since predictions have errors (omniserve, sarathi)."""
+    """Share of both targets that predictions leave unused, since they have errors (omniserve, sarathi)."""
     disable_admission_control: bool = False
     """Queue latency-sensitive requests even if their first token would be late (OmniServe section 3.3.3)."""
 

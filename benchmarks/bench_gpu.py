@@ -29,7 +29,16 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
 import torch
 
-from benchmarks.gpu_parts import GIB, ROUNDS, Timer, cpu_attention, decode_attention, measure_wake_up, memory_bandwidth
+from benchmarks.gpu_parts import (
+    GIB,
+    ROUNDS,
+    Timer,
+    coded_products,
+    cpu_attention,
+    decode_attention,
+    measure_wake_up,
+    memory_bandwidth,
+)
 from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
@@ -170,6 +179,7 @@ def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
         "iterations": lambda: iterations(timer, backend, max(memory["read"], memory["copy"]), small),
         "sampling": lambda: sampling(timer, backend, config.vocab_size),
         "decode_attention": lambda: decode_attention(timer, config, dtype, memory["copy"], small),
+        "coded_products": lambda: coded_products(timer, config, dtype, small),
         "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
     }
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Parts of bench_gpu.py: memory bandwidth, waking up, decode attention on the GPU and on the CPU, with limits."""
+"""Parts of bench_gpu.py: memory bandwidth, waking up, decode attention on GPU and CPU, 4-bit products, with limits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 
 import pacpu
 from swiftllm.device import open_device
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
 
 ROUNDS = 9
+PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)
 ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context
 GIB = 1 << 30
 
@@ -113,6 +115,36 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
                 "fraction_of_copy": gb_s / copy_gb_s,
             }
         )
+    return rows
+
+
+@torch.inference_mode()
+def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -> list[dict]:
+    """Products with a layer's largest matrix in 4 bits: from its codes, and with it written out; and in 16 bits.
+
+    Where codes stop being faster is what ``TritonOps.most_quantised_rows`` should be.
+    """
+    ops, device = select_ops(timer.device, dtype), timer.device
+    out, inputs = 2 * config.intermediate_size, config.hidden_size
+    matrix = QuantisedMatrix.from_codes(
+        torch.randint(16, (inputs, out), dtype=torch.uint8, device=device),
+        torch.full((1, out), 0.01, dtype=dtype, device=device).expand(-(-inputs // 128), out).contiguous(),
+        torch.full((-(-inputs // 128), out), 8, dtype=torch.uint8, device=device),
+        min(inputs, 128),
+        dtype,
+    )
+    full = matrix.dequantise()
+    linear, rows = ops.make_quantised_linear(matrix, None), []
+    for count in PRODUCT_ROWS[: 2 if quick else None]:
+        x = torch.randn(count, inputs, device=device).to(dtype)
+        row = {"rows": count, "full_us": timer.median(lambda x=x: torch.mm(x, full.t()), calls=4) * 1e6}
+        limits = {"codes_us": count}
+        if device.type == "cuda":
+            limits["written_out_us"] = 0
+        for name, most in limits.items():
+            ops.most_quantised_rows = most
+            row[name] = timer.median(lambda x=x: linear(x), calls=4) * 1e6
+        rows.append(row)
     return rows
 
 

@@ -4,9 +4,9 @@ Every request must get an answer or a documented error. At the end the server mu
 
     python evaluation/soak.py [--help]
 
-The server is the product's own, in a separate process: system `apex`, a tiny model with random weights, and pools too
-small for the load, so that requests wait, swap, and are recomputed and refused. Half of the requests are best-effort.
-The clients run in this process.
+The server is the product's own, in a separate process: a tiny model with random weights, and pools too small for the
+load, so that requests wait, swap, and are recomputed and refused. Half of the requests are best-effort. The clients run
+in this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -77,6 +77,8 @@ class Options:
     Checked in runs of at least 8,000 requests: caches and allocators fill during the first two thousand."""
     seed: int = 0
     """Seed of all requests."""
+    system: Literal["apex", "omniserve", "omniserve-stepping"] = "apex"
+    """System of the server. Those with targets may also refuse latency-sensitive requests for them."""
 
 
 @dataclass
@@ -108,7 +110,7 @@ def make_tiny_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
-def serve(model: Path, port: int) -> None:
+def serve(model: Path, port: int, system: str) -> None:
     """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, like a crash in native code."""
     from apex.strategy import StrategyConfig
     from apex.systems import build_system
@@ -121,7 +123,7 @@ def serve(model: Path, port: int) -> None:
         str(model), device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
     )
     # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
-    engine = build_system("apex", config, StrategyConfig(strategy="asynchronous-overlap"))
+    engine = build_system(system, config, StrategyConfig(strategy="asynchronous-overlap"))
     worker = engine.backend._worker  # only this test needs to kill it
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     limits = ServiceLimits(max_queued_requests=MAX_QUEUED, max_queued_best_effort=MAX_QUEUED)
@@ -225,7 +227,9 @@ def run_soak(options: Options) -> Report:
         model.mkdir()
         make_tiny_model(model)
         port = free_port()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(model, port), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(model, port, options.system), daemon=True
+        )
         process.start()
         try:
             url = f"http://127.0.0.1:{port}"

@@ -1,21 +1,24 @@
 """Predicted times of layers with 4-bit weights, from those with 16-bit weights. On GPUs nothing was measured.
 
 Up to ``MOST_QUANTISED_ROWS`` rows a kernel multiplies codes. It reads them at a share of the rate at which 16-bit
-weights are read, the figure ``int4_read_fraction``, and multiplies as fast as a library does. With more rows the matrix
-is written out in 16 bits first. For a T4 that assumes a kernel which the engine does not have (docs/weights.md).
+weights are read, the figure ``int4_read_fraction``, and multiplies at a share of the rate at which a library multiplies
+many rows, the figure ``int4_multiply_fraction``. With more rows the matrix is written out in 16 bits first. For a T4
+that assumes a kernel which the engine does not have (docs/weights.md).
 
 On a CPU the times are divided by figures measured on one core, ``cpu_int4_gain_<rows>``.
 """
 
 from __future__ import annotations
 
-from math import hypot, sqrt
+from math import ceil, hypot
 
 from apex.perf.model import Curve
 from apex.simulator.hardware import Gpu, Host, LayerShape, closest_layer
 from swiftllm.model.quantised.scheme import QuantisationScheme
 
-MOST_QUANTISED_ROWS = 128  # as in swiftllm.ops.triton.ops, which needs Triton
+MOST_QUANTISED_ROWS = 512  # as in swiftllm.ops.triton.ops, which needs Triton
+ROWS_OF_A_READ = 128
+"""Rows for which codes are read once. The L2 cache may serve more."""
 CPU_GAIN_ROWS = (1, 2, 4, 8, 16, 128)  # of the figures cpu_int4_gain_<rows>; the last holds beyond
 CODE_BITS, GROUP_BITS = 4, 24  # of an element; of the scale and the zero point of a group
 
@@ -27,17 +30,17 @@ def with_quantised_weights(
     bytes_per_s = gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"]
     full_read_s = shape.gemm_weights * itemsize / bytes_per_s
     code_read_s = packed_bytes(shape, scheme) / (bytes_per_s * gpu["int4_read_fraction"])
+    most = linear.sizes[-1]
+    row_s = (linear(most) - elementwise_s(gpu, shape, most, linear, full_read_s)) / most / gpu["int4_multiply_fraction"]
 
     def seconds(tokens: int) -> float:
         others_s = elementwise_s(gpu, shape, tokens, linear, full_read_s)
-        gemm_s = linear(tokens) - others_s
         if tokens > MOST_QUANTISED_ROWS:
-            return others_s + code_read_s + full_read_s + gemm_s  # read packed, written, and read as before
-        multiply_s = sqrt(max(0.0, gemm_s**2 - full_read_s**2))
-        return others_s + hypot(code_read_s, multiply_s)
+            return code_read_s + full_read_s + linear(tokens)  # read packed, written, and read as before
+        return others_s + hypot(ceil(tokens / ROWS_OF_A_READ) * code_read_s, tokens * row_s)
 
-    most = MOST_QUANTISED_ROWS
-    sizes = sorted({*linear.sizes, *(size for size in (most, most + 1) if linear.sizes[0] < size < linear.sizes[-1])})
+    steps = [size + more for size in range(ROWS_OF_A_READ, MOST_QUANTISED_ROWS + 1, ROWS_OF_A_READ) for more in (0, 1)]
+    sizes = sorted({*linear.sizes, *(size for size in steps if linear.sizes[0] < size < linear.sizes[-1])})
     return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
 
 
@@ -68,4 +71,5 @@ def packed_bytes(shape: LayerShape, scheme: QuantisationScheme) -> float:
 
 def quantised_origin(gpu: Gpu, scheme: QuantisationScheme) -> str:
     """For people, and for the identity of tables."""
-    return f"{scheme.describe()}, read at {gpu['int4_read_fraction']:g} of the rate of 16-bit weights (an assumption)"
+    shares = f"{gpu['int4_read_fraction']:g} and {gpu['int4_multiply_fraction']:g} of the rates of 16-bit weights"
+    return f"{scheme.describe()}, read and multiplied at {shares} (an assumption)"

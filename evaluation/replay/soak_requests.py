@@ -20,6 +20,7 @@ TWO_PROMPTS = ["one of them", "and the other"]
 SERVED = "served"
 HUNG_UP = "hung up"
 QUEUE_FULL = "429 queue_full"
+OUT_OF_REACH = "429 slo_unattainable"
 
 
 class Unexpected(Exception):
@@ -28,7 +29,7 @@ class Unexpected(Exception):
 
 @dataclass(frozen=True)
 class SoakRequest:
-    """One request. ``ends`` are the ways in which it may end; a full queue is always allowed.
+    """One request. ``ends`` are the ways in which it may end; a refusal for now (429) is always allowed.
 
     The client disconnects after ``hang_up_after`` events of a stream, or after ``hang_up_s`` seconds.
     """
@@ -173,7 +174,7 @@ async def send_request(client: httpx.AsyncClient, request: SoakRequest) -> str:
             end = await read_answer(client, request)
     except TimeoutError:
         end = HUNG_UP
-    if end not in request.ends and end != QUEUE_FULL:
+    if end not in request.ends and end not in (QUEUE_FULL, OUT_OF_REACH):
         raise Unexpected(f"{request.kind}: {end}; body {request.body[:200]!r}")
     return end
 

@@ -12,7 +12,7 @@ from swiftllm.core.request import Request
 class Slo:
     """Targets of a latency-sensitive request: time to first token (S_p), time per output token (S_d), in seconds.
 
-    ``margin`` is the share of an iteration's time that plans leave unused, since predictions have errors.
+    ``margin`` is the share of both targets that predictions must leave unused, since they have errors.
     """
 
     ttft_s: float
@@ -23,6 +23,11 @@ class Slo:
     def iteration_s(self) -> float:
         """The longest iteration that may be planned beside best-effort work: each one yields a token."""
         return (1 - self.margin) * self.tpot_s
+
+    @property
+    def first_token_s(self) -> float:
+        """The longest predicted time to the first token with which a request is admitted."""
+        return (1 - self.margin) * self.ttft_s
 
     def met_by(self, request: Request) -> Mapping[str, bool]:
         """Whether a request kept each target that its tokens so far can tell of, by name: ``ttft`` and ``tpot``."""

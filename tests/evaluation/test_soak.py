@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -26,9 +27,10 @@ from tests.evaluation.fake_server import FakeServer
 SHORT = Options(requests=300)
 
 
-def test_a_short_soak(tmp_path, monkeypatch):
+@pytest.mark.parametrize("system", ["apex", "omniserve"])
+def test_a_short_soak(system, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    report = run_soak(SHORT)
+    report = run_soak(replace(SHORT, system=system))
     assert report.problems == []
     assert report.ends.total() == SHORT.requests and report.worker_restarts >= 1
     kinds = Counter()

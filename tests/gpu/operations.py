@@ -150,7 +150,7 @@ def check_quantised_linear(device: torch.device) -> None:
             matrix = QuantisedMatrix.from_codes(codes, scales.half(), zeros, group_size, dtype, order, runs)
             bias = torch.randn(out, device=device).to(dtype)
             linear = ops.make_quantised_linear(matrix, bias)
-            for rows in (1, 2, 16, 33, 128, 129, 300):
+            for rows in (1, 2, 16, 33, 128, 300, 1024, 1025):
                 x = torch.randn(rows, inputs, device=device).to(dtype)
                 expected = x.double() @ matrix.dequantise().double().t() + bias.double()
                 assert_close(linear(x), expected, dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
-from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, with_prompts
+from apex.schedulers.omniserve.times import iteration_s, urgent_chunk_tokens, with_prompts
 from swiftllm.core.slo import Slo
 
 
@@ -48,11 +48,12 @@ def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> floa
 
     The paper predicts a single pass over all outstanding prompts. That leaves out the decodes, which every chunk
     repeats. So this counts the iterations for R tokens in chunks of q: the whole part of R / q, and one for the rest.
+    Decodes are taken as constant: about as many end as prompts become decodes.
     """
     load, prompts = backlog.load, backlog.prompts
     total = sum([left for left, _ in prompts])
     most = max(1, budget - backlog.decodes)
-    chunk = max(1, most_prompt_tokens(model, load, prompts, slo.iteration_s, most))
+    chunk = urgent_chunk_tokens(model, load, prompts, slo.iteration_s, most)
     full, rest = divmod(total, chunk)
     full_s = iteration_s(model, with_prompts(load, prompts, chunk))
     return full * full_s + (iteration_s(model, with_prompts(load, prompts, rest)) if rest else 0.0)

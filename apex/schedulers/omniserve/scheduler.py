@@ -19,7 +19,14 @@ from apex.schedulers.base import CohortState, OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.omniserve.admission import Backlog, first_token_s
-from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, riders_s, with_decodes
+from apex.schedulers.omniserve.times import (
+    chunk_of_no_cost,
+    iteration_s,
+    most_prompt_tokens,
+    riders_s,
+    urgent_chunk_tokens,
+    with_decodes,
+)
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
 from swiftllm.core.request import FinishReason, Request, RequestRefusedForNow, ServiceClass, Tier
@@ -91,12 +98,12 @@ class OmniServeScheduler(OffloadScheduler):
         )
         waited_s = self.now() - request.arrival_s
         expected_s = waited_s + first_token_s(self.model, self.slo, backlog, self.limits.max_num_batched_tokens)
-        late_s = expected_s - self.slo.ttft_s
+        late_s = expected_s - self.slo.first_token_s
         if late_s > 0:
-            about = f"about {expected_s:.1f} s, " if isfinite(late_s) else ""
+            expected = f"is expected after {expected_s:.1f} s" if isfinite(late_s) else "cannot be predicted now"
             raise RequestRefusedForNow(
-                f"the first token would take {about}more than the target of {self.slo.ttft_s:g} s: "
-                "try again later, or ask for best effort",
+                f"the first token {expected}, and the target of {self.slo.ttft_s:g} s less its margin is "
+                f"{self.slo.first_token_s:g} s: try again later, or ask for best effort",
                 retry_after_s=late_s if isfinite(late_s) else self.slo.ttft_s,
             )
 
@@ -192,13 +199,13 @@ class OmniServeScheduler(OffloadScheduler):
         running = self.prefilling.of_class(service_class)
         requests = [*sorted(running, key=lambda request: self.decode_tiers.index(request.tier)), *waiting]
         prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
-        load, most = LaneLoad.from_draft(draft), draft.tokens_left
-        tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, _swapped_blocks(draft))
-        least = min(most, max(1, self.model.linear_knee_tokens - load.tokens))
+        load, most, swapped = LaneLoad.from_draft(draft), draft.tokens_left, _swapped_blocks(draft)
         if service_class is URGENT:
-            tokens = max(tokens, least)
-        elif not (draft.decodes or draft.prefills or riders):
-            tokens = tokens or least
+            tokens = urgent_chunk_tokens(self.model, load, prompts, limit_s, most, swapped)
+        else:
+            tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, swapped)
+            if not (tokens or draft.decodes or draft.prefills or riders):
+                tokens = chunk_of_no_cost(self.model, load, most)
         draft.prompt_limit = tokens
         self._schedule_running_prefills(draft, service_class)
         self._admit(draft, service_class)

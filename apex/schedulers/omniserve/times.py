@@ -97,3 +97,24 @@ def most_prompt_tokens(
     return longest_run(
         lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), riders, swapped), limit_s, most
     )
+
+
+def chunk_of_no_cost(model: PerfModel, load: LaneLoad, most: int) -> int:
+    """Prompt tokens beside ``load`` that cost little more than one: reading the weights dominates. At least one."""
+    return min(most, max(1, model.linear_knee_tokens - load.tokens))
+
+
+def urgent_chunk_tokens(
+    model: PerfModel,
+    load: LaneLoad,
+    prompts: Sequence[tuple[int, int]],
+    limit_s: float,
+    most: int,
+    swapped: int = 0,
+) -> int:
+    """Prompt tokens of latency-sensitive requests in an iteration, within the target or at no cost.
+
+    Beside decodes that fill the target no prompt would end otherwise. (Not in the paper.)
+    """
+    within = most_prompt_tokens(model, load, prompts, limit_s, most, swapped=swapped)
+    return max(within, chunk_of_no_cost(model, load, most))

@@ -51,8 +51,9 @@ COMBINE_TILE = 16
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
 PROGRAMS_PER_MULTIPROCESSOR = 4
 # With more rows than this, writing the matrix out in full and multiplying it by a library is faster: reading and
-# writing it are then a small part of the work.
-MOST_QUANTISED_ROWS = 128
+# writing it are then a small part of the work. Where that begins was not measured (benchmarks/bench_gpu.py does). By
+# bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/weights.md).
+MOST_QUANTISED_ROWS = 512
 MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
 DEQUANTISED_COLUMNS_TILE = 128
 
@@ -72,6 +73,8 @@ class TritonOps(ReferenceOps):
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
+        self.most_quantised_rows = MOST_QUANTISED_ROWS
+        """Rows up to which codes are multiplied, and beyond which the matrix is written out first."""
         # For the whole process: torch prefers cuDNN's attention on sm_90. That builds a plan, in tens of milliseconds,
         # for each new number of rows and tokens, and prompts have many different ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -89,7 +92,7 @@ class TritonOps(ReferenceOps):
         def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             if matrix.order is not None:
                 x = x.index_select(1, matrix.order)
-            if multiplies_codes and x.shape[0] <= MOST_QUANTISED_ROWS:
+            if multiplies_codes and x.shape[0] <= self.most_quantised_rows:
                 return self._multiply_codes(x, matrix, bias, out)
             dense = _dequantise_transposed(matrix)
             return torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
@@ -105,7 +108,7 @@ class TritonOps(ReferenceOps):
         if not rows:
             return out
         rows_tile, columns_tile = linear_tiles(rows)
-        grid = cdiv(columns, columns_tile), cdiv(rows, rows_tile)
+        grid = cdiv(rows, rows_tile), cdiv(columns, columns_tile)
         blocks = cdiv(matrix.in_features, BLOCK_INPUTS)
         per_split = blocks_per_split(blocks, grid[0] * grid[1], self._num_multiprocessors)
         splits = cdiv(blocks, per_split)

@@ -43,13 +43,14 @@ def quantised_linear_kernel(
     IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(output tiles, row tiles, splits)``; float32 ``partial [splits, num_rows, OUT]``.
+    """Grid ``(row tiles, output tiles, splits)``; float32 ``partial [splits, num_rows, OUT]``.
 
+    Row tiles come first, so that programs which run together share codes: memory is read once, then the L2 cache.
     Tiles are powers of two of at least 16. ``GROUP`` is a multiple of 16, or as large as ``IN``. ``runs`` is not read
     without ``HAS_RUNS``, nor is ``GROUP`` with it.
     """
-    columns = tl.program_id(0) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
-    rows = tl.program_id(1) * ROWS_TILE + tl.arange(0, ROWS_TILE)
+    rows = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
+    columns = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
     split = tl.program_id(2)
     in_matrix, in_batch = columns < OUT, rows < num_rows
     depth = tl.arange(0, 16)

@@ -256,12 +256,24 @@ def test_those_admitted_have_their_first_token_in_time(system: str) -> None:
     assert not none and sum(late) > 0.3 * len(late)
 
 
+@pytest.mark.parametrize("expected_s", [1.79, 1.81])
+def test_predictions_leave_the_margin_of_the_first_token(expected_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = simulated_engine("omniserve", num_gpu_blocks=60, ttft_slo_s=2.0, slo_margin=0.1)
+    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", lambda *_: expected_s)
+    if expected_s < 1.8:
+        add(engine, "in-time", 100, 10)
+        return
+    with pytest.raises(RequestRefusedForNow, match=r"expected after 1\.8 s") as refused:
+        add(engine, "late", 100, 10)
+    assert refused.value.retry_after_s == pytest.approx(0.01)
+
+
 def test_prompts_that_hold_all_blocks_tell_when_to_try_again() -> None:
     """Nobody decodes, so nothing tells when blocks come free; the retry is after the target, not after infinity."""
     engine = simulated_engine("omniserve", num_gpu_blocks=60, ttft_slo_s=3.0)
     add(engine, "long", 900, 10)
     engine.step()
-    with pytest.raises(RequestRefusedForNow, match="more than the target of 3 s") as refused:
+    with pytest.raises(RequestRefusedForNow, match=r"the target of 3 s less its margin is 2\.7 s") as refused:
         add(engine, "next", 300, 10)
     assert refused.value.retry_after_s == 3.0 and "inf" not in str(refused.value)
 

@@ -10,7 +10,15 @@ import pytest
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import Curve, PerfModel, Surface
 from apex.schedulers.omniserve.admission import Backlog, blocks_s, first_token_s, prefill_s
-from apex.schedulers.omniserve.times import iteration_s, most_prompt_tokens, riders_s, with_decodes, with_prompts
+from apex.schedulers.omniserve.times import (
+    chunk_of_no_cost,
+    iteration_s,
+    most_prompt_tokens,
+    riders_s,
+    urgent_chunk_tokens,
+    with_decodes,
+    with_prompts,
+)
 from swiftllm.core.slo import Slo
 from tests.reference.fake_engine import flat_table
 
@@ -38,8 +46,9 @@ DECODES = LaneLoad(tokens=4, requests=4, decodes=4, decode_context=2000, chunks=
 SLO = Slo(ttft_s=1.0, tpot_s=0.05, margin=0.2)
 
 
-def test_the_limit_of_an_iteration() -> None:
+def test_the_margin_of_both_targets() -> None:
     assert SLO.iteration_s == pytest.approx(0.04)
+    assert SLO.first_token_s == pytest.approx(0.8)
 
 
 def test_an_iteration() -> None:
@@ -157,6 +166,18 @@ def test_many_prompts_take_iterations_filled_to_the_limit() -> None:
     assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=512) == pytest.approx(expected)
     # The token budget may allow less: 100 tokens beside four decodes.
     assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=104) == pytest.approx(10 * chunk_s(100))
+
+
+def test_prompts_end_beside_decodes_that_fill_the_target() -> None:
+    """Chunk control gives them the tokens that cost no more than one, and admission control counts on these."""
+    model = PerfModel(replace(TABLE, linear=Curve((1, 64, 1064), (1e-3, 1.1e-3, 3.1e-3))), LAYERS)
+    full = backlog(decode_context=20_000, prompts=[(1000, 0)])
+    assert iteration_s(model, full.load) > SLO.iteration_s and model.linear_knee_tokens == 64
+    assert urgent_chunk_tokens(model, full.load, full.prompts, SLO.iteration_s, most=500) == 60
+    times = [iteration_s(model, with_prompts(full.load, full.prompts, tokens)) for tokens in (60, 1000 % 60)]
+    assert prefill_s(model, SLO, full, budget=504) == pytest.approx(1000 // 60 * times[0] + times[1])
+    assert chunk_of_no_cost(model, full.load, most=3) == 3
+    assert chunk_of_no_cost(model, replace(full.load, tokens=100), most=500) == 1
 
 
 def test_blocks_come_free_as_decodes_end() -> None:
