@@ -17,7 +17,7 @@ ALIGNMENT = 256  # bytes, of each tensor in a buffer: as torch's own
 class PackedTensor:
     """A tensor ``[rows, ...]`` in chunks, of which a buffer on the device is the concatenation.
 
-    It is written row by row, so that no second copy of it is ever in memory.
+    It is written row by row or column by column, so that no second copy of it is ever in memory.
     """
 
     device = torch.device("cpu")
@@ -37,14 +37,6 @@ class PackedTensor:
         """Put ``rows`` at row ``first``, converted to the dtype."""
         data = rows.to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
         self._write_bytes(self._start + first * self._row_bytes, data)
-
-    def _write_bytes(self, position: int, data: torch.Tensor) -> None:
-        chunk_bytes = len(self.chunks[0])
-        while len(data):
-            number, start = divmod(position, chunk_bytes)
-            room = self.chunks[number][start : start + len(data)]
-            room.copy_(data[: len(room)])
-            data, position = data[len(room) :], position + len(room)
 
     def write_columns(self, first: int, columns: torch.Tensor) -> None:
         """Put ``columns [rows, n]`` at column ``first``, converted to the dtype."""
@@ -84,6 +76,14 @@ class PackedTensor:
     def layout(self) -> torch.Tensor:
         """A tensor without memory, of the same shape."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def _write_bytes(self, position: int, data: torch.Tensor) -> None:
+        chunk_bytes = len(self.chunks[0])
+        while len(data):
+            number, start = divmod(position, chunk_bytes)
+            room = self.chunks[number][start : start + len(data)]
+            room.copy_(data[: len(room)])
+            data, position = data[len(room) :], position + len(room)
 
     @property
     def _row_bytes(self) -> int:

@@ -102,7 +102,7 @@ class QuantisedCollector:
         start."""
         module, _, kind = name.rpartition(".")
         place = self._places.get(module)
-        if place is not None and kind in GROUPS_OF_INPUTS:
+        if place is not None and len(place.modules) > 1 and kind in GROUPS_OF_INPUTS:
             place.groups[module] = hash(bytes(stored[(slice(None),)].numpy()))
 
     def take(self, name: str, stored: StoredTensor) -> bool:
