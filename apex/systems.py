@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +15,14 @@ from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.model.placement import Placement
 from swiftllm.remote.connect import connect_hosts
-from swiftllm.runtime.build import assemble_engine, build_gpu_only, make_backend, make_kv_manager, scheduler_limits
+from swiftllm.runtime.build import (
+    assemble_engine,
+    build_gpu_only,
+    closed_on_failure,
+    make_backend,
+    make_kv_manager,
+    scheduler_limits,
+)
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
@@ -86,13 +91,3 @@ def open_backend(
         if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:
             backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
     return backend
-
-
-@contextmanager
-def closed_on_failure(backend: TorchBackend) -> Iterator[None]:
-    """Close the backend if the start fails or is interrupted: at exit Python aborts threads in native code."""
-    try:
-        yield
-    except BaseException:
-        backend.close()
-        raise

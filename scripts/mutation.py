@@ -50,7 +50,8 @@ try:
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
 except ModuleNotFoundError:
-    sys.exit(__doc__)
+    print(__doc__)
+    sys.exit(0 if {"-h", "--help"} & set(sys.argv) else "cosmic-ray is not installed: install it as said above")
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (

@@ -210,8 +210,8 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
     run that it describes.
     """
     from apex.perf.profile_cache import load_or_measure, profile_identity, profile_path  # loads torch
-    from apex.systems import closed_on_failure, open_backend
-    from swiftllm.runtime.build import scheduler_limits
+    from apex.systems import open_backend
+    from swiftllm.runtime.build import closed_on_failure, scheduler_limits
 
     start = time.monotonic()
     backend = open_backend(config)

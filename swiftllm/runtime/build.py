@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pacpu
@@ -119,5 +120,16 @@ def build_gpu_only(
     if config.attention_hosts is not None:
         raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
     backend = make_backend(config, placement=placement)
-    scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-    return assemble_engine(name, config, backend, scheduler, details)
+    with closed_on_failure(backend):
+        scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
+        return assemble_engine(name, config, backend, scheduler, details)
+
+
+@contextmanager
+def closed_on_failure(backend: TorchBackend) -> Iterator[None]:
+    """Close the backend if the start fails or is interrupted: at exit Python aborts threads in native code."""
+    try:
+        yield
+    except BaseException:
+        backend.close()
+        raise
