@@ -182,7 +182,7 @@ def activation_bytes(
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
     """Of a quantised matrix in full, beside its product, where that is most; arguments are the products' bytes.
 
-    With few rows codes are multiplied, and on most CPUs with many; then this is more than is taken.
+    With up to 512 rows codes are multiplied from sm_80 on, and on most CPUs with any; then this is more than is taken.
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
     return max(
