@@ -178,7 +178,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]),
     package_data={"swiftllm.server.observe": ["page/*"], "evaluation.figures": ["templates/*"]},
-    extras_require={"ray": ["ray==2.60.0"], "ray-serve": ["ray[serve]==2.60.0"]},
+    extras_require={
+        "ray": ["ray==2.60.0"],
+        "ray-serve": ["ray[serve]==2.60.0"],
+        "t4": ["humming-kernels[cu13]==0.1.19"],  # 4-bit weights; torch's wheels are for CUDA 13
+    },
     ext_modules=[Extension("pacpu._pacpu", sources=[])],
     cmdclass={"build_ext": BuildPacpu},
     entry_points={"console_scripts": ["apex = apex.cli:main"]},

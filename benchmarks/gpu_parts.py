@@ -13,6 +13,7 @@ import torch
 
 import pacpu
 from swiftllm.device import open_device
+from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
 
@@ -122,9 +123,10 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
 def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -> list[dict]:
     """Products with a layer's largest matrix in 4 bits: from its codes, and with it written out; and in 16 bits.
 
-    Where codes stop being faster is what ``TritonOps.most_quantised_rows`` should be.
+    Where codes stop being faster is what ``TritonOps.most_quantised_rows`` should be. The optional library is measured
+    where it is installed.
     """
-    ops, device = select_ops(timer.device, dtype), timer.device
+    ops, device = select_ops(timer.device, dtype).in_place, timer.device
     out, inputs = 2 * config.intermediate_size, config.hidden_size
     matrix = QuantisedMatrix.from_codes(
         torch.randint(16, (inputs, out), dtype=torch.uint8, device=device),
@@ -135,6 +137,9 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
     )
     full = matrix.dequantise()
     linear, rows = ops.make_quantised_linear(matrix, None), []
+    by_library = None
+    if device.type == "cuda" and dtype is torch.float16 and installed_version() is not None:
+        by_library = LibraryLinears().make(matrix, None)
     for count in PRODUCT_ROWS[: 2 if quick else None]:
         x = torch.randn(count, inputs, device=device).to(dtype)
         row = {"rows": count, "full_us": timer.median(lambda x=x: torch.mm(x, full.t()), calls=4) * 1e6}
@@ -144,6 +149,8 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
         for name, most in limits.items():
             ops.most_quantised_rows = most
             row[name] = timer.median(lambda x=x: linear(x), calls=4) * 1e6
+        if by_library is not None:
+            row["library_us"] = timer.median(lambda x=x: by_library(x), calls=4) * 1e6
         rows.append(row)
     return rows
 

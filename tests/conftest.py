@@ -3,6 +3,7 @@
 One thread for the lane and torch, since two are many times slower than one on a busy small machine.
 """
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ import torch
 from tests.evaluation.headless_browser import NOT_FOUND
 
 torch.set_num_threads(1)
+# A shell ignores interrupts in what it starts in the background, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

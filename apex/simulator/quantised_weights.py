@@ -3,7 +3,7 @@
 Up to ``MOST_QUANTISED_ROWS`` rows a kernel multiplies codes. It reads them at a share of the rate at which 16-bit
 weights are read, the figure ``int4_read_fraction``, and multiplies at a share of the rate at which a library multiplies
 many rows, the figure ``int4_multiply_fraction``. With more rows the matrix is written out in 16 bits first. For a T4
-that assumes a kernel which the engine does not have (docs/weights.md).
+that stands for the optional library (docs/weights.md).
 
 On a CPU the times are divided by figures measured on one core, ``cpu_int4_gain_<rows>``.
 """

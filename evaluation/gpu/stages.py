@@ -71,9 +71,10 @@ def all_stages(folder: Path, cache: Path, rehearse: bool) -> list[Stage]:
     """``cache``: an empty folder, so that profiles are measured here and now and none is taken from an earlier run."""
     device, cases, load_s = ("cpu", REHEARSAL_S, 1) if rehearse else ("cuda", END_TO_END_S, 40)
     check = (sys.executable, "-m", "tests.gpu", "--device", device)
+    coded, streamed = ((), ()) if rehearse else (("quantised", "library"), ("tokens-streamed",))  # slow on a CPU
     checks = [
-        Part("operations", (*check, *KERNEL_CHECKS, "prefill-attention", "sampling")),
-        Part("tokens", (*check, "graphs", "tokens-float32", "tokens-float16")),
+        Part("operations", (*check, *KERNEL_CHECKS, "prefill-attention", "sampling", *coded)),
+        Part("tokens", (*check, "graphs", "tokens-float32", "tokens-float16", *streamed)),
         Part("random-load", (*check, "--seconds", str(load_s), "random-load")),
     ]
     if not rehearse and (found := shutil.which("compute-sanitizer") or shutil.which(SANITIZER)):

@@ -22,7 +22,6 @@ from swiftllm.model.weight_stream import CHUNK_BYTES, WeightStream
 from swiftllm.model.weights import LlamaWeights
 from swiftllm.ops.interface import Linear, MakesLinears, Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 
 
 class PlacedWeights:
@@ -64,10 +63,7 @@ class PlacedWeights:
                 tensors[layer + 1] = with_matrices(tensors[layer + 1], layouts[layer])
         self.stream = WeightStream(device, chunks) if chunks else None
         on_cpu = _OnCpu(device, host_linears)
-        elsewhere = {
-            Place.CPU: on_cpu,
-            Place.STREAMED: ReferenceOps() if ops.repacks_matrices else None,  # slots change
-        }
+        elsewhere = {Place.CPU: on_cpu, Place.STREAMED: ops.in_place}  # slots change
         self._boundaries: list[BoundaryWeights] = []
         for layer, place in enumerate(placement.places, -1):
             boundary, tensors[layer + 1] = tensors[layer + 1], None

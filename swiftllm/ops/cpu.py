@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts
+from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts, MakesLinears
 from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 
@@ -24,13 +24,15 @@ WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit 
 class CpuOps(ReferenceOps):
     """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
-    repacks_matrices = True
-
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
         """``cpu_kernel``: a kernel of pacpu, by default the best for the dtype. ``num_threads``: threads of pacpu,
         changeable at any time; torch's are separate."""
         self._cpu_kernel = cpu_kernel
         self.num_threads = num_threads
+
+    @property
+    def in_place(self) -> MakesLinears:
+        return ReferenceOps()
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         if _is_ours(weight.dtype):

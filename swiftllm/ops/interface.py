@@ -70,8 +70,11 @@ class Ops(MakesLinears, Protocol):
     """Whether ``decode_attention`` accepts rows of ``seq_lens`` 0, stores nothing for them and ignores their block
     tables. Captured graphs are padded with such rows."""
 
-    repacks_matrices: bool
-    """Whether linears have a copy of their matrix in another layout; others read it where it is, call by call."""
+    in_place: MakesLinears
+    """Makes linears that read their matrix where it is, call by call; others may have a copy in another layout."""
+
+    by_library: str | None
+    """The optional library, with its version, that multiplies 4-bit matrices made linears so far; None without."""
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.

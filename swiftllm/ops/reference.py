@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from swiftllm.ops.interface import ChunkAttention, CrossingParts
+from swiftllm.ops.interface import ChunkAttention, CrossingParts, MakesLinears
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 # Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
@@ -21,8 +21,12 @@ class ReferenceOps:
     """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     takes_empty_rows = False
-    repacks_matrices = False
+    by_library: str | None = None
     num_threads = 1  # of pacpu's operations in host memory
+
+    @property
+    def in_place(self) -> MakesLinears:
+        return self
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         transposed = weight.t()

@@ -13,6 +13,7 @@ import torch
 
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
+from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.reference import ReferenceOps
 
 BFLOAT16_CAPABILITY = 80
@@ -34,9 +35,10 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
     if why := why_no_triton(capability):
         warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
         return ReferenceOps()
-    from swiftllm.ops.triton.ops import TritonOps
+    from swiftllm.ops.triton.ops import TENSOR_CORES, TritonOps
 
-    return TritonOps(device, capability, gpu.multi_processor_count)
+    multiplies = capability < TENSOR_CORES and dtype is torch.float16 and installed_version() is not None
+    return TritonOps(device, capability, gpu.multi_processor_count, LibraryLinears() if multiplies else None)
 
 
 def why_no_triton(capability: int) -> str | None:

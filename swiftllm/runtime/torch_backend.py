@@ -190,9 +190,9 @@ class TorchBackend:
 
     @property
     def weights_name(self) -> str:
-        """How the layers' matrices came: their dtype, or ``4-bit AWQ, groups of 128``."""
-        scheme = self.model_config.quantisation
-        return self.dtype_name if scheme is None else scheme.describe()
+        """Of the layers' matrices: their dtype, or ``4-bit AWQ, groups of 128``, and what library multiplies them."""
+        scheme, library = self.model_config.quantisation, self._ops.by_library
+        return self.dtype_name if scheme is None else scheme.describe() + (f", by {library}" if library else "")
 
     def now(self) -> float:
         return time.perf_counter()

@@ -23,6 +23,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "prefill-attention": operations.check_prefill_attention,
         "decode-attention": operations.check_decode_attention,
         "quantised": operations.check_quantised_linear,
+        "library": operations.check_library,
         "sampling": operations.check_sampling,
         "graphs": tokens.check_graphs,
         "tokens-float32": tokens.check_tokens_float32,

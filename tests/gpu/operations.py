@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
 from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.ops.library import MOST_ERROR, LibraryLinear, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
@@ -154,6 +157,33 @@ def check_quantised_linear(device: torch.device) -> None:
                 x = torch.randn(rows, inputs, device=device).to(dtype)
                 expected = x.double() @ matrix.dequantise().double().t() + bias.double()
                 assert_close(linear(x), expected, dtype)
+
+
+def check_library(device: torch.device) -> None:
+    """4-bit products by the optional library, which is used below sm_80, and the replay of a captured one."""
+    if installed_version() is None or device.type == "cpu":
+        print("       the library is not installed, or there is no GPU for it")
+        return
+    for out, inputs, group_size, ordered in (
+        (1024, 4096, 128, True),
+        (6144, 4096, 64, False),
+        (576, 1536, 1536, False),
+    ):
+        codes = torch.randint(16, (inputs, out), dtype=torch.uint8, device=device)
+        zeros = torch.randint(16, (inputs // group_size, out), dtype=torch.uint8, device=device)
+        scales = ((0.1 + torch.rand(inputs // group_size, out, device=device)) / (4 * inputs**0.5)).half()
+        order = torch.randperm(inputs, device=device).int() if ordered else None
+        matrix = QuantisedMatrix.from_codes(codes, scales, zeros, group_size, torch.float16, order)
+        bias = torch.randn(out, device=device).half()
+        linear = LibraryLinear(matrix, bias)
+        assert linear.error_of(33, matrix, bias) <= MOST_ERROR
+        x, product = torch.randn(16, inputs, device=device).half(), torch.empty(16, out, device=device).half()
+        graph = open_device(device.type).capture(partial(linear, x, out=product))
+        for _ in range(3):
+            x.normal_()
+            product.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(product, linear(x))
 
 
 def check_sampling(device: torch.device) -> None:

@@ -219,7 +219,7 @@ def gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         if device.major < 8:
-            yield Finding("4-bit weights", f"{device.name} writes them out before each multiplication: slow", "note")
+            yield coded_products(device.name)
         free, total = torch.cuda.mem_get_info(index)
         yield Finding(
             f"cuda:{index}",
@@ -230,6 +230,17 @@ def gpus() -> Iterator[Finding]:
         has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
         found = f"--tensor-parallel up to {count}" if has_nccl else "not with this build of torch, which lacks NCCL"
         yield Finding("several GPUs", found, "ok" if has_nccl else "note")
+
+
+def coded_products(gpu: str) -> Finding:
+    """How a GPU multiplies 4-bit weights for which Triton has no tensor cores."""
+    from swiftllm.ops.library import PACKAGE, how_to_install, installed_version
+
+    if version := installed_version():
+        return Finding("4-bit weights", f"multiplied on {gpu} by {PACKAGE} {version}, in float16")
+    return Finding(
+        "4-bit weights", f"{gpu} writes them out before each multiplication: slow. {how_to_install()}", "note"
+    )
 
 
 def settings() -> Iterator[Finding]:

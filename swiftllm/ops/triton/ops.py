@@ -15,6 +15,8 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from pacpu import rows as host_rows
+from swiftllm.ops.interface import MakesLinears
+from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.attention import (
@@ -65,11 +67,13 @@ class TritonOps(ReferenceOps):
     """
 
     takes_empty_rows = True
-    repacks_matrices = False
 
-    def __init__(self, device: torch.device, capability: int, num_multiprocessors: int) -> None:
+    def __init__(
+        self, device: torch.device, capability: int, num_multiprocessors: int, library: LibraryLinears | None = None
+    ) -> None:
         """``capability`` is the GPU's compute capability, 75 for sm_75. ``num_multiprocessors`` decides how many splits
-        a decode has."""
+        a decode has. ``library`` multiplies 4-bit matrices where Triton has no tensor cores."""
+        self._library = library
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
@@ -79,13 +83,23 @@ class TritonOps(ReferenceOps):
         # for each new number of rows and tokens, and prompts have many different ones.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
+    @property
+    def in_place(self) -> MakesLinears:
+        return self if self._library is None else TritonOps(self._device, self._capability, self._num_multiprocessors)
+
+    @property
+    def by_library(self) -> str | None:
+        return f"{PACKAGE} {installed_version()}" if self._library is not None and self._library.is_used else None
+
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
+            return linear
         multiplies_codes = self._capability >= TENSOR_CORES and matrix.dtype.itemsize == 2
         if self._capability < TENSOR_CORES:
             warnings.warn(
                 f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in "
                 "full before each multiplication. They save memory, but a step of few rows takes about 2.3 times as "
-                "long as with 16-bit weights",
+                f"long as with 16-bit weights{'' if installed_version() else f'. In float16 {how_to_install()}'}",
                 stacklevel=2,
             )
 

@@ -132,15 +132,34 @@ def test_page_for_terminals_and_lines_for_files():
     assert "cannot run here yet" in plain.getvalue()
 
 
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, major: int, minor: int) -> None:
+    import torch
+
+    card = SimpleNamespace(name=name, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
+
+
+def test_a_t4_is_told_what_multiplies_4_bit_weights(monkeypatch):
+    pretend_gpus(monkeypatch, 1, "Tesla T4", 7, 5)
+    monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
+    finding = found(list(doctor.gpus()))["4-bit weights"]
+    assert finding.status == "note" and "`pip install 'humming-kernels[cu" in finding.found
+    monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: "0.1.19")
+    assert found(list(doctor.gpus()))["4-bit weights"] == Finding(
+        "4-bit weights", "multiplied on Tesla T4 by humming-kernels 0.1.19, in float16"
+    )
+    pretend_gpus(monkeypatch, 1, "A10", 8, 6)
+    assert "4-bit weights" not in found(list(doctor.gpus()))
+
+
 @pytest.mark.parametrize(("has_nccl", "status", "words"), [(True, "ok", "up to 2"), (False, "note", "lacks NCCL")])
 def test_several_gpus_may_share_a_model(monkeypatch, has_nccl: bool, status: str, words: str):
     import torch
 
-    card = SimpleNamespace(name="A10", major=8, minor=6)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
+    pretend_gpus(monkeypatch, 2, "A10", 8, 6)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
     finding = found(list(doctor.gpus()))["several GPUs"]
     assert finding.status == status and words in finding.found
