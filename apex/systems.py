@@ -64,7 +64,7 @@ def build_system(
             backend.use_hosts(connect_hosts(config, backend))
         limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
-        table = with_copies(table, plan.stream_s / backend.num_layers)
+        table = with_copies(table, plan.placement, plan.stream_s)
         model = PerfModel(table, backend.num_layers)
         scheduler = system.scheduler(limits, kv, backend.now, model, strategy)
         details = {

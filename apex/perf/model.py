@@ -107,6 +107,8 @@ class ProfileTable:
         ``swap`` over blocks; ``first_share``: the part of a layer's linear work before its attention (norm, QKV,
         rotary). The first boundary is that part for all tokens, the last one the rest for the sampled rows.
         ``prefill_shared_s``: the part of a prefill's attention that a lane pays once, however many chunks it has.
+        ``stream_s``: how often a layer's weights arrive, on average, where some are streamed to the GPU. Layers of the
+        lane are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are streamed.
     """
 
     identity: Mapping[str, str]
@@ -120,6 +122,8 @@ class ProfileTable:
     prefill_shared_s: float = 0.0
     hand_over: Curve = FREE
     iteration: Curve = FREE
+    stream_s: float = 0.0
+    streamed_layers: float = 0.0
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
@@ -164,10 +168,11 @@ class PerfModel:
         self.table = table
         self.num_layers = num_layers
         self.extrapolated: set[str] = set()
-        floor_s = table.linear(1) * self.KNEE_RATIO
+        self.stream_s = table.stream_s
+        floor_s = max(table.linear(1), self.stream_s) * self.KNEE_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.linear_knee_tokens = int(max(flat, default=1))
-        """Up to this many tokens a boundary costs about the same: reading the weights dominates."""
+        """Up to this many tokens a boundary costs about the same: reading the weights, or their way here, dominates."""
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
     def with_table(self, table: ProfileTable) -> PerfModel:
@@ -182,6 +187,10 @@ class PerfModel:
         if seconds is None:
             seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
         return seconds
+
+    def layer_s(self, busy_s: float) -> float:
+        """A layer in which the lane is busy for so long, and no shorter than the weights need to arrive."""
+        return max(busy_s, self.stream_s)
 
     def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""

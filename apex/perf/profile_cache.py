@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from apex.perf.model import TABLE_VERSION, Curve, ProfileTable, attention_rate
+from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
 from apex.perf.profiler import Profiler
 from apex.perf.progress import progress_bar
 from apex.perf.workbench import MOST_BLOCKS, Workbench
@@ -19,6 +19,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.files import cache_dir
 from swiftllm.machine import cpu_model, usable_cores
+from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.torch_backend import TorchBackend
 
@@ -39,14 +40,12 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
     return table
 
 
-def with_copies(table: ProfileTable, layer_s: float) -> ProfileTable:
-    """The table where streamed weights take ``layer_s`` seconds a layer to arrive: no boundary is faster on average.
-
-    A table is made of medians of single boundaries, which show the copies only where most boundaries are streamed.
-    """
-    if layer_s <= 0.0:
+def with_copies(table: ProfileTable, placement: Placement | None, stream_s: float) -> ProfileTable:
+    """The table where the link copies weights for ``stream_s`` seconds in an iteration. Measured times leave it out."""
+    if placement is None:
         return table
-    return replace(table, linear=Curve(table.linear.sizes, tuple(max(layer_s, s) for s in table.linear.seconds)))
+    streamed = placement.count(Place.STREAMED)
+    return replace(table, stream_s=stream_s / placement.num_layers, streamed_layers=float(streamed))
 
 
 def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:
@@ -72,6 +71,7 @@ def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
         max_model_len=scheduler_limits(config, backend).max_model_len,
         vocab_size=backend.model_config.vocab_size,
         synchronize=torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None,
+        holds_weights=backend.holds_weights,
     )
 
 

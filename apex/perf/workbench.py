@@ -43,8 +43,10 @@ class Workbench:
         max_model_len: int,
         vocab_size: int,
         synchronize: Callable[[], None],
+        holds_weights: Callable[[int], bool],
     ) -> None:
-        """``synchronize`` waits for the device's outstanding work.
+        """``synchronize`` waits for the device's outstanding work. ``holds_weights`` says whether the weights of a
+        boundary are on the device: times of boundaries do not include their way there.
 
         The caller has written the first ``MOST_BLOCKS`` blocks of each tier: host memory that was never written reads
         as one page of zeros, which stays in the caches.
@@ -55,6 +57,7 @@ class Workbench:
         self.max_model_len = max_model_len
         self.tables: dict[str, list[int]] = {}
         self._synchronize = synchronize
+        self._holds_weights = holds_weights
         self._random = random.Random(0)
         self._tokens = self._random.choices(range(vocab_size), k=max_model_len + 1)
 
@@ -72,18 +75,15 @@ class Workbench:
 
     def linear(self, tokens: int) -> TimedOperation:
         """A boundary between two layers."""
-        lane, layers = self._lane(self._prefill_items(tokens)), self._layers()
-        return self._repeated(lambda: self.backend.boundary(next(layers), [lane]), tokens)
+        return self._boundary(self._lane(self._prefill_items(tokens)), self._layers(), tokens)
 
     def first_boundary(self, rows: int) -> TimedOperation:
         """The boundary before all layers."""
-        lane = self._lane(self._single_rows(rows))
-        return self._repeated(lambda: self.backend.boundary(-1, [lane]), rows)
+        return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(-1), rows)
 
     def last_boundary(self, rows: int) -> TimedOperation:
         """The boundary after all layers, with a token sampled in every row."""
-        lane = self._lane(self._single_rows(rows))
-        return self._repeated(lambda: self.backend.boundary(self.backend.num_layers - 1, [lane]), rows)
+        return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(self.backend.num_layers - 1), rows)
 
     def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> TimedOperation:
         """One layer's attention of prefill chunks: (new tokens, tokens cached before) each."""
@@ -142,11 +142,12 @@ class Workbench:
         def sample() -> float:
             lost = []
             for _ in range(HAND_OVERS):
-                alone_s = self._time_s(lambda: backend.boundary(next(lane_layers), [lane]))
+                alone_s = self._time_s(self._crossing(next(lane_layers), lane))
+                crossing = self._crossing(next(lane_layers), lane)
                 self._synchronize()
                 start_s = time.perf_counter()
                 ticket = backend.submit_cpu_attention(next(layers), cohort)
-                backend.boundary(next(lane_layers), [lane])
+                crossing()
                 self._synchronize()
                 lost.append(time.perf_counter() - start_s - alone_s)
                 ticket.wait()
@@ -246,19 +247,28 @@ class Workbench:
         """Cycles over the layers; by default those whose boundary has a next layer."""
         return itertools.cycle(range(max(1, self.backend.num_layers - 1 if stop is None else stop)))
 
-    def _repeated(self, run: Callable[[], object], rows: int) -> TimedOperation:
-        """Short operations run three times, of which the last two count.
+    def _boundary(self, lane: Batch, layers: Iterator[int], rows: int) -> TimedOperation:
+        """The lane at one of these boundaries after the other. Short ones are crossed three times, and two count.
 
-        The first run brings the code back into the caches, and the lane to where captured graphs expect it.
+        The first time brings the code back into the caches, and the lane to where captured graphs expect it.
         """
 
+        def cross_s() -> float:
+            return self._time_s(self._crossing(next(layers), lane))
+
         def sample() -> float:
-            first_s = self._time_s(run)
+            first_s = cross_s()
             if rows > SMALL_TOKENS and first_s > SHORT_S:
                 return first_s
-            return (self._time_s(run) + self._time_s(run)) / 2
+            return (cross_s() + cross_s()) / 2
 
         return sample
+
+    def _crossing(self, layer: int, lane: Batch) -> Callable[[], None]:
+        """The lane at a boundary whose weights are there: streamed ones stay until another boundary is crossed."""
+        if not self._holds_weights(layer):
+            self.backend.boundary(layer, [lane])
+        return lambda: self.backend.boundary(layer, [lane])
 
     def _time_s(self, run: Callable[[], object]) -> float:
         self._synchronize()

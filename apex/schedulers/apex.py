@@ -68,10 +68,11 @@ class ApexScheduler(OffloadScheduler):
         gpu_rate = load.decode_context / attention_s if attention_s else 0.0
         window_s = None
         if load.chunks:
-            window_s = mixed_cpu_window_s(model.linear_s(load.tokens), linear_s, load.gpu_attention_s(model))
+            linear_with_prefill_s, attention_with_prefill_s = model.linear_s(load.tokens), load.gpu_attention_s(model)
+            window_s = model.layer_s(mixed_cpu_window_s(linear_with_prefill_s, linear_s, attention_with_prefill_s))
             if not load.decodes:  # Algorithm 1 divides by the decodes' time; without any, the lane's replaces it
-                linear_s = model.linear_s(load.tokens)
-        return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s)
+                linear_s = linear_with_prefill_s
+        return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s, model.stream_s)
 
     def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
         """Whether all requests under way fit the CPU's window; always with an empty lane, since nothing waits."""

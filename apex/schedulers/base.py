@@ -235,7 +235,7 @@ class OffloadScheduler(Scheduler, ABC):
         return self._plan(Strategy.GPU_ONLY, draft, [], self._gpu_only_s(load), predicted)
 
     def _gpu_only_s(self, load: LaneLoad) -> float:
-        layer_s = self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model)
+        layer_s = self.model.layer_s(self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model))
         return self.model.num_layers * layer_s + self.model.ends_s(load.requests)
 
     def _plan(

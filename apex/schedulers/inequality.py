@@ -34,6 +34,7 @@ def pipelining_pays(
     linear_s: float,
     gpu_attention_s: float,
     cpu_window_s: float | None = None,
+    stream_s: float = 0.0,
 ) -> Inequality:
     """Inequality (5) of APEX section 3.2: attended tokens per second of asymmetric pipelining against GPU-only.
 
@@ -44,11 +45,12 @@ def pipelining_pays(
         gpu_attention_s: T_gatt of the decode-only batch.
         cpu_window_s: how long the CPU may compute; by default ``2 T_glinear + T_gatt`` (decode-only). With prefills
             Algorithm 1 takes :func:`mixed_cpu_window_s` and changes nothing else.
+        stream_s: what a layer takes at least, where weights are streamed. Not in the paper.
     """
-    pipelined_s = 2 * linear_s + gpu_attention_s
+    pipelined_s = max(2 * linear_s + gpu_attention_s, stream_s)
     window_s = pipelined_s if cpu_window_s is None else cpu_window_s
     gpu_tokens = gpu_rate * gpu_attention_s
-    gpu_only_s = linear_s + gpu_attention_s
+    gpu_only_s = max(linear_s + gpu_attention_s, stream_s)
     # With an empty lane both times are 0, and pipelining is the CPU by itself.
     left = (gpu_tokens + cpu_rate * window_s) / pipelined_s if pipelined_s else cpu_rate
     right = gpu_tokens / gpu_only_s if gpu_only_s else 0.0

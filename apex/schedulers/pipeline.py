@@ -53,17 +53,29 @@ class Pipeline:
     def num_requests(self) -> int:
         return self.load.requests + self.batches[0].size + self.batches[1].size
 
-    def window_s(self, batch: CpuBatch) -> float:
-        """How long a batch's CPU attention in a layer stays hidden: T_l0 for batch-1, T_l1 + T_ga0 for batch-0."""
-        first, second = self.batches
-        if batch is second:
-            return self.model.linear_s(self.load.tokens + first.size)
-        return self.model.linear_s(second.size) + self._lane_attention_s
+    def hides(self, batch: CpuBatch, size: int, context: int) -> bool:
+        """Whether the CPU attention of a layer stays hidden if the batch has these sizes."""
+        return any(seconds(size, context) <= window_s for seconds, window_s in self._windows(batch))
 
     def hides_cpu(self) -> bool:
         """Whether the lane never waits for CPU attention."""
-        cpu_attention_s = self.model.cpu_attention_s
-        return all(cpu_attention_s(batch.size, batch.context_tokens) <= self.window_s(batch) for batch in self.batches)
+        return all(self.hides(batch, batch.size, batch.context_tokens) for batch in self.batches)
+
+    def _windows(self, batch: CpuBatch) -> list[tuple[Callable[[int, int], float], float]]:
+        """What must fit into what, in seconds: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
+
+        Where weights are streamed, the lane waits for a layer's before batch-0's boundary. So batch-1's attention is
+        also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time between layers. One window is enough.
+        """
+        model, (first, second) = self.model, self.batches
+        cpu_attention_s = model.cpu_attention_s
+        if batch is first:
+            return [(cpu_attention_s, model.linear_s(second.size) + self._lane_attention_s)]
+        windows = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
+        if model.stream_s:
+            wait_s = model.stream_s - self._lane_attention_s
+            windows.append((lambda size, context: cpu_attention_s(size, context) + model.linear_s(size), wait_s))
+        return windows
 
     def iteration_s(self) -> float:
         """All layers and the end boundaries of lane and batch-1; the host's fixed work counts once."""
@@ -79,7 +91,7 @@ class Pipeline:
         ends_s = model.ends_s(lane_rows) + model.ends_s(second.size)
         if lane_rows and second.size:
             ends_s -= model.host_work_s(0)
-        return model.num_layers * layer_s + ends_s
+        return model.num_layers * model.layer_s(layer_s) + ends_s
 
     def add_hidden(self, ready: CpuDecodes) -> None:
         """Add each request to batch-1 or batch-0 if the CPU stays hidden there; leave it out otherwise.
@@ -97,9 +109,10 @@ class Pipeline:
 
     def _take_hidden_run(self, batch: CpuBatch, queue: CpuDecodeQueue) -> int:
         """Add as many of the next requests to a batch as stay hidden there; returns how many."""
-        cpu_attention_s, context = self.model.cpu_attention_s, queue.context_of_next
-        size, tokens = batch.size, batch.context_tokens
-        run = longest_run(lambda n: cpu_attention_s(size + n, tokens + context(n)), self.window_s(batch), len(queue))
+        context, size, tokens, run = queue.context_of_next, batch.size, batch.context_tokens, 0
+        for seconds, window_s in self._windows(batch):
+            longest = longest_run(lambda n, s=seconds: s(size + n, tokens + context(n)), window_s, len(queue))
+            run = max(run, longest)
         if run:
             run_tokens = context(run)
             batch.add_requests(queue.take_requests(run), run_tokens)
@@ -107,9 +120,12 @@ class Pipeline:
 
     def _fits_a_batch(self) -> Callable[[int], bool]:
         """A test of lengths: whether a request of n tokens stays hidden in either batch."""
-        cpu_attention_s = self.model.cpu_attention_s
-        grown = [(batch.size + 1, batch.context_tokens, self.window_s(batch)) for batch in self.batches]
-        return lambda n: any(cpu_attention_s(size, tokens + n) <= window_s for size, tokens, window_s in grown)
+        grown = [
+            (seconds, batch.size + 1, batch.context_tokens, window_s)
+            for batch in self.batches
+            for seconds, window_s in self._windows(batch)
+        ]
+        return lambda n: any(seconds(size, tokens + n) <= window_s for seconds, size, tokens, window_s in grown)
 
     def add_overdue(self, request: Request) -> None:
         """Add a request to batch-1 unless a batch has it, hidden or not."""

@@ -138,19 +138,23 @@ class WeightPlacer:
         )
 
     def believed(self, placement: Placement) -> ProfileTable:
-        """What schedulers predict from: boundaries wait for the stream, and the stream slows CPU attention down."""
+        """What schedulers predict from: layers wait for the stream, and the stream slows CPU attention down."""
         table, layers = self.machine.table, self.machine.model.num_layers
         streamed_bytes = placement.bytes_at(Place.STREAMED, self.boundary_bytes)
-        stream_s = streamed_bytes / self.interconnect.bytes_per_s / layers
 
         def seconds(rows: float) -> float:
             costs = zip(placement.places, self.costs(rows), strict=True)
             compute_s = sum(cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
-            return max(compute_s / layers, stream_s)
+            return compute_s / layers
 
-        linear = Curve(table.linear.sizes, tuple(seconds(rows) for rows in table.linear.sizes))
         lost_s = streamed_bytes / self.interconnect.dram_bytes_per_s / layers
-        return replace(table, linear=linear, cpu_attention=_plus(table.cpu_attention, lambda _: lost_s))
+        return replace(
+            table,
+            linear=Curve(table.linear.sizes, tuple(seconds(rows) for rows in table.linear.sizes)),
+            cpu_attention=_plus(table.cpu_attention, lambda _: lost_s),
+            stream_s=streamed_bytes / self.interconnect.bytes_per_s / layers,
+            streamed_layers=streamed_bytes / max(self.boundary_bytes),
+        )
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         """GPU time of an iteration beside its boundaries; see :class:`apex.placement.budget.Machine`."""

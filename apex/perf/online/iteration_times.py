@@ -84,6 +84,8 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
     for cohort, start, end in apart:
         seconds += _boundaries_s(model, len(cohort.requests), len(cohort.requests), start, end)
     seconds += model.num_layers * load.gpu_attention_s(model)
+    if load.tokens:  # which cross all boundaries
+        seconds = max(seconds, model.num_layers * model.stream_s)
     return Span(seconds, seconds + possible_s + _host_s(model, load, ways) + _swaps_s(model, plan))
 
 

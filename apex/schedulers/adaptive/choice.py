@@ -69,11 +69,9 @@ def choose(
     rates = best_mode(times, steady, load.cpu_decodes, load.larger_cpu_decodes(), modes, max_cohorts=max_cohorts)
     gain = rates.reachable_tokens_per_s / rates.tokens_per_s - 1 if rates.tokens_per_s else float("inf")
     free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, rates.riders)
-    layer_s = (
-        times.linear_s(steady.gpu_decodes + free_tokens)
-        + times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
-        + times.ends_s(steady.gpu_decodes) / layers
-    )
+    lane_s = times.linear_s(steady.gpu_decodes + free_tokens)
+    lane_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
+    layer_s = times.layer_s(lane_s) + times.ends_s(steady.gpu_decodes) / layers
     exceeds = rates.prompt_tokens > free_tokens
     waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, rates.prompt_tokens, float(layer_s))
     need = PromptNeed(

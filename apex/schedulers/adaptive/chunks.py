@@ -43,7 +43,7 @@ class ChunkSizes:
     def __init__(self, times: OperationTimes, budget: int, knee: int) -> None:
         self._times = times
         tokens = np.arange(1, max(budget, 2) + 1)
-        self._linear_s = times.linear_s(tokens)
+        self._linear_s = times.layer_s(times.linear_s(tokens))
         per_token_s = self._linear_s / tokens
         self.budget, self.knee = budget, knee
         self.token_s = float(per_token_s[: SIZES[-1]].min())

@@ -51,7 +51,7 @@ def best_split(
     step_s = times.step_s(steppers) + lane_attention_s
     cpu_0_s = times.cpu_attention_s(riding, ride_context / np.maximum(riding, 1))
     cpu_1_s = times.cpu_attention_s(steppers, step_context / np.maximum(steppers, 1))
-    layer_s = np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s)
+    layer_s = times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
     total_s = times.num_layers * layer_s + times.ends_s(load.requests + riding) + times.ends_s(steppers)
     paid_s = times.num_layers * (token_s * (load.tokens - load.decodes) + prefill_s)
     rates = (load.decodes + num_partial + members) / np.maximum(total_s - paid_s, LEAST_TIME_SHARE * total_s)

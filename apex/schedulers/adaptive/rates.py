@@ -63,7 +63,7 @@ def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> R
     """GPU-only: X = g / (L (T_l(g + P) + T_g) + ends(g)), whatever n is."""
     g, none = load.gpu_decodes, np.zeros_like(cpu_decodes)
     prompts = load.prompt_tokens(g)
-    layer_s = times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context)
+    layer_s = times.layer_s(times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context))
     total_s = times.num_layers * layer_s + times.ends_s(g)
     rate = g / total_s if total_s > 0 else 0.0
     return Rate(none + rate, none + prompts, none, none, none)
@@ -80,7 +80,7 @@ def lockstep_layer_s(
     ride_s = times.linear_s(load.gpu_decodes + prompts + riding) + times.hand_over_s(riding)
     step_s = times.step_s(stepping) + times.gpu_attention_s(load.gpu_decodes, load.gpu_context)
     cpu_0_s, cpu_1_s = (times.cpu_attention_s(batch, load.cpu_context) for batch in (riding, stepping))
-    return np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s)
+    return times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
 
 
 def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -133,9 +133,10 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
     gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.ends_s(g) / layers
     prompts = load.prompt_tokens(g + cpu_decodes)
     for _ in range(FEED_ROUNDS):
-        lane_s = np.maximum(times.linear_s(g + prompts) + gpu_attention_s + ends_s, LEAST_S)
+        lane_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)
         alone_s = cpu_s + lane_s / 2 + step_s
-        round_s = np.maximum(alone_s, steps_s + lane_s / 2)
+        # A cohort crosses a streamed boundary when the lane does, since its weights are there then: once a pass.
+        round_s = np.maximum(np.maximum(alone_s, steps_s + lane_s / 2), times.streamed_layers * lane_s)
         if number > 1:
             round_s = np.maximum(round_s, np.maximum(number * cpu_s, steps_s + lane_s))
         lane_layers = (round_s - steps_s) / lane_s

@@ -226,7 +226,8 @@ class AdaptiveScheduler(OffloadScheduler):
         if not feeds:
             return SteppingRule.FREE_RUNNING
         model = self.model
-        lane_s = model.linear_s(load.decodes) + model.gpu_attention_s(load.decodes, load.decode_context)
+        attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
+        lane_s = model.layer_s(model.linear_s(load.decodes) + attention_s)
         step_s = model.linear_s(members) + model.hand_over_s(members)
         pays = members * lane_s >= load.decodes * step_s
         return SteppingRule.FREE_RUNNING if pays else SteppingRule.RIDE_IF_READY

@@ -52,6 +52,7 @@ class OperationTimes:
     def __init__(self, model: PerfModel) -> None:
         table = model.table
         self.num_layers = model.num_layers
+        self.stream_s, self.streamed_layers = table.stream_s, table.streamed_layers
         self._linear = _CurveArray(table.linear)
         self._ends = _CurveArray(table.ends)
         self._host = _CurveArray(table.iteration)
@@ -62,6 +63,10 @@ class OperationTimes:
     def linear_s(self, tokens: ArrayLike) -> Floats:
         """Seconds of one boundary (T_l) of a batch of ``tokens``."""
         return _where_any(np.asarray(tokens, float), self._linear)
+
+    def layer_s(self, busy_s: ArrayLike) -> Floats:
+        """A layer in which the lane is busy for so long, and no shorter than the weights need to arrive."""
+        return np.maximum(busy_s, self.stream_s)
 
     def gpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
         """Seconds of one layer's decode attention in the lane (T_g); ``context`` tokens are a request's mean."""

@@ -43,7 +43,7 @@ def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | No
         riders: rows that ride, by boundary.
         swapped: blocks moved between the tiers, which the lane waits for.
     """
-    layer_s = model.linear_s(load.tokens) + load.gpu_attention_s(model)
+    layer_s = model.layer_s(model.linear_s(load.tokens) + load.gpu_attention_s(model))
     seconds = model.num_layers * layer_s + model.ends_s(load.requests)
     if riders:
         seconds += riders_s(model, load.tokens, load.requests, riders)

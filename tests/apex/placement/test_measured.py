@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantise import write_folder
 
+from apex.perf.model import PerfModel
 from apex.perf.profile_cache import profile_identity, with_copies
 from apex.placement import memory
 from apex.placement.measured import WeightsPlan, place_weights
@@ -19,7 +20,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.kv.sizing import boundary_bytes, weight_bytes
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place
+from swiftllm.model.placement import Place, Placement
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
@@ -103,10 +104,12 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
 
 def test_schedulers_know_how_long_copies_take():
     table = flat_table()
-    assert with_copies(table, 0.0) is table
-    slow = with_copies(table, 5.0)
-    assert slow.linear.sizes == table.linear.sizes and min(slow.linear.seconds) == 5.0
-    assert slow.cpu_attention == table.cpu_attention
+    assert with_copies(table, None, 0.0) is table
+    placement = Placement((Place.RESIDENT, Place.STREAMED, Place.CPU, Place.STREAMED, Place.STREAMED))
+    slow = with_copies(table, placement, 8.0)
+    assert slow == replace(table, stream_s=2.0, streamed_layers=3.0)
+    model = PerfModel(slow, placement.num_layers)
+    assert (model.layer_s(1.5), model.layer_s(2.5)) == (2.0, 2.5)
 
 
 def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):
