@@ -9,9 +9,10 @@ import pytest
 
 from apex.perf.model import ProfileMismatch
 from apex.perf.profile_cache import load_or_measure, make_workbench, profile_identity
+from apex.perf.workbench import Workbench
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -81,3 +82,37 @@ def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir
             for _ in range(10):
                 sample()
                 assert not cuda.workers[-1].tickets
+
+
+def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
+    """A boundary that is not there is crossed before it is timed, and one that is there is crossed once."""
+    crossed: list[int] = []
+
+    class FiveLayers:
+        num_layers = 5
+        block_tables = None
+
+        def open_lane(self, items):
+            return items
+
+        def gpu_attention(self, layer, lane):
+            pass
+
+        def boundary(self, layer, batches):
+            crossed.append(layer)
+
+    bench = Workbench(
+        FiveLayers(),
+        num_blocks={Tier.GPU: 8, Tier.CPU: 8},
+        block_size=4,
+        max_model_len=16,
+        vocab_size=100,
+        synchronize=lambda: None,
+        holds_weights=lambda layer: layer not in (1, 2) or crossed[-1:] == [layer],
+    )
+    with bench.in_use():
+        linear = bench.linear(3)
+        crossed.clear()
+        linear()
+        linear()
+    assert crossed == [0, 1, 1, 2, 2, 3, 0, 1, 1]

@@ -153,3 +153,10 @@ def test_chunks_of_a_lane_share_what_it_pays_once() -> None:
     assert model.prefill_attention_s([(1, 0)]) == pytest.approx(1e-6)
     assert model.prefill_attention_s([(1, 0)] * 3) == pytest.approx(3e-6 - 2 * 4e-7)
     assert model.prefill_attention_s([]) == 0
+
+
+def test_streamed_weights_leave_the_gpu_only_rate_to_the_link() -> None:
+    """A layer takes 10 s either way. So the CPU's tokens come on top of the GPU's, as long as both passes fit."""
+    assert pipelining_pays(10, 1, 1, 1, stream_s=10) == Inequality((10 + 10) / 10, 10 / 10)
+    assert pipelining_pays(1000, 1, 1, 1, stream_s=10).holds and not pipelining_pays(1000, 1, 1, 1).holds
+    assert pipelining_pays(10, 1, 1, 1, stream_s=1.5) == pipelining_pays(10, 1, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -118,3 +119,50 @@ def test_a_draft_whose_budget_is_used_up_takes_no_further_chunk() -> None:
     for name in ("fills", "finds nothing left"):
         draft.add_prefill(decoding(name, 10))
     assert [(item.request.request_id, item.num_tokens) for item in draft.prefills] == [("fills", 10)]
+
+
+def layer_s_by_events(pipeline: Pipeline, layers: int = 400) -> float:
+    """The mean layer of the two batches, event by event: weights arrive in turn, and the lane waits for whatever it
+    needs next. A batch's attention starts when its boundary has ended and the worker is free."""
+    model, (first, second) = pipeline.model, pipeline.batches
+    linear_s = [model.linear_s(pipeline.load.tokens + first.size), model.linear_s(second.size)]
+    cpu_s = [model.cpu_attention_s(batch.size, batch.context_tokens) for batch in (first, second)]
+    lane_attention_s = pipeline.load.gpu_attention_s(model)
+    now = worker_free = 0.0
+    attended = [0.0, 0.0]
+    for layer in range(1, layers + 1):
+        now = max(now, layer * model.stream_s)
+        for batch in (0, 1):
+            now = max(now, attended[batch]) + linear_s[batch]
+            worker_free = attended[batch] = max(worker_free, now) + cpu_s[batch]
+        now += lane_attention_s
+    return now / layers
+
+
+def test_attention_hides_behind_the_wait_for_streamed_weights() -> None:
+    """Whoever is in a batch costs the lane nothing but linear time, and more are than without the wait."""
+    rng = random.Random(6)
+    gained = 0
+    for _ in range(60):
+        table = flat_ends_table(1e-7, 1e-6)
+        stream_s = rng.uniform(0.5, 6.0) * table.linear(20)
+        pipelines = [
+            Pipeline(PerfModel(one, 4), LaneLoad(20, 20, 20, 20 * 30, ()))
+            for one in (replace(table, stream_s=stream_s), table)
+        ]
+        ready = [decoding(str(i), rng.randint(1, 900)) for i in range(rng.randint(1, 60))]
+        for pipeline in pipelines:
+            pipeline.add_hidden(CpuDecodes(ready))
+            assert pipeline.hides_cpu()
+            first, second = pipeline.batches
+            model, load = pipeline.model, pipeline.load
+            busy_s = model.linear_s(load.tokens + first.size) + model.linear_s(second.size)
+            busy_s += load.gpu_attention_s(model)
+            assert layer_s_by_events(pipeline) <= 1.02 * max(busy_s, model.stream_s)
+            ends_s = model.ends_s(pipeline.num_requests - second.size) + model.ends_s(second.size)
+            ends_s -= model.host_work_s(0) if second.size else 0.0
+            assert pipeline.iteration_s() == pytest.approx(4 * max(busy_s, model.stream_s) + ends_s)
+        streamed, resident = (sum(batch.context_tokens for batch in one.batches) for one in pipelines)
+        assert streamed >= resident
+        gained += streamed > resident
+    assert gained > 10

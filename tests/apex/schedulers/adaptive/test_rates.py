@@ -139,3 +139,19 @@ def test_nothing_to_do_has_a_rate_of_zero() -> None:
     with np.errstate(all="raise"):
         best = best_mode(TIMES, empty, 0, [10.0], list(Mode), max_cohorts=2)
     assert best.tokens_per_s == 0 and best.reachable_tokens_per_s > 0
+
+
+def test_streamed_weights_are_a_floor_for_layers_and_not_for_each_boundary() -> None:
+    """Two boundaries share one copy. A free-running cohort crosses a streamed boundary once in a pass of the lane."""
+    stream_s = 3 * (linear_s(9) + linear_s(1) + LANE_S)
+    times = OperationTimes(PerfModel(replace(TABLE, stream_s=stream_s, streamed_layers=1.0), LAYERS))
+    assert first(only_rate(times, LOAD, np.zeros(1)).tokens_per_s) == pytest.approx(8 / (LAYERS * stream_s + ENDS_S))
+    one = np.array([1.0])
+    assert first(lockstep_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=one)) == pytest.approx(stream_s)
+    shown = lockstep_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=np.array([400.0]))
+    assert first(shown) == pytest.approx(cpu_s(400) + linear_s(400) + LANE_S) and first(shown) > stream_s
+    rates = [
+        first(cohorts_rate(OperationTimes(PerfModel(replace(TABLE, streamed_layers=n), LAYERS)), LOAD, one, 1).steps_s)
+        for n in (0.0, 1.0, LAYERS / 2, LAYERS)
+    ]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
