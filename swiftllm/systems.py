@@ -95,6 +95,10 @@ def build_engine(name: str, config: EngineConfig) -> Engine:
     return system.build(system, config)
 
 
+class PluginNotFound(ImportError):
+    """A module that ``$APEX_PLUGINS`` names, or one that it needs, cannot be found."""
+
+
 @functools.cache
 def _load_plugins() -> None:
     for module in PLUGINS:
@@ -104,7 +108,7 @@ def _load_plugins() -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            raise ImportError(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
+            raise PluginNotFound(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
 register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from starlette.routing import Match
 
-from apex.cli import COMMANDS
+from apex.cli.commands import COMMANDS
 from apex.cli.config_file import parse_command
 from swiftllm.server.api.app import create_app
 from swiftllm.server.settings import ServerSettings

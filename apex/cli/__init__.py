@@ -5,32 +5,11 @@ Torch takes seconds to import, so nothing here imports it before a command runs:
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Sequence
 
-from apex.cli.attention_host import AttentionHostCommand
-from apex.cli.bench import Bench
-from apex.cli.config_file import parse_command, unknown_name
-from apex.cli.doctor import Doctor
 from apex.cli.errors import InputError
-from apex.cli.generate import Generate
-from apex.cli.output import stdout_console, table
-from apex.cli.profile import Profile
-from apex.cli.serve import Serve
-from apex.cli.simulate import Simulate
-from apex.cli.validate import OPTIONAL_VERBS, run_optional
-from swiftllm import __version__
-
-COMMANDS = {
-    "serve": Serve,
-    "generate": Generate,
-    "bench": Bench,
-    "simulate": Simulate,
-    "profile": Profile,
-    "doctor": Doctor,
-    "attention-host": AttentionHostCommand,
-}
+from swiftllm.systems import PluginNotFound
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,34 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from the parser: 2 for flags it cannot parse, 0 after a command's ``--help``.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    verb = arguments[0] if arguments else "--help"
     try:
-        if verb in ("-h", "--help", "help"):
-            print_overview()
-            return 0
-        if verb == "--version":
-            print(f"apex {__version__}")
-            return 0
-        if verb in OPTIONAL_VERBS:
-            return run_optional(verb, arguments[1:])
-        if verb not in COMMANDS:
-            raise InputError(unknown_name("command", verb, [*COMMANDS, *OPTIONAL_VERBS]))
-        return parse_command(COMMANDS[verb], f"apex {verb}", arguments[1:]).run()
-    except InputError as error:
+        from apex.cli.commands import run  # which takes a while, and asks plugins for their systems
+
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except (InputError, PluginNotFound) as error:
         print(f"apex: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("apex: interrupted", file=sys.stderr)
         return 130
-
-
-def print_overview() -> None:
-    """Print the commands, one a line, and which to begin with."""
-    summaries = {verb: inspect.getdoc(command).partition("\n")[0] for verb, command in COMMANDS.items()}
-    summaries |= {verb: optional.summary for verb, optional in OPTIONAL_VERBS.items()}
-    console = stdout_console()
-    console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")
-    console.print("host memory holds a part of it, and the CPU computes that part's attention.\n")
-    console.print(table(("command", "what it does"), list(summaries.items()), left=("command", "what it does")))
-    console.print("\nBegin with `apex doctor`, then `apex serve MODEL`. `apex COMMAND --help` lists all options.")

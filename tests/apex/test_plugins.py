@@ -44,7 +44,8 @@ def test_a_scheduler_of_a_users_own_is_simulated_beside_the_papers(example):
 
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):
     answer = apex(tmp_path, "no_such_plugin", "simulate")
-    assert answer.returncode != 0 and "no_such_plugin" in answer.stderr and "APEX_PLUGINS" in answer.stderr
+    message = "apex: APEX_PLUGINS names 'no_such_plugin': No module named 'no_such_plugin'; is it on PYTHONPATH?\n"
+    assert (answer.returncode, answer.stderr) == (2, message)
 
 
 def test_a_name_belongs_to_one_system():

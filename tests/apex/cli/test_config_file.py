@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from apex.cli import COMMANDS, main
+from apex.cli import main
 from apex.cli.bench import Bench
+from apex.cli.commands import COMMANDS
 from apex.cli.config_file import option_types, parse_command, read_config_file
 from apex.cli.errors import InputError
 from apex.cli.generate import Generate

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from apex.cli import COMMANDS, OPTIONAL_VERBS, main
+from apex.cli import main
+from apex.cli.commands import COMMANDS, OPTIONAL_VERBS
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,0 +1,61 @@
+"""The commands by name, and the overview of them. Nothing here imports torch before a command runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from apex.cli.attention_host import AttentionHostCommand
+from apex.cli.bench import Bench
+from apex.cli.config_file import parse_command, unknown_name
+from apex.cli.doctor import Doctor
+from apex.cli.errors import InputError
+from apex.cli.generate import Generate
+from apex.cli.output import stdout_console, table
+from apex.cli.profile import Profile
+from apex.cli.serve import Serve
+from apex.cli.simulate import Simulate
+from apex.cli.validate import OPTIONAL_VERBS, run_optional
+from swiftllm import __version__
+
+COMMANDS = {
+    "serve": Serve,
+    "generate": Generate,
+    "bench": Bench,
+    "simulate": Simulate,
+    "profile": Profile,
+    "doctor": Doctor,
+    "attention-host": AttentionHostCommand,
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that ``arguments`` name and return its exit status.
+
+    Raises:
+        InputError: there is no such command, or it cannot do what it is asked.
+        SystemExit: from the parser: 2 for flags it cannot parse, 0 after a command's ``--help``.
+    """
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        print_overview()
+        return 0
+    if verb == "--version":
+        print(f"apex {__version__}")
+        return 0
+    if verb in OPTIONAL_VERBS:
+        return run_optional(verb, arguments[1:])
+    if verb not in COMMANDS:
+        raise InputError(unknown_name("command", verb, [*COMMANDS, *OPTIONAL_VERBS]))
+    return parse_command(COMMANDS[verb], f"apex {verb}", arguments[1:]).run()
+
+
+def print_overview() -> None:
+    """Print the commands, one a line, and which to begin with."""
+    summaries = {verb: inspect.getdoc(command).partition("\n")[0] for verb, command in COMMANDS.items()}
+    summaries |= {verb: optional.summary for verb, optional in OPTIONAL_VERBS.items()}
+    console = stdout_console()
+    console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")
+    console.print("host memory holds a part of it, and the CPU computes that part's attention.\n")
+    console.print(table(("command", "what it does"), list(summaries.items()), left=("command", "what it does")))
+    console.print("\nBegin with `apex doctor`, then `apex serve MODEL`. `apex COMMAND --help` lists all options.")
