@@ -147,8 +147,12 @@ def estimate_budget(machine: Machine, weight_bytes: float, load: Load) -> Estima
     estimates = []
     for share in CPU_SHARES if load.offloads else CPU_SHARES[:1]:
         on_cpu = min(load.max_num_seqs - on_gpu, share * in_tier)
-        if on_gpu + on_cpu >= 1:
-            estimates.append(_estimate(machine, weight_bytes, on_gpu, on_cpu, load))
+        if on_gpu + on_cpu < 1:
+            continue
+        ways = {load.cpu_computes}
+        if on_cpu and gpu_bytes >= least_gpu_bytes(machine.boundary_bytes, cpu_computes=False):
+            ways.add(False)  # cores that compute boundaries do not attend meanwhile
+        estimates += [_estimate(machine, weight_bytes, on_gpu, on_cpu, load, way) for way in sorted(ways)]
     if not estimates:
         raise ValueError(
             f"{weight_bytes / GIB:.2f} GiB of weights leave no room for the KV cache of a request of "
@@ -171,15 +175,17 @@ def _candidates(machine: Machine, load: Load) -> Iterator[Estimate]:
         raise refused
 
 
-def _estimate(machine: Machine, weight_bytes: float, on_gpu: float, on_cpu: float, load: Load) -> Estimate:
+def _estimate(
+    machine: Machine, weight_bytes: float, on_gpu: float, on_cpu: float, load: Load, cpu_computes: bool
+) -> Estimate:
     """The placement for these requests and their rate with it."""
     requests, gpu_bytes = on_gpu + on_cpu, weight_bytes - machine.other_bytes
     costs, other_s = machine.costs(load.rows(requests)), machine.other_s(on_gpu, load.context, requests)
-    choice = choose_placement(costs, gpu_bytes, other_s, machine.copy_effect, load.cpu_computes)
+    choice = choose_placement(costs, gpu_bytes, other_s, machine.copy_effect, cpu_computes)
     streamed = choice.placement.bytes_at(Place.STREAMED, machine.boundary_bytes)
     kv_bytes = on_cpu * load.context * machine.kv_bytes_per_token
-    rates = machine.rates
-    seconds = batch_s(streamed, kv_bytes, choice.iteration_s, rates.link, rates.cpu_attention, rates.dram)
+    rates, lane_s = machine.rates, choice.iteration_s
+    seconds = batch_s(streamed, kv_bytes, lane_s, rates.link, rates.cpu_attention, rates.dram, choice.cpu_s)
     return Estimate(
         weight_bytes,
         requests / seconds,
@@ -188,5 +194,5 @@ def _estimate(machine: Machine, weight_bytes: float, on_gpu: float, on_cpu: floa
         gpu_bytes,
         other_s,
         machine.copy_effect,
-        load.cpu_computes,
+        cpu_computes,
     )

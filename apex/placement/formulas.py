@@ -24,12 +24,14 @@ def batch_s(
     pcie_bytes_per_s: float,
     cpu_bytes_per_s: float,
     dram_bytes_per_s: float,
+    cpu_linear_s: float = 0.0,
 ) -> float:
-    """An iteration in which weights are streamed while the CPU attends to ``kv_bytes``: max(S/beta, K/b + S/D, G).
+    """An iteration in which weights are streamed while the CPU attends to ``kv_bytes``: max(S/beta, C + K/b + S/D, G).
 
-    The stream takes DRAM bandwidth from CPU attention, for which S/D stands.
+    The stream takes DRAM bandwidth from CPU attention, for which S/D stands. C is ``cpu_linear_s``, what the same cores
+    need for the boundaries that they compute; G is the lane's time, those boundaries included.
     """
-    cpu_s = kv_bytes / cpu_bytes_per_s + streamed_bytes / dram_bytes_per_s
+    cpu_s = cpu_linear_s + kv_bytes / cpu_bytes_per_s + streamed_bytes / dram_bytes_per_s
     return max(streamed_bytes / pcie_bytes_per_s, cpu_s, gpu_s)
 
 
