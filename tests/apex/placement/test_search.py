@@ -97,10 +97,24 @@ def test_formulas() -> None:
     assert batch_s(100.0, 60.0, 0.5, 20.0, 30.0, 50.0) == 5.0
     assert batch_s(100.0, 180.0, 0.5, 20.0, 30.0, 50.0) == 8.0
     assert batch_s(100.0, 60.0, 9.0, 20.0, 30.0, 50.0) == 9.0
+    assert batch_s(100.0, 60.0, 0.5, 20.0, 30.0, 50.0, cpu_linear_s=3.0) == 7.0
     hidden = hidden_kv_bytes(100.0, 20.0, 30.0, 50.0)
     assert batch_s(100.0, hidden, 0.0, 20.0, 30.0, 50.0) == pytest.approx(5.0)
     assert batch_s(100.0, 1.1 * hidden, 0.0, 20.0, 30.0, 50.0) > 5.0
     assert split_s(1.0, 2.0, 3.0) == 3.0
+
+
+def test_cores_that_attend_are_not_given_boundaries_to_compute() -> None:
+    """For requests whose KV cache the CPU reads anyway, streaming is faster: the search knows, the simulator agrees."""
+    placer, load = placer_of("t4"), Load(200, 1000, 1024, offloads=True)
+    streamed = placer.place("auto", load)
+    alone = placer.place("auto", replace(load, max_num_seqs=4))  # of which the GPU holds all
+    assert streamed.choice.placement.count(Place.CPU) == 0 < alone.choice.placement.count(Place.CPU)
+    rates = []
+    for placed in (streamed, alone):
+        done = decode("adaptive", placer, placed.choice.placement, 2, 60, 700)
+        rates.append(done.tokens / done.iteration_s)
+    assert rates[0] > 1.1 * rates[1]
 
 
 @pytest.mark.parametrize("cpu_computes", [True, False])
