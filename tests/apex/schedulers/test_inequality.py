@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,10 @@ def test_streamed_weights_leave_the_gpu_only_rate_to_the_link() -> None:
     assert pipelining_pays(10, 1, 1, 1, stream_s=10) == Inequality((10 + 10) / 10, 10 / 10)
     assert pipelining_pays(1000, 1, 1, 1, stream_s=10).holds and not pipelining_pays(1000, 1, 1, 1).holds
     assert pipelining_pays(10, 1, 1, 1, stream_s=1.5) == pipelining_pays(10, 1, 1, 1)
+
+
+def test_prompts_are_free_until_the_weights_arrive() -> None:
+    """Reading them may take 1.25 times as long as for one token; a wait for copies ends when they are there."""
+    table = replace(flat_table(), linear=Curve((1, 100, 200, 300, 400), (1.0, 1.2, 2.0, 3.0, 4.0)))
+    knees = {s: PerfModel(replace(table, stream_s=s), 4).linear_knee_tokens for s in (0.0, 1.1, 2.5, 3.0)}
+    assert knees == {0.0: 100, 1.1: 100, 2.5: 200, 3.0: 300}
