@@ -172,8 +172,8 @@ class PerfModel:
         floor_s = max(table.linear(1) * self.KNEE_RATIO, self.stream_s)
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.linear_knee_tokens = int(max(flat, default=1))
-        """Up to this many tokens a boundary costs about the same, since reading the weights dominates, or nothing, since
-        the lane waits for them."""
+        """Up to this many tokens a boundary costs about the same, since reading the weights dominates, or nothing,
+        since the lane waits for them."""
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
     def with_table(self, table: ProfileTable) -> PerfModel:
