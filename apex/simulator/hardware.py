@@ -225,6 +225,8 @@ def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, A
     raw, own, assumed = _load_yaml(path), read_figures(path), read_figures(ASSUMPTIONS_FILE)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
+    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers"}:
+        raise ValueError(f"{path}: nothing uses {', '.join(sorted(misplaced))}; figures stand below `figures:`")
     if missing := set(required) - set(own):
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     if unknown := set(own) - set(required) - set(assumed):

@@ -131,6 +131,13 @@ def test_incomplete_and_misspelt_files_are_refused(tmp_path: Path, changes: dict
         load_gpu(write_gpu(tmp_path / "new.yaml", **changes))
 
 
+def test_a_figure_that_stands_beside_the_figures_is_refused(tmp_path: Path) -> None:
+    path = write_gpu(tmp_path / "new.yaml")
+    path.write_text(path.read_text() + "\nint4_read_fraction: {value: 0.5}\n")
+    with pytest.raises(ValueError, match=r"nothing uses int4_read_fraction; figures stand below `figures:`"):
+        load_gpu(path)
+
+
 def test_a_figure_without_a_status_is_refused(tmp_path: Path) -> None:
     path = write_gpu(tmp_path / "new.yaml")
     path.write_text(path.read_text().replace("status: published", "status: guessed", 1))
