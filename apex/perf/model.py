@@ -169,11 +169,10 @@ class PerfModel:
         self.num_layers = num_layers
         self.extrapolated: set[str] = set()
         self.stream_s = table.stream_s
-        floor_s = max(table.linear(1) * self.KNEE_RATIO, self.stream_s)
+        floor_s = max(table.linear(1), self.stream_s) * self.KNEE_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.linear_knee_tokens = int(max(flat, default=1))
-        """Up to this many tokens a boundary costs about the same, since reading the weights dominates, or nothing,
-        since the lane waits for them."""
+        """Up to this many tokens a boundary costs about the same: reading weights, or waiting for them, dominates."""
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
     def with_table(self, table: ProfileTable) -> PerfModel:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apex.perf.model import PerfModel
 from apex.schedulers.adaptive.times import OperationTimes
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -38,6 +39,8 @@ class ChunkSizes:
         efficient: tokens from which on a batch's linear time per token is within ``EFFICIENT`` of the least.
         token_s: that least linear time per token, in seconds of one layer (b).
         knee: tokens up to which a boundary costs about as much as for one.
+        free: of these, the tokens that cost so little that others can wait for them; where weights are streamed, those
+            that are done before the next layer's arrive.
     """
 
     def __init__(self, times: OperationTimes, budget: int, knee: int) -> None:
@@ -46,6 +49,10 @@ class ChunkSizes:
         self._linear_s = times.layer_s(times.linear_s(tokens))
         per_token_s = self._linear_s / tokens
         self.budget, self.knee = budget, knee
+        self.free = knee
+        if times.stream_s:
+            read_s = PerfModel.KNEE_RATIO * float(times.linear_s(1))
+            self.free = min(knee, int(self._linear_s.searchsorted(max(times.stream_s, read_s), "right")))
         self.token_s = float(per_token_s[: SIZES[-1]].min())
         efficient = (s for s in SIZES if s <= budget and per_token_s[s - 1] <= EFFICIENT * self.token_s)
         self.efficient = next(efficient, min(budget, SIZES[-1]))
@@ -73,8 +80,9 @@ class PromptNeed:
 
 
 def free_prompt_tokens(sizes: ChunkSizes, lane_decodes: int, riders: float) -> float:
-    """Prompt tokens that cost a lane of these rows nothing, because reading the weights takes as long anyway."""
-    return max(0.0, sizes.knee - lane_decodes - riders)
+    """Prompt tokens that cost a lane of these rows nothing, because reading the weights takes as long anyway, or their
+    way to the GPU."""
+    return max(0.0, sizes.free - lane_decodes - riders)
 
 
 def is_short_queue(waiting: int, decoding: int) -> bool:
@@ -120,7 +128,7 @@ def prompt_chunk(
     """
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
-    free_tokens = free_prompt_tokens(sizes, lane_decodes, riders)
+    free_tokens = max(0.0, sizes.knee - lane_decodes - riders)
     largest = max(sizes.largest(gpu_attention_s, need.prompt_per_output), need.steady_tokens)
     if need.hurries:
         wanted = largest

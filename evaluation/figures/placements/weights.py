@@ -28,7 +28,7 @@ TEXT = FigureText(
     "Output tokens per second, all requests at once. SIMULATED: predicted times, nothing measured. Axes differ.",
     "GPU-only has no KV cache in host memory. Weights that do not fit are streamed over PCIe, or computed by the CPU "
     "where the bar's name allows it and that is predicted to be faster. 4-bit products are as fast as assumed "
-    "(configs/hardware/assumptions.yaml); no such kernel for a T4 is in the engine.",
+    "(configs/hardware/assumptions.yaml), on a T4 those of its optional library.",
 )
 
 

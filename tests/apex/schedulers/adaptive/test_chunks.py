@@ -90,3 +90,13 @@ def test_waiting_pays_while_the_shadow_takes_more_than_is_needed() -> None:
     assert waiting_pays(SIZES, 10, gain=0.59, **share)
     assert not waiting_pays(SIZES, 10, gain=0.61, **share)
     assert not waiting_pays(SIZES, 10, gain=0.0, **{**share, "steady_tokens": 80.0})
+
+
+def test_prompts_are_free_until_the_next_weights_arrive() -> None:
+    """The knee allows a quarter more. That others should wait must rest on prompts that cost nothing."""
+    table = replace(TABLE, linear=Curve((1, 100, 200, 300, 400), (1e-3, 1e-3, 2e-3, 3e-3, 4e-3)))
+    for stream_s, knee, free in ((0.0, 100, 100), (0.9e-3, 100, 100), (2.5e-3, 300, 250), (3.2e-3, 400, 320)):
+        model = PerfModel(replace(table, stream_s=stream_s), num_layers=10)
+        sizes = ChunkSizes(OperationTimes(model), budget=400, knee=model.linear_knee_tokens)
+        assert sizes.knee == knee and free_prompt_tokens(sizes, 0, 0) == pytest.approx(free, abs=1)
+        assert free_prompt_tokens(sizes, 30, 10.0) == max(0.0, sizes.free - 40)
