@@ -279,4 +279,8 @@ def main(options: Options) -> int:
 
 if __name__ == "__main__":
     stop_on_sigterm()
-    sys.exit(main(parse_options(Options, prog="evaluation/soak.py")))
+    try:
+        sys.exit(main(parse_options(Options, prog="evaluation/soak.py")))
+    except KeyboardInterrupt:
+        print("interrupted: the server is stopped, nothing is reported", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
