@@ -24,7 +24,6 @@ CHECKED_OUTPUTS = 1024  # compared at a time, so that little of the matrix is de
 MOST_ERROR = 0.01  # of the norm of a product: codes in a wrong order give 1.4, roundings to float16 0.0005
 LOCKS = 2048  # as many as the library's own layers have; zeros before and after a product
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +42,11 @@ def how_to_install() -> str:
 
 
 class LibraryLinears:
-    """Makes linears of 4-bit matrices with the library, for float16 on an NVIDIA GPU."""
+    """Makes linears of 4-bit matrices with the library, for float16 on an NVIDIA GPU.
+
+    Attributes:
+        is_used: whether there is such a linear.
+    """
 
     def __init__(self) -> None:
         self.is_used = False
