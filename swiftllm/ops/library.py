@@ -56,9 +56,7 @@ class LibraryLinears:
         """See :meth:`swiftllm.ops.interface.MakesLinears.make_quantised_linear`. The matrix is copied: nothing of it
         is kept. None, and a warning with the reason, if the library does not do for it."""
         if not self._has_begun:
-            logger.warning(
-                "%s compiles its kernels for this GPU: minutes at the first start, then they are kept", PACKAGE
-            )
+            logger.warning("%s compiles its kernels at the first start, for a minute or so, and keeps them", PACKAGE)
             self._has_begun = True
         try:
             linear = LibraryLinear(matrix, bias)
