@@ -47,6 +47,12 @@ def cpu_read_bytes_per_s(alone_bytes_per_s: float, pcie_bytes_per_s: float, dram
     return alone_bytes_per_s * (1.0 - pcie_bytes_per_s / dram_bytes_per_s)
 
 
+def beside_copies_s(alone_s: float, copies_s: float, dram_share: float) -> float:
+    """The CPU's work of ``alone_s`` while copies run for ``copies_s`` and take a share of DRAM: T = alone + share
+    min(copies, T)."""
+    return alone_s + dram_share * min(copies_s, alone_s / (1.0 - dram_share))
+
+
 def split_s(compute_s: float, host_to_device_s: float, decompress_s: float = 0.0) -> float:
     """L = max(CPU, H2D, DC), the objective of section 4.2, equations 5 and 9."""
     return max(compute_s, host_to_device_s, decompress_s)

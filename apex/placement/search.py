@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from apex.placement.costs import BoundaryCost, CopyEffect
-from apex.placement.formulas import split_s
+from apex.placement.formulas import beside_copies_s, split_s
 from swiftllm.model.placement import SLOTS, Place, Placement, spread
 
 NO_EFFECT = CopyEffect()
@@ -167,7 +167,7 @@ def iteration_s(
             elif place is Place.CPU:
                 clock_s += cost.crossing_s
                 busy_s = max(0.0, link_free_s - clock_s)  # the link's, from now on without a gap
-                clock_s += cost.cpu_s + effect.dram_share * min(busy_s, cost.cpu_s / (1 - effect.dram_share))
+                clock_s += beside_copies_s(cost.cpu_s, busy_s, effect.dram_share)
                 if clock_s < link_free_s:
                     clock_s += effect.wait_s
             else:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.placement.budget import Estimate, Load, Rates, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, CopyEffect
+from apex.placement.formulas import beside_copies_s
 from apex.placement.search import Choice
 from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.cpu_path import Interconnect
@@ -134,7 +135,8 @@ class WeightPlacer:
             n: 2 * link.latency_s + n * row_bytes / link.bytes_per_s for n in self.machine.table.cpu_attention.firsts
         }
         return replace(
-            self.machine.table, cpu_attention=_plus(self.machine.table.cpu_attention, lambda n: -crossing_s[n])
+            self.machine.table,
+            cpu_attention=_mapped(self.machine.table.cpu_attention, lambda s, n: max(0.0, s - crossing_s[n])),
         )
 
     def believed(self, placement: Placement) -> ProfileTable:
@@ -147,12 +149,12 @@ class WeightPlacer:
             compute_s = sum(cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
             return compute_s / layers
 
-        lost_s = streamed_bytes / self.interconnect.dram_bytes_per_s / layers
+        stream_s, dram_share = streamed_bytes / self.interconnect.bytes_per_s / layers, self.interconnect.dram_share
         return replace(
             table,
             linear=Curve(table.linear.sizes, tuple(seconds(rows) for rows in table.linear.sizes)),
-            cpu_attention=_plus(table.cpu_attention, lambda _: lost_s),
-            stream_s=streamed_bytes / self.interconnect.bytes_per_s / layers,
+            cpu_attention=_mapped(table.cpu_attention, lambda s, _: beside_copies_s(s, stream_s, dram_share)),
+            stream_s=stream_s,
             streamed_layers=streamed_bytes / max(self.boundary_bytes),
         )
 
@@ -218,10 +220,10 @@ def cpu_linear_curve(host: Host, shape: LayerShape, itemsize: int) -> Curve:
     return Curve((1, 4096), (read_s + row_s, read_s + 4096 * row_s))
 
 
-def _plus(surface: Surface, extra_s: Callable[[float], float]) -> Surface:
-    """``surface`` with ``extra_s(first)`` seconds more, never below 0."""
+def _mapped(surface: Surface, change: Callable[[float, float], float]) -> Surface:
+    """``surface`` with ``change(seconds, first)`` in place of its seconds."""
     curves = (
-        replace(curve, seconds=tuple(max(0.0, s + extra_s(first)) for s in curve.seconds))
+        replace(curve, seconds=tuple(change(s, first) for s in curve.seconds))
         for first, curve in zip(surface.firsts, surface.curves, strict=True)
     )
     return Surface(surface.firsts, tuple(curves))

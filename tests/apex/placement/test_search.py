@@ -10,7 +10,7 @@ import pytest
 
 from apex.placement.budget import Load
 from apex.placement.costs import BoundaryCost
-from apex.placement.formulas import batch_s, hidden_kv_bytes, one_request_s, split_s
+from apex.placement.formulas import batch_s, beside_copies_s, hidden_kv_bytes, one_request_s, split_s
 from apex.placement.search import choose_exactly, choose_placement, iteration_s
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
@@ -101,6 +101,8 @@ def test_formulas() -> None:
     hidden = hidden_kv_bytes(100.0, 20.0, 30.0, 50.0)
     assert batch_s(100.0, hidden, 0.0, 20.0, 30.0, 50.0) == pytest.approx(5.0)
     assert batch_s(100.0, 1.1 * hidden, 0.0, 20.0, 30.0, 50.0) > 5.0
+    assert beside_copies_s(1.0, copies_s=9.0, dram_share=0.2) == 1.25  # at 0.8 of the rate all the time
+    assert beside_copies_s(4.0, copies_s=1.0, dram_share=0.2) == 4.2
     assert split_s(1.0, 2.0, 3.0) == 3.0
 
 
