@@ -45,6 +45,7 @@ class _Run:
     """What one iteration has given so far."""
 
     tokens: dict[str, int] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     waited_s: float = 0.0
     cpu_busy_s: float = 0.0
 
@@ -105,7 +106,7 @@ class OverlapExecutor:
         backend, run = self.backend, _Run()
         self._plan, self._at_work = plan, (False, ())
         start_s = backend.now()
-        left = self._remove_leaving(plan, run)
+        self._remove_leaving(plan, run)
         self._at_work = (False, [[swap.request.request_id for swap in plan.swaps]])
         backend.swap(plan.swaps)
         self._at_work = (True, ())
@@ -143,7 +144,8 @@ class OverlapExecutor:
         self._cohorts = {i: c for i, c in self._cohorts.items() if c.layer <= last}
         duration_s = backend.now() - start_s
         cohort_layers = {cohort_id: cohort.layer for cohort_id, cohort in self._cohorts.items()}
-        return StepResult(run.tokens, cohort_layers, left, duration_s, duration_s - run.waited_s, run.cpu_busy_s)
+        left, busy_s = frozenset(run.left), duration_s - run.waited_s
+        return StepResult(run.tokens, cohort_layers, left, duration_s, busy_s, run.cpu_busy_s)
 
     def at_work(self) -> frozenset[str]:
         in_lane, groups = self._at_work
@@ -209,13 +211,21 @@ class OverlapExecutor:
                 break
 
     def _wait(self, cohort: Cohort, run: _Run) -> None:
-        """Wait for the cohort's ticket. The seconds count as waiting, not as work of the lane."""
+        """Wait for the cohort's ticket, and take out requests that leave: now nothing uses their blocks.
+
+        The seconds count as waiting, not as work of the lane.
+        """
         if cohort.ticket is not None:
             self._at_work = (False, [cohort.request_ids])
             before_s = self.backend.now()
             run.cpu_busy_s += cohort.ticket.wait()
             run.waited_s += self.backend.now() - before_s
             cohort.ticket = None
+        if self._plan.leaving and (leaving := self._plan.leaving.intersection(cohort.request_ids)):
+            run.left |= leaving
+            cohort.request_ids = tuple(i for i in cohort.request_ids if i not in leaving)
+            if cohort.request_ids:
+                cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
 
     def _cross(self, layer: int, lane: Batch | None, cohorts: list[Cohort], run: _Run) -> None:
         batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
@@ -229,24 +239,18 @@ class OverlapExecutor:
             cohort.ticket = self.backend.submit_cpu_attention(cohort.layer, cohort.batch)
             cohort.submission = next(self._submissions)
 
-    def _remove_leaving(self, plan: IterationPlan, run: _Run) -> frozenset[str]:
-        """Remove leaving requests from cohorts whose attention is done; wait for it only in an otherwise empty plan."""
-        left: set[str] = set()
-        if not plan.leaving:
-            return frozenset()
+    def _remove_leaving(self, plan: IterationPlan, run: _Run) -> None:
+        """Remove leaving requests from cohorts whose attention is done; wait for it only in an otherwise empty plan.
+
+        From other cohorts they are removed as soon as it is done: see :meth:`_wait`.
+        """
         nothing_else = not plan.lane and not plan.cohorts
         for cohort_id, cohort in list(self._cohorts.items()):
-            leaving = plan.leaving.intersection(cohort.request_ids)
-            if not leaving or not (cohort.ticket is None or nothing_else or cohort.ticket.ready()):
+            if plan.leaving.isdisjoint(cohort.request_ids) or not (nothing_else or _is_ready(cohort)):
                 continue
             self._wait(cohort, run)
-            cohort.request_ids = tuple(i for i in cohort.request_ids if i not in leaving)
-            if cohort.request_ids:
-                cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
-            else:
+            if not cohort.request_ids:
                 del self._cohorts[cohort_id]
-            left |= leaving
-        return frozenset(left)
 
 
 def _is_ready(cohort: Cohort) -> bool:

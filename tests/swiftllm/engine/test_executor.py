@@ -9,7 +9,7 @@ import pytest
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from swiftllm.engine.executor import OverlapExecutor
-from tests.reference.fake_backend import FakeBackend, FakeTicket
+from tests.reference.fake_backend import FakeBackend, FakeTicket, next_token
 
 LAYERS = 4
 
@@ -191,6 +191,26 @@ def test_aborted_rows_leave_when_no_ticket_needs_them(backend: FakeBackend) -> N
     backend.submit_cpu_attention = submit
     result = executor.run(plan(lane, [CohortPlan(7, members[1:], SteppingRule.STEP_AND_WAIT)]))
     assert set(result.tokens) == {"g", "d"}
+
+
+@pytest.mark.parametrize("rule", SteppingRule)
+def test_aborted_rows_leave_when_their_ticket_is_done(backend: FakeBackend, rule: SteppingRule) -> None:
+    """A cohort that goes on in the middle of an iteration never has a ticket that is done where one begins."""
+    kind = type("Delayed", (ReadyAfter,), {"polls": 1})
+    backend.submit_cpu_attention = lambda layer, batch: kind(backend, batch, layer)
+    lane = (place(backend, "g", Tier.GPU, 0),)
+    members = (place(backend, "c", Tier.CPU, 0), place(backend, "d", Tier.CPU, 1))
+    executor = OverlapExecutor(backend)
+    executor.run(plan(lane, [CohortPlan(7, members, SteppingRule.RIDE_IF_READY)]))  # its ticket is of layer 0 now
+    lane[0].output_token_ids.append(9)
+    backend.block_tables["g"].append(2)
+    result = executor.run(plan(lane, [CohortPlan(7, members, rule)], ["c"]))
+    assert result.left == {"c"} and "c" not in result.tokens
+    assert result.cohort_layers.get(7, LAYERS) > 0
+    stored = [layer for layer in range(LAYERS) if (Tier.CPU, 0, 2, layer) in backend.slots]
+    assert stored == [0]  # no later attention touches its blocks
+    rest = executor.run(plan((), [CohortPlan(7, members[1:], rule)])) if result.cohort_layers else result
+    assert rest.tokens["d"] == next_token(members[1].token_ids(0, 3)) and executor.is_idle
 
 
 def test_a_lane_does_not_wait_for_requests_that_leave(backend: FakeBackend) -> None:
