@@ -11,6 +11,7 @@
 #
 # VENV=folder chooses the environment (default .venv). VENV= (empty) uses PYTHON or python3 as it is, installs no
 # package, and does not insist on the model: for machines that have torch already and no network.
+# TORCH_BUILD=cuda or cpu chooses torch's build; by default cuda with an NVIDIA GPU, else cpu where it can be had.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -68,18 +69,18 @@ make_venv() {
 pip_install() {
     "$python" -m pip install --progress-bar off "$@" | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
 }
-requirements_key() { digest <requirements.txt; }
+requirements_key() { { cat requirements.txt && echo "$torch_build"; } | digest; }
 pulls_cuda() {
     "$python" -m pip install --quiet --dry-run --report - "$1" 2>/dev/null | grep -q '"name": *"nvidia-'
 }
-# With an NVIDIA GPU the pin gives torch's CUDA build, as it should. Without one the CPU build is enough and smaller
-# by gigabytes. Where pip's index has only the CUDA build (as the public one does on Linux), uv is asked, because it
-# knows where PyTorch keeps its CPU builds; PIP_EXTRA_INDEX_URL may name a CPU-only index for pip instead.
+# The public index has only torch's CUDA build for Linux on x86-64, gigabytes larger than the CPU build. uv knows where
+# PyTorch keeps its CPU builds; PIP_EXTRA_INDEX_URL may name a CPU-only index for pip instead.
 install_torch() {
-    if [ ! -e /dev/nvidiactl ] && pulls_cuda "$1"; then
-        say "no NVIDIA GPU here, but pip would fetch torch's CUDA build: trying uv for the CPU build"
-        pip_install uv==0.13.9 && "$python" -m uv pip install --python "$python" --torch-backend cpu "$1" && return
-        say "no CPU build within reach: going on with the CUDA build (several GB)."
+    if [ "$torch_build" = cpu ] && pulls_cuda "$1"; then
+        say "pip would fetch torch's CUDA build: trying uv for the CPU build"
+        pip_install "$(grep '^uv==' requirements.txt)" \
+            && "$python" -m uv pip install --python "$python" --torch-backend cpu "$1" && return
+        say "no CPU build within reach: going on with the CUDA build (several GB), which works without a GPU, too."
         say "to avoid that, stop now and set PIP_EXTRA_INDEX_URL to an index that has CPU builds of torch."
     fi
     pip_install "$1"
@@ -91,11 +92,25 @@ install_requirements() {
     pip_install -r requirements.txt || fail "pip could not install requirements.txt" "$advice"
     "$python" -m pip check || fail "the installed packages contradict each other" "rm -rf $venv, then try again"
     check_imports "rm -rf $venv, then try again"
+    if [ "$torch_build" = cuda ] && [ "$("$python" -c 'import torch; print(torch.version.cuda)')" = None ]; then
+        fail "pip's settings gave torch's CPU build" \
+            "rm -rf $venv, then try again with PIP_CONFIG_FILE=/dev/null, or with TORCH_BUILD=cpu to stay without a GPU"
+    fi
 }
 check_imports() {
     "$python" -c 'import torch, numpy, safetensors, tokenizers, transformers, pybind11, setuptools
-print("setup: torch", torch.__version__, "with CUDA" if torch.cuda.is_available() else "on the CPU")' \
+build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+print(f"setup: torch {torch.__version__}, {build} build,", "sees a GPU" if torch.cuda.is_available() else "sees no GPU")' \
         || fail "$python cannot import what is needed" "$1"
+}
+
+# The first line of output: which build of torch, why, and how to get the other.
+say_torch_build() {
+    local why="no NVIDIA GPU is here" other=cuda
+    [ ! -e /dev/nvidiactl ] || why="an NVIDIA GPU is here"
+    [ -z "${TORCH_BUILD:-}" ] || why="TORCH_BUILD says so"
+    [ "$torch_build" = cpu ] || other=cpu
+    say "torch: the ${torch_build^^} build, since $why (the other: rm -rf $venv, then TORCH_BUILD=$other make setup)"
 }
 
 check_own_packages() {
@@ -139,13 +154,17 @@ prepare_model() {
 }
 
 start=$SECONDS
+torch_build="${TORCH_BUILD:-$([ -e /dev/nvidiactl ] && echo cuda || echo cpu)}"
+case "$torch_build" in cuda | cpu) ;; *) fail "TORCH_BUILD=$torch_build is unknown" "set it to cuda or cpu" ;; esac
 if [ -n "$venv" ]; then
     python="$venv/bin/python"
+    say_torch_build
     stage venv python_key make_venv
     stage requirements requirements_key install_requirements
 else
     python="${PYTHON:-python3}"
     python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
+    say "torch: the one that $python has, since VENV= is empty (another: install it there, or run without VENV=)"
     stage packages python_key check_own_packages
 fi
 stage ispc ispc_key install_ispc

@@ -11,7 +11,7 @@ TESTS_END = "1 failed, 6 passed, 7 skipped in 3.2s"
 SKIPPED = "skipped without a browser: tests/test_page.py (7); run scripts/install_chromium.sh"
 
 
-def run_ci(bare_path: Path, cache: Path) -> subprocess.CompletedProcess:
+def run_ci(bare_path: Path, cache: Path, **variables: str) -> subprocess.CompletedProcess:
     for tool in ("sed", "tee"):
         (bare_path / tool).symlink_to(shutil.which(tool))
     add_tool(
@@ -23,10 +23,10 @@ def run_ci(bare_path: Path, cache: Path) -> subprocess.CompletedProcess:
         echo "FAILED tests/test_page.py::test_a"
         echo "{TESTS_END}"
         echo "a line of make" >&2
-        exit 2""",
+        exit ${{TESTS_STATUS:-2}}""",
     )
     env = {"PATH": str(bare_path), "APEX_CACHE_DIR": str(cache), "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run([SCRIPTS.parent / ".ci/run"], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([SCRIPTS.parent / ".ci/run"], env=env | variables, capture_output=True, text=True, timeout=60)
 
 
 def test_with_a_browser_no_test_of_a_page_may_be_skipped(bare_path, tmp_path):
@@ -45,3 +45,11 @@ def test_without_a_browser_it_lists_what_was_skipped(bare_path, tmp_path):
     failed, told, skipped, end = lines[lines.index("----") + 1 :]
     assert failed.startswith("FAILED") and "no browser could be installed" in told
     assert (skipped, end) == (SKIPPED, TESTS_END)
+
+
+def test_requirements_that_cannot_be_resolved_fail_the_run(bare_path, tmp_path):
+    add_tool(bare_path, "chromium", 'echo "<p>rendered</p>"')
+    add_tool(bare_path, "python3", 'case "$*" in *--isolated*install*) echo ERROR: conflict; exit 1 ;; esac')
+    done = run_ci(bare_path, tmp_path / "cache", TESTS_STATUS="0")
+    assert "requirements, public index: they cannot be resolved" in done.stdout
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == TESTS_END
