@@ -1,0 +1,17 @@
+"""Records the golden values anew, and says which changed."""
+
+from tests.golden import plans, record, settings
+
+
+def renew(name: str, system: str, now: dict) -> None:
+    before = record.read(name)
+    old = before.get(system, {})
+    print(name, system, "changed:", [key for key in now if now[key] != old.get(key)] or "nothing", flush=True)
+    record.write(name, before | {system: now})
+
+
+if __name__ == "__main__":
+    for system in plans.SYSTEMS:
+        chosen = {name: workload for name, workload in plans.WORKLOADS.items() if plans.applies(system, workload)}
+        renew("plans", system, {name: plans.digests(system, workload) for name, workload in chosen.items()})
+        renew("settings", system, {name: settings.row(system, name) for name in settings.SETTINGS})

@@ -1,0 +1,212 @@
+"""Plans of every system under seeded workloads, on predicted and on fake hardware, as digests."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
+from swiftllm.core.plan import IterationPlan
+from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
+from swiftllm.engine.engine import Engine
+from tests.reference.fake_engine import fake_engine
+from tests.reference.linear_profile import LAYERS, flat_ends_table
+
+SYSTEMS = (
+    "vllm", "swiftllm", "neo", "fastdecode", "apex", "adaptive", "omniserve", "omniserve-stepping", "sarathi",
+    "llumnix",
+)  # fmt: skip
+GPU_ONLY = ("vllm", "swiftllm", "llumnix")
+TABLE = replace(
+    flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5),
+    hand_over=Curve((1, 1001), (2e-5, 1.2e-4)),
+    iteration=Curve((0, 1000), (3e-4, 2.3e-3)),
+)
+SLOW_HAND_OVER = replace(TABLE, hand_over=Curve((1, 1001), (2e-4, 1.2e-2)))
+FREE_HAND_OVER = flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5)
+SLOW_CPU = flat_ends_table(gpu_token_s=2e-8, cpu_token_s=2e-6)
+FAST_CPU = flat_ends_table(gpu_token_s=2e-7, cpu_token_s=2e-8)
+
+
+def slower_cpu(table: ProfileTable, factor: float) -> ProfileTable:
+    """The table of a machine whose CPU attention takes ``factor`` times as long."""
+    slow = tuple(Curve(curve.sizes, tuple(factor * s for s in curve.seconds)) for curve in table.cpu_attention.curves)
+    return replace(table, cpu_attention=Surface(table.cpu_attention.firsts, slow))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests at random over so many iterations, then to the end, on one machine.
+
+    ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
+    tier has more homes, on hosts that die and return, and the hardware is the fake one.
+    """
+
+    table: ProfileTable = TABLE
+    believed: ProfileTable | None = None
+    num_gpu_blocks: int = 80
+    num_cpu_blocks: int = 600
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    iterations: int = 120
+    arrival_share: float = 0.3
+    abort_share: float = 0.03
+    best_effort_share: float = 0.3
+    longest_prompt: int = 300
+    longest_output: int = 60
+    host_blocks: tuple[int, ...] = ()
+    strategy: dict[str, Any] = field(default_factory=lambda: {"disable_admission_control": True})
+
+
+WORKLOADS = {
+    "mixed": Workload(),
+    "one-class": Workload(best_effort_share=0.0, abort_share=0.0),
+    "tiny-gpu": Workload(num_gpu_blocks=26, longest_prompt=100, longest_output=40),
+    "tiny-both": Workload(num_gpu_blocks=30, num_cpu_blocks=40, longest_prompt=150),
+    "no-cpu": Workload(num_cpu_blocks=0, num_gpu_blocks=60),
+    "few-seats": Workload(max_num_seqs=4, arrival_share=0.15),
+    "aborts": Workload(abort_share=0.2, num_gpu_blocks=40),
+    "free-hand-over": Workload(table=FREE_HAND_OVER),
+    "slow-hand-over": Workload(table=SLOW_HAND_OVER, num_gpu_blocks=40, arrival_share=0.6),
+    "long-queue": Workload(
+        num_gpu_blocks=40, num_cpu_blocks=90, arrival_share=1.0, iterations=60, best_effort_share=0.0, longest_output=40
+    ),
+    "wrong-table": Workload(table=slower_cpu(TABLE, 2.9), believed=TABLE, best_effort_share=0.5),
+    "slow-cpu": Workload(table=SLOW_CPU, num_gpu_blocks=50),
+    "fast-cpu": Workload(table=FAST_CPU, num_gpu_blocks=40, num_cpu_blocks=2000, longest_output=120),
+    "small-chunks": Workload(max_num_batched_tokens=64, arrival_share=0.15),
+    "tight-targets": Workload(
+        best_effort_share=0.6, strategy={"tpot_slo_s": 0.03, "ttft_slo_s": 1.0, "slo_margin": 0.1}
+    ),
+    "full-gpu-targets": Workload(
+        num_gpu_blocks=45, iterations=250, arrival_share=0.25, best_effort_share=0.7, longest_prompt=200,
+        strategy={"tpot_slo_s": 0.025, "ttft_slo_s": 0.3, "slo_margin": 0.1},
+    ),
+    "many-riders": Workload(
+        table=SLOW_CPU, num_gpu_blocks=60, iterations=200, arrival_share=0.5, best_effort_share=0.9, longest_prompt=100,
+        longest_output=40, strategy={"tpot_slo_s": 0.0195, "ttft_slo_s": 5.0, "slo_margin": 0.0},
+    ),
+    "forced-overlap": Workload(strategy={"strategy": "asynchronous-overlap", "disable_admission_control": True}),
+    "forced-pipelining": Workload(strategy={"strategy": "asymmetric-pipelining", "disable_admission_control": True}),
+    "impatient": Workload(
+        strategy={"max_wait_iterations": 5, "min_cpu_request_ratio": 0.0, "disable_admission_control": True}
+    ),
+    "lost-hosts": Workload(
+        num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
+        max_num_seqs=16, max_num_batched_tokens=32, iterations=400, best_effort_share=0.5,
+    ),
+}  # fmt: skip
+
+
+def applies(system: str, workload: Workload) -> bool:
+    """Whether the system has the strategy that the workload forces, and the tier that it needs."""
+    if system == "fastdecode" and not workload.num_cpu_blocks:
+        return False
+    forced = workload.strategy.get("strategy")
+    pipelines = forced == "asymmetric-pipelining" and system in ("neo", "fastdecode")
+    return forced is None or system in ("apex", "adaptive") or pipelines
+
+
+def digests(system: str, workload: Workload, seed: int = 0) -> dict[str, Any]:
+    """The number of plans, the seconds they took, and digests of the first 10, the first 100 and all of them."""
+    plans: list[str] = []
+    engine = run(system, workload, random.Random(seed), lambda plan: plans.append(repr(described(plan))))
+    return {
+        "plans": len(plans),
+        "seconds": engine.now(),
+        **{str(most): _digest(plans[:most]) for most in (10, 100)},
+        "all": _digest(plans),
+    }
+
+
+def run(
+    system: str, workload: Workload, rng: random.Random, see: Callable[[IterationPlan], None] = lambda plan: None
+) -> Engine:
+    """Serve the workload to its end; ``see`` is given every plan as it was made. Both pools must end empty."""
+    engine = _engine(system, workload)
+    schedule = engine.scheduler.schedule
+
+    def seen() -> IterationPlan:
+        plan = schedule()
+        see(plan)
+        return plan
+
+    engine.scheduler.schedule = seen
+    for number in range(workload.iterations):
+        _arrivals(engine, workload, rng, number)
+        _deaths(engine, workload, rng)
+        engine.step()
+    for _ in range(100_000):
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished(), engine.state()
+    engine.kv.check_blocks()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    return engine
+
+
+def described(plan: IterationPlan) -> tuple:
+    """A plan in plain values and in this project's lasting words, so that the digest outlives the names of classes."""
+    return (
+        plan.strategy.value,
+        [request.request_id for request in plan.decodes],
+        [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
+        [
+            (cohort.cohort_id, cohort.rule.value, cohort.most_crossings, [r.request_id for r in cohort.requests])
+            for cohort in plan.cohorts
+        ],
+        [(swap.request.request_id, swap.source.value, swap.source_blocks, swap.target_blocks) for swap in plan.swaps],
+        sorted(plan.leaving),
+        sorted(plan.predicted.items()),
+        plan.time_limit_s,
+    )
+
+
+def _digest(plans: list[str]) -> str:
+    return hashlib.sha256("\n".join(plans).encode()).hexdigest()[:16]
+
+
+def _engine(system: str, workload: Workload) -> Engine:
+    strategy = None if system in GPU_ONLY else StrategyConfig(**workload.strategy)
+    pools = {"num_gpu_blocks": workload.num_gpu_blocks, "num_cpu_blocks": workload.num_cpu_blocks}
+    if workload.host_blocks:
+        limits = {"max_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
+        return fake_engine(system, **pools, **limits, host_blocks=workload.host_blocks, strategy=strategy)
+    limits = {"max_num_batched_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
+    return build_simulated(
+        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, believed=workload.believed
+    )
+
+
+def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: int) -> None:
+    # Always as many draws, so that the load is the same whatever a system refuses.
+    arrives, aborts, which = rng.random() < workload.arrival_share, rng.random() < workload.abort_share, rng.random()
+    prompt, output = rng.randint(1, workload.longest_prompt), rng.randint(1, workload.longest_output)
+    best_effort = rng.random() < workload.best_effort_share
+    if arrives:
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        service_class = ServiceClass.BEST_EFFORT if best_effort else ServiceClass.LATENCY_SENSITIVE
+        try:
+            engine.add_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class)
+        except RequestRefused:
+            return
+    alive = [request for request in engine.scheduler.requests.values() if not request.is_finished]
+    if aborts and alive:
+        engine.abort(alive[int(which * len(alive))].request_id)
+
+
+def _deaths(engine: Engine, workload: Workload, rng: random.Random) -> None:
+    if not workload.host_blocks:
+        return
+    dies, after, revived = rng.random() < 0.1, rng.randrange(1, 30), rng.random() < 0.1
+    host = rng.randint(1, len(workload.host_blocks))
+    if dies:
+        engine.backend.hosts.plan_death(host, after)
+    if revived:
+        engine.backend.hosts.revive(host)
