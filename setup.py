@@ -25,7 +25,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 SOURCE_DIR = Path("pacpu/src")
-INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
+# pybind11's headers are a system's, so that they are no dependencies: pip has a copy of its own for each build.
+INCLUDES = ["-Ipacpu/include", f"-I{sysconfig.get_paths()['include']}", "-isystem", pybind11.get_include()]
 IN_PLACE_TEMP = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
@@ -74,7 +75,7 @@ def is_current(output: Path, command: list[str]) -> bool:
     record, dependencies = output.with_suffix(".cmd"), output.with_suffix(".d")
     if not (output.exists() and record.exists() and dependencies.exists()):
         return False
-    if record.read_text() != shlex.join(command):
+    if record.read_text() != recorded(command):
         return False
     files = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     made = output.stat().st_mtime_ns
@@ -90,7 +91,12 @@ def make(output: Path, command: list[str]) -> None:
     record = output.with_suffix(".cmd")
     record.unlink(missing_ok=True)
     subprocess.run(command, check=True)
-    record.write_text(shlex.join(command))
+    record.write_text(recorded(command))
+
+
+def recorded(command: list[str]) -> str:
+    """A command with the version of pybind11 in place of its folder."""
+    return shlex.join(command).replace(pybind11.get_include(), f"pybind11-{pybind11.__version__}")
 
 
 def make_all(commands: dict[Path, list[str]]) -> None:
@@ -115,7 +121,7 @@ class BuildPacpu(build_ext):
 
         commands = {}
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
-            flags = [*CXX_FLAGS, *sanitize_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
+            flags = [*CXX_FLAGS, *sanitize_flags, *INCLUDES]
             if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
