@@ -15,6 +15,7 @@ from email.parser import Parser
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pybind11
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,6 +118,18 @@ def test_an_empty_environment_can_build_it() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     assert wanted["build-backend"] == "setuptools.build_meta"
     assert {re.match(r"\w+", line)[0] for line in wanted["requires"]} == {"setuptools", "pybind11"}
+
+
+def test_a_build_by_pip_compiles_nothing_that_the_source_tree_has_compiled(tmp_path: Path) -> None:
+    compiler = tmp_path / "bin/g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    (tmp_path / "pybind11").symlink_to(Path(pybind11.__file__).parent)  # pip has a copy of its own for each build
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path / "lib")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    assert list(tmp_path.glob("lib/pacpu/_pacpu.*.so"))
 
 
 def test_the_package_says_what_it_is(wheel: zipfile.ZipFile) -> None:
