@@ -22,9 +22,11 @@ from pathlib import Path
 import pybind11
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCE_DIR = Path("pacpu/src")
-INCLUDE_DIRS = ["pacpu/include", sysconfig.get_paths()["include"], pybind11.get_include()]
+# pybind11's headers are a system's, so that they are no dependencies: pip has a copy of its own for each build.
+INCLUDES = ["-Ipacpu/include", f"-I{sysconfig.get_paths()['include']}", "-isystem", pybind11.get_include()]
 IN_PLACE_TEMP = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
@@ -73,7 +75,7 @@ def is_current(output: Path, command: list[str]) -> bool:
     record, dependencies = output.with_suffix(".cmd"), output.with_suffix(".d")
     if not (output.exists() and record.exists() and dependencies.exists()):
         return False
-    if record.read_text() != shlex.join(command):
+    if record.read_text() != recorded(command):
         return False
     files = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     made = output.stat().st_mtime_ns
@@ -89,7 +91,12 @@ def make(output: Path, command: list[str]) -> None:
     record = output.with_suffix(".cmd")
     record.unlink(missing_ok=True)
     subprocess.run(command, check=True)
-    record.write_text(shlex.join(command))
+    record.write_text(recorded(command))
+
+
+def recorded(command: list[str]) -> str:
+    """A command with the version of pybind11 in place of its folder."""
+    return shlex.join(command).replace(pybind11.get_include(), f"pybind11-{pybind11.__version__}")
 
 
 def make_all(commands: dict[Path, list[str]]) -> None:
@@ -114,7 +121,7 @@ class BuildPacpu(build_ext):
 
         commands = {}
         for source in sorted(SOURCE_DIR.rglob("*.cpp")):
-            flags = [*CXX_FLAGS, *sanitize_flags, *(f"-I{directory}" for directory in INCLUDE_DIRS)]
+            flags = [*CXX_FLAGS, *sanitize_flags, *INCLUDES]
             if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
@@ -171,19 +178,67 @@ class BuildPacpu(build_ext):
         return list(commands), None
 
 
+class BuildPython(build_py):
+    """Copies the packages to where a wheel is made of them."""
+
+    def run(self) -> None:
+        # A module of an earlier build, removed or renamed since, would get into the wheel.
+        if not self.editable_mode and Path(self.build_lib).resolve() != Path.cwd():
+            for package in {name.partition(".")[0] for name in self.packages}:
+                shutil.rmtree(Path(self.build_lib, package), ignore_errors=True)
+        super().run()
+
+
+NEEDED, FOR_DEVELOPMENT = Path("requirements.txt").read_text().split("\n# development")
+RAY = re.search(r"^ray==(.+)$", FOR_DEVELOPMENT, re.MULTILINE)[1]
+
+
+def dependencies() -> list[str]:
+    """What the package depends on: of most packages the pinned version or a later one with the same first number.
+
+    torch and triton are as pinned: the kernels are tested with that compiler, and torch asks for exactly that triton.
+    """
+    wanted = []
+    for name, version, marker in re.findall(r"^([\w.-]+)==([\w.]+)(.*)$", NEEDED, re.MULTILINE):
+        is_fixed = name in ("torch", "triton")
+        versions = f"=={version}" if is_fixed else f">={version},<{int(version.partition('.')[0]) + 1}"
+        wanted.append(name + versions + marker)
+    return wanted
+
+
 setup(
     name="apex-llm-serving",
     version=re.search(r'__version__ = "(.+)"', Path("swiftllm/__init__.py").read_text())[1],
     description="LLM serving for GPUs whose memory is too small for the KV cache",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    author="The authors of this implementation of APEX",
+    keywords=["large language models", "inference", "serving", "CPU offloading", "KV cache", "scheduling"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11",
-    packages=find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]),
-    package_data={"swiftllm.server.observe": ["page/*"], "evaluation.figures": ["templates/*"]},
+    install_requires=dependencies(),
+    packages=[*find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]), "apex.configs"],
+    package_dir={"apex.configs": "configs"},  # apex/source_tree.py finds it in either place
+    package_data={
+        "swiftllm.server.observe": ["page/*"],
+        "evaluation.figures": ["templates/*"],
+        "apex.configs": ["**/*.yaml", "**/*.json"],
+    },
     extras_require={
-        "ray": ["ray==2.60.0"],
-        "ray-serve": ["ray[serve]==2.60.0"],
+        "ray": [f"ray=={RAY}"],
+        "ray-serve": [f"ray[serve]=={RAY}"],
         "t4": ["humming-kernels[cu13]==0.1.19"],  # 4-bit weights; torch's wheels are for CUDA 13
     },
     ext_modules=[Extension("pacpu._pacpu", sources=[])],
-    cmdclass={"build_ext": BuildPacpu},
+    cmdclass={"build_ext": BuildPacpu, "build_py": BuildPython},
     entry_points={"console_scripts": ["apex = apex.cli:main"]},
 )

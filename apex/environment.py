@@ -1,7 +1,7 @@
 """Which Python a script goes on with: the one at hand, or that of the virtual environment of `make setup`.
 
-A script calls this before it imports anything else. So this file needs the standard library alone, runs under Python
-3.8, and stands in a package whose ``__init__`` imports nothing.
+A script calls this before it imports anything else. So this file and ``apex/source_tree.py`` need the standard library
+alone, run under Python 3.8, and stand in a package whose ``__init__`` imports nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+from apex.source_tree import IS_SOURCE_TREE, ROOT, SETUP
+
 TESTED = ((3, 11), (3, 12))
 CHANGED = "APEX_CHANGED_PYTHON"
 """Set for the moment in which one Python takes over from another, so that this happens once."""
@@ -69,6 +70,8 @@ def arguments_as_typed() -> list[str]:
 
 
 def remedy(venv: str, is_environment: bool, lacking: list[str]) -> str:
+    if not IS_SOURCE_TREE:
+        return SETUP
     setup = "`make setup`" if Path.cwd() == ROOT else f"`make setup` in {ROOT}"
     if lacking == ["pacpu"]:
         return f"type {setup}, which builds it"

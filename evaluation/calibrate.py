@@ -30,6 +30,7 @@ from apex.cli.parser import parse_options
 from apex.perf.model import Curve
 from apex.simulator.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
 from apex.simulator.hardware import HARDWARE_DIR, Gpu, LayerShape, load_gpu
+from apex.source_tree import IS_SOURCE_TREE
 from evaluation.calibration.curve_fit import compact_curve, fit_terms
 from evaluation.calibration.tables import (
     ATTENTION_TABLES,
@@ -230,7 +231,10 @@ def markdown(records: Sequence[ErrorRecord]) -> str:
 
 
 def main(options: Options) -> int:
-    """Print and save the errors. Returns the exit status: 1 when a table is missing."""
+    """Print and save the errors. Returns the exit status: 1 when a table is missing, 2 for options that do not fit."""
+    if options.write_curves and not IS_SOURCE_TREE:
+        print("--write-curves writes into configs/ of a source tree, and this is an installed package", file=sys.stderr)
+        return 2
     try:
         tables = read_layer_tables(options.tables)
         if options.write_curves:

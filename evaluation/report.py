@@ -30,13 +30,14 @@ import tyro
 from rich.console import Console
 
 from apex.cli.parser import parse_options
+from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import print_error
 from evaluation.figures.overview import LIMITS, overview
 from evaluation.figures.report_tables import Table, columns_of, make_table
 from evaluation.results.claims import Comparison, compare_claims, load_claims
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import MEASURED, claimable, kind_of, what_ran
-from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.paths import RESULTS_DIR, evaluation_command
 from swiftllm.files import write_atomically
 
 TEMPLATES_DIR = Path(__file__).resolve().parent / "figures" / "templates"
@@ -240,7 +241,8 @@ def main(options: Options) -> int:
     folders = list(dict.fromkeys(map(Path.resolve, options.folders))) or latest_folders(options.results_dir)
     try:
         if not folders:
-            raise ValueError(f"no results in {options.results_dir}: type `make fig5` first, or name result folders")
+            command = "make fig5" if IS_SOURCE_TREE else evaluation_command("reproduce_fig5")
+            raise ValueError(f"no results in {options.results_dir}: type `{command}` first, or name result folders")
         sections = [read_section(folder) for folder in folders]
     except ValueError as error:
         print_error(error, console)

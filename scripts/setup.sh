@@ -140,7 +140,8 @@ build_native() {
     say "native: up to date"
 }
 
-command_key() { { cat setup.py scripts/setup.sh && ls "$venv/bin/apex" 2>/dev/null || true; } | digest; }
+command_made_from="setup.py pyproject.toml requirements.txt scripts/setup.sh"
+command_key() { { cat $command_made_from && ls "$venv/bin/apex" 2>/dev/null || true; } | digest; }
 # In compat mode this is a path, not an import hook: what is imported is what lies there, and nothing else.
 install_command() {
     pip_install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable . \

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from apex.source_tree import SETUP
+
 
 class InputError(Exception):
     """A mistake that the user can correct; only the message is shown."""
@@ -24,7 +26,7 @@ def input_errors() -> Iterator[None]:
     except ImportError as error:
         # Name the package: Python's own message may report a circular import where a file is missing.
         raise InputError(
-            f"{error.name or 'a package'} cannot be loaded: type `make setup`; `apex doctor` shows what is missing"
+            f"{error.name or 'a package'} cannot be loaded: {SETUP}; `apex doctor` shows what is missing"
         ) from error
     try:
         yield

@@ -37,7 +37,7 @@ class Generate(ConfigFile):
       apex generate MODEL --chat --max-tokens 100 "Why is the sky blue?"
       apex generate MODEL --temperature 0.8 --system neo < prompts.txt
 
-    `make setup` puts a small model at ~/.cache/apex/models/SmolLM2-135M-Instruct.
+    In a source tree `make setup` puts a small model at ~/.cache/apex/models/SmolLM2-135M-Instruct.
     """
 
     model: ModelName

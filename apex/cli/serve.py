@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running_engine
+from apex.source_tree import SETUP
 from swiftllm.server.service.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from swiftllm.share import Share, take_share
@@ -124,7 +125,7 @@ def import_run_server() -> Callable[[EngineService, ServerSettings, LiveTimeline
     try:
         from swiftllm.server.run import run_server
     except ModuleNotFoundError as error:
-        raise InputError(f"the server needs the package {error.name}: type `make setup`") from error
+        raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
     return run_server
 
 

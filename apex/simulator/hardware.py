@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from apex.perf.model import Curve
+from apex.source_tree import CONFIGS, configs_folder
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 HARDWARE_DIR = CONFIGS / "hardware"
 MODELS_DIR = CONFIGS / "models"
 ASSUMPTIONS_FILE = HARDWARE_DIR / "assumptions.yaml"
@@ -176,13 +176,19 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     folder = model_folder(name_or_path, weights=False)
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
-    known = ", ".join(sorted(path.name for path in MODELS_DIR.iterdir()))
+    known = ", ".join(known_models())
     raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
+
+
+def known_models() -> list[str]:
+    """Sorted names of the folders in ``configs/models``."""
+    return sorted(path.name for path in configs_folder("models").iterdir())
 
 
 def known_hardware(kind: str) -> list[str]:
     """Sorted names of the files in ``configs/hardware`` of a kind: "gpu", "host" or "link"."""
-    return sorted(path.stem for path in HARDWARE_DIR.glob("*.yaml") if _load_yaml(path).get("kind") == kind)
+    files = configs_folder("hardware").glob("*.yaml")
+    return sorted(path.stem for path in files if _load_yaml(path).get("kind") == kind)
 
 
 def read_figures(path: Path) -> dict[str, Figure]:

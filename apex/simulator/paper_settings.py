@@ -16,7 +16,8 @@ import yaml
 
 from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s, remote_hosts
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import CONFIGS, Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
+from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
+from apex.source_tree import CONFIGS
 from swiftllm.model.config import ModelConfig
 from swiftllm.scheduling.scheduler import SchedulerLimits
 

@@ -14,10 +14,10 @@ from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, remote_hosts
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import (
-    MODELS_DIR,
     Gpu,
     Host,
     known_hardware,
+    known_models,
     load_gpu,
     load_host,
     load_link,
@@ -127,8 +127,7 @@ def predict_machine(
     """
     gpu = _find("gpu", gpu_name, load_gpu, known_hardware("gpu"))
     host = _find("host", host_name, load_host, known_hardware("host"))
-    models = sorted(path.name for path in MODELS_DIR.iterdir())
-    model = _find("model", model_name, load_model_config, models)
+    model = _find("model", model_name, load_model_config, known_models())
     if weights == "int4":
         model = replace(model, quantisation=INT4)
     links = known_hardware("link")

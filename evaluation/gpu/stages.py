@@ -33,7 +33,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
     use_environment("numpy", "pybind11", "setuptools", "torch")
 
 from evaluation.gpu.report import PARTS, write_page
-from evaluation.results.paths import REPO_ROOT
+from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
 TOTAL_S = 525.0  # nine minutes, less the moment it takes to end a part that hangs
 POLL_S = 0.1
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check: {problem}", file=sys.stderr)
         return 2
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    folder = (options.folder or REPO_ROOT / "results" / gpu / now).resolve()
+    folder = (options.folder or RESULTS_DIR / gpu / now).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with TemporaryDirectory() as cache:
         all_well = run_stages(all_stages(folder, Path(cache), options.rehearse), folder, end_s)

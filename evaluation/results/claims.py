@@ -15,7 +15,7 @@ from rich.table import Table
 
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import claimable, is_simulated, label_of
-from evaluation.results.paths import CLAIMS_FILE, python_command
+from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
 # The system that replaces one that was not run: the other GPU-only baseline.
 STAND_INS = {"vllm": "swiftllm"}
@@ -195,7 +195,7 @@ def print_claims(
                 )
             console.print(table)
         if simulated and claims and with_assumptions:
-            script = f"{python_command()} evaluation/reproduce_{claims[0].figure.split('-')[0]}.py"
+            script = evaluation_command(f"reproduce_{claims[0].figure.split('-')[0]}")
             for line in assumptions(records, script):
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Paths: the repository, the cache, the trace folders, the default model."""
+"""Paths: the repository, experiments, results, trace folders, the default model; and what to type for a command."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import sys
 from pathlib import Path
 
+from apex.source_tree import CONFIGS, IS_SOURCE_TREE, ROOT
 from swiftllm.files import cache_dir
 
-REPO_ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS_DIR = REPO_ROOT / "configs" / "experiments"
-CLAIMS_FILE = REPO_ROOT / "configs" / "claims.yaml"
-RESULTS_DIR = REPO_ROOT / "results"
+REPO_ROOT = ROOT
+EXPERIMENTS_DIR = CONFIGS / "experiments"
+CLAIMS_FILE = CONFIGS / "claims.yaml"
+RESULTS_DIR = ROOT / "results" if IS_SOURCE_TREE else Path("results")
 
 
 def default_model() -> Path:
@@ -27,7 +28,9 @@ def model_folder(given: Path | None) -> Path:
     """
     folder = given or default_model()
     if not (folder / "config.json").is_file():
-        remedy = "point --model at a Hugging Face folder" if given else "type `make setup` to fetch the default model"
+        remedy = "point --model at a Hugging Face folder"
+        if IS_SOURCE_TREE and not given:
+            remedy = "type `make setup` to fetch the default model"
         raise ValueError(f"no model in {folder}: {remedy}")
     return folder
 
@@ -36,6 +39,11 @@ def python_command() -> str:
     """This Python as typed in the current folder, e.g. ``.venv/bin/python`` in the repository's root."""
     typed = os.path.relpath(sys.executable)
     return "python" if typed.startswith(os.pardir) else typed
+
+
+def evaluation_command(name: str) -> str:
+    """What to type for a command of ``evaluation``, e.g. ``reproduce_fig5``."""
+    return f"{python_command()} " + (f"evaluation/{name}.py" if IS_SOURCE_TREE else f"-m evaluation.{name}")
 
 
 def trace_dirs(first: Path | None = None) -> list[Path]:

@@ -50,10 +50,13 @@ def machine_identity() -> dict[str, Any]:
 
 
 def git_state(root: Path = REPO_ROOT) -> dict[str, Any]:
-    """The commit, and whether tracked or new files differ from it; both None outside a git checkout."""
+    """The commit, and whether tracked or new files differ from it; both None if ``root`` is no git checkout.
+
+    An environment may lie within a checkout of something else, whose commit says nothing about this code.
+    """
 
     def git(*arguments: str) -> str | None:
-        if shutil.which("git") is None:
+        if shutil.which("git") is None or not (root / ".git").exists():
             return None
         answer = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
         return answer.stdout.strip() if answer.returncode == 0 else None

@@ -117,7 +117,7 @@ class FittedTrace:
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
         command = f"{python_command()} scripts/download_traces.py {self.original}"
-        fetch = f", or fetch them: {command}" if self.original else ""
+        fetch = f", or fetch them in the source tree: {command}" if self.original else ""
         raise ValueError(
             f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson){fetch}"
         )

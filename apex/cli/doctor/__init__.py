@@ -26,6 +26,7 @@ from rich.table import Table
 
 from apex.cli.doctor.hosts import host_lines
 from apex.cli.output import stdout_console
+from apex.source_tree import IS_SOURCE_TREE, SETUP
 from swiftllm.files import cache_dir
 from swiftllm.machine import (
     GIB,
@@ -50,7 +51,6 @@ PACKAGES = {  # and what needs each of them; everything needs torch
     "prometheus_client": "apex serve",
 }
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-SETUP = "type `make setup`"
 
 READ_SECONDS = 0.5  # per measurement of bandwidth
 MIN_READ_BYTES = 512 << 20
@@ -148,7 +148,8 @@ def compilers() -> Iterator[Finding]:
     # The same places that the build looks in.
     named = os.environ.get("ISPC")
     ispc = shutil.which(named) if named else shutil.which("ispc") or shutil.which(cache_dir() / "ispc/bin/ispc")
-    yield compiler("ISPC", ispc, f"not found; optional, for the ispc kernel: {SETUP}")
+    remedy = SETUP if IS_SOURCE_TREE else "build the package where it is on PATH"
+    yield compiler("ISPC", ispc, f"not found; optional, for the ispc kernel: {remedy}")
 
 
 def compiler(what: str, path: str | None, otherwise: str) -> Finding:
@@ -165,7 +166,7 @@ def compiler(what: str, path: str | None, otherwise: str) -> Finding:
 def cpu_kernels() -> Iterator[Finding]:
     pacpu, problem = try_import("pacpu")
     if pacpu is None:
-        build = "type `make setup`, or `python setup.py build_ext --inplace`"
+        build = f"{SETUP}, or `python setup.py build_ext --inplace`" if IS_SOURCE_TREE else SETUP
         # Where the extension's file is missing, Python reports a circular import.
         reason = "not built" if problem and "circular import" in problem else problem
         yield Finding("pacpu", f"{reason}: {build}", "missing")
@@ -263,7 +264,9 @@ def files() -> Iterator[Finding]:
     if models:
         yield from (Finding("model", f"{model}{quantisation(model)}") for model in models)
     else:
-        yield Finding("model", f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {SETUP}", "note")
+        remedy = f"{SETUP}, or name" if IS_SOURCE_TREE else "name"
+        found = f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {remedy} another folder, or a model on the hub"
+        yield Finding("model", found, "note")
     tables = cached_profiles()
     count = f"{len(tables)} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
     yield Finding("profile tables", count, "ok" if tables else "note")

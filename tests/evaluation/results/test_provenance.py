@@ -49,3 +49,15 @@ def test_model_identity_sees_a_changed_config(tmp_path):
 
 def test_fingerprint_ignores_the_order_of_keys():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1, "b": 3})
+
+
+def test_an_environment_within_another_checkout_does_not_take_its_commit(tmp_path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run(
+        ["git", "-C", tmp_path, *identity, "commit", "--quiet", "--allow-empty", "-m", "a"],
+        check=True,
+    )
+    packages = tmp_path / "venv/lib/site-packages"
+    packages.mkdir(parents=True)
+    assert git_state(tmp_path)["commit"] and git_state(packages) == {"commit": None, "dirty": None}
