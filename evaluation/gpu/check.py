@@ -33,6 +33,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
+from evaluation.gpu.report import SYSTEMS
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
     from swiftllm.engine.engine import Engine
 
-SYSTEMS = ("swiftllm", "neo", "apex")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 TIMELINE_ITERATIONS = 3
 STALL_TIMEOUT_S = 600.0  # the first steps may compile kernels for minutes; a stage has a limit of its own
