@@ -63,7 +63,9 @@ def missing_packages(requirements: Path = REPO_ROOT / "requirements.txt") -> lis
 
 def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
     """Of what was measured: a part of the benchmark may have failed."""
-    for row in (*kernels.get("iterations", ()), *kernels.get("iterations_eager", ())):
+    rows = kernels.get("iterations", ())
+    eager = kernels.get("iterations_eager", ()) if any(row["graphs"] for row in rows) else ()
+    for row in (*rows, *eager):
         if row["batch"] <= 64:
             how = "in one go" if row["in_one_go"] else "layer by layer"
             batch = f"{row['batch']} decodes {how}{'' if row['graphs'] else ', without graphs'}"
@@ -89,8 +91,10 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
     if runs[0]["case"]["device"] == "cpu" if runs else not machine["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
     if software := kernels and kernels.get("versions"):
+        lines.append("")
         lines.append(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in software.items() if value) + ".")
     if missing := missing_packages():
+        lines.append("")
         lines.append(f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}.")
     lines += ["", "| part | result | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]

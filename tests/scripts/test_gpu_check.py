@@ -32,7 +32,7 @@ ABSENT = (
 )
 """What a machine with torch and a compiler may lack."""
 PARTS = (
-    *("build", "machine", "operations", "tokens", "tokens-eager", "random-load", "speeds"),
+    *("build", "machine", "operations", "tokens", "random-load", "speeds"),
     *(f"{system}-rehearsal" for system in ("apex", "swiftllm", "neo", "adaptive")),
     "report",
 )
