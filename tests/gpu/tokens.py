@@ -96,11 +96,15 @@ def check_streamed_tokens(device: torch.device) -> None:
 def check_eager_tokens(device: torch.device) -> None:
     """As float32's, with every kernel launched on its own: without graphs."""
 
+    opened: list[Device] = []
+
     def without_graphs(name: str) -> Device:
-        return CudaDevice(can_capture=False) if name == "cuda" else open_device(name)
+        opened.append(CudaDevice(can_capture=False) if name == "cuda" else open_device(name))
+        return opened[-1]
 
     with patch("swiftllm.runtime.torch_backend.open_device", without_graphs):
         check_tokens(device, "float32", near_tie=0.0)
+    assert len(opened) == len(VARIANTS) and not any(device.can_capture for device in opened)
 
 
 def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:
