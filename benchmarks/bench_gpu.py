@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,17 +35,22 @@ from benchmarks.gpu_parts import (
     Timer,
     coded_products,
     cpu_attention,
+    cpu_attention_beside,
     decode_attention,
     measure_wake_up,
     memory_bandwidth,
+    product,
+    versions,
 )
 from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.files import write_atomically
 from swiftllm.machine import InsufficientMemory, usable_cores
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.model.config import ModelConfig
+from swiftllm.runtime.torch_backend import TorchBackend, device_name
 from swiftllm.sampling.sampler import Sampler
 
 ITERATION_BATCHES = (1, 8, 32, 64)
@@ -57,6 +62,10 @@ HOWS = {
     "top_p=0.95": ({"temperature": 1.0, "top_p": 0.95},),
     "top_k=50": ({"temperature": 1.0, "top_k": 50},),
 }
+PARTS = (
+    *("versions", "memory", "gemm", "iterations", "sampling", "iterations_eager", "decode_attention"),
+    *("coded_products", "cpu_attention", "cpu_attention_beside", "wake_up"),
+)
 HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 
 
@@ -89,6 +98,7 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
             {
                 "batch": batch,
                 "in_one_go": in_one_go,
+                "graphs": backend.graphs is not None,
                 "ms": seconds * 1e3,
                 "weight_floor_ms": floor_s * 1e3,
                 "ratio_to_floor": seconds / floor_s,
@@ -145,58 +155,102 @@ def weight_bytes(backend: TorchBackend) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="run a tiny model on the CPU, to test the script")
-    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="these alone; default all that --output lacks")
+    parser.add_argument("--output", type=Path, help="add the figures to this JSON file")
     options = parser.parse_args(arguments)
-    for figures in measure(CASES["rehearsal" if options.rehearse else "llama-3.1-8b"], options.rehearse):
+    known = json.loads(options.output.read_text()) if options.output and options.output.exists() else {}
+    names = options.parts or [name for name in PARTS if name not in known]
+    case = CASES["rehearsal" if options.rehearse else "llama-3.1-8b"]
+    figures = known
+    for figures in measure(case, options.rehearse, names, known):
         if options.output:
             write_atomically(options.output, json.dumps(figures, indent=1) + "\n")
-    return 1 if figures["failed"] else 0
+    return 1 if set(figures.get("failed", ())) & set(names) else 0
 
 
-def measure(case: Case, small: bool) -> Iterator[dict[str, Any]]:
-    """Yields all figures so far after each part. Parts that fail are named in ``failed``; the others still run."""
+def measure(
+    case: Case, small: bool, names: Sequence[str] = PARTS, known: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields all figures so far after each part of ``names``. Parts that fail are named in ``failed``; the others still
+    run. ``known`` are figures of an earlier call."""
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
-    timer = Timer(device)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        backend = open_backend(case)
-    config, graphs = backend.model_config, backend.graphs
-    figures = {
-        "device": backend.device_name,
+    timer, cores = Timer(device), usable_cores()
+    with model_folder(case) as folder:
+        config = ModelConfig.from_folder(folder)
+    figures: dict[str, Any] = {
+        "device": device_name(device),
         "model": case.model or "rehearsal",
         "num_layers": config.num_layers,
         "dtype": case.dtype,
-        "warnings": [str(warning.message) for warning in warned],
-        "failed": [],
+        "warnings": [],
+        **(known or {}),
     }
-    for warning in figures["warnings"]:
-        print(f"warning: {warning}", flush=True)
-    if graphs is not None:
-        figures["captured"] = {"graphs": len(graphs), "seconds": graphs.seconds, "bytes": graphs.num_bytes}
-    memory: dict[str, float] = {}
-    parts: dict[str, Callable[[], Any]] = {
-        "memory": lambda: memory.update(memory_bandwidth(timer, GIB // 16 if small else GIB)) or memory,
-        "iterations": lambda: iterations(timer, backend, max(memory["read"], memory["copy"]), small),
-        "sampling": lambda: sampling(timer, backend, config.vocab_size),
-        "decode_attention": lambda: decode_attention(timer, config, dtype, memory["copy"], small),
+    figures["failed"] = [name for name in figures.get("failed", ()) if name not in names]
+    backends: list[TorchBackend] = []
+
+    def memory() -> dict[str, float]:
+        if "memory" not in figures:
+            figures["memory"] = memory_bandwidth(timer, GIB // 16 if small else GIB)
+        return figures["memory"]
+
+    def backend(graphs: bool = True) -> TorchBackend:
+        """The one that is open, or another in its place: a card may hold one alone."""
+        if backends and (graphs or not backends[0].hardware.can_capture):
+            return backends[0]
+        while backends:
+            backends.pop().close()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            opened = open_backend(case) if graphs else open_backend(case, eager_device(device))
+        backends.append(opened)
+        for warning in warned:
+            print(f"warning: {warning.message}", flush=True)
+            figures["warnings"].append(str(warning.message))
+        figures["num_layers"] = opened.model_config.num_layers
+        if opened.graphs is not None:
+            took = {"seconds": opened.graphs.seconds, "bytes": opened.graphs.num_bytes}
+            figures["captured"] = {"graphs": len(opened.graphs), **took}
+        return opened
+
+    def iterate(graphs: bool) -> list[dict]:
+        read_gb_s = max(memory()["read"], memory()["copy"])
+        return iterations(timer, backend(graphs), read_gb_s, small)
+
+    work: dict[str, Callable[[], Any]] = {
+        "versions": lambda: versions(device),
+        "memory": memory,
+        "gemm": lambda: product(timer, dtype, 256 if small else 8192),
+        "iterations": lambda: iterate(True),
+        "sampling": lambda: sampling(timer, backend(), config.vocab_size),
+        "iterations_eager": lambda: iterate(False),
+        "decode_attention": lambda: decode_attention(timer, config, dtype, memory()["copy"], small),
         "coded_products": lambda: coded_products(timer, config, dtype, small),
-        "cpu_attention": lambda: cpu_attention(config, dtype, usable_cores(), GIB // 8 if small else 2 * GIB),
+        "cpu_attention": lambda: cpu_attention(config, dtype, cores, GIB // 8 if small else 2 * GIB),
+        "cpu_attention_beside": lambda: cpu_attention_beside(timer, config, dtype, cores, small),
+        "wake_up": lambda: measure_wake_up(timer) if device.type == "cuda" else None,
     }
-    if device.type == "cuda":
-        parts["wake_up"] = lambda: measure_wake_up(timer)
-    for name, part in parts.items():
-        try:
-            figures[name] = part()
-        except Exception:
-            figures["failed"].append(name)
-            traceback.print_exc()
-        else:
-            show(name.replace("_", " "), figures[name])
-        yield figures
-    backend.close()
+    try:
+        for name in names:
+            figures.pop(name, None)
+            try:
+                figures[name] = work[name]()
+            except Exception:
+                figures["failed"].append(name)
+                traceback.print_exc()
+            else:
+                show(name.replace("_", " "), figures[name] or {})
+            yield figures
+    finally:
+        while backends:
+            backends.pop().close()
 
 
-def open_backend(case: Case) -> TorchBackend:
+def eager_device(device: torch.device) -> Device:
+    """A device that launches every kernel on its own."""
+    return CudaDevice(can_capture=False) if device.type == "cuda" else open_device(device.type)
+
+
+def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
     """A backend with the model of a case, or with half, a quarter, ... of its layers if the GPU cannot hold all. Fewer
     layers suffice, since the figures are ratios and times per layer."""
     with model_folder(case) as model, TemporaryDirectory() as folder:
@@ -214,7 +268,8 @@ def open_backend(case: Case) -> TorchBackend:
                         num_cpu_blocks=4,
                         max_model_len=case.max_model_len,
                         lane_threads=1,
-                    )
+                    ),
+                    **({} if hardware is None else {"hardware": hardware}),
                 )
             except InsufficientMemory as error:
                 if raw["num_hidden_layers"] == 1:

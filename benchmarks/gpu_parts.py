@@ -1,10 +1,12 @@
-"""Parts of bench_gpu.py: memory bandwidth, waking up, decode attention on GPU and CPU, 4-bit products, with limits."""
+"""Parts of bench_gpu.py: memory bandwidth, products, waking up, decode attention on GPU and CPU, with limits."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 import pacpu
 from swiftllm.device import open_device
+from swiftllm.device.driver import NvidiaDriver
 from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
@@ -62,6 +65,60 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
         figures["to_device"] = len(pinned) / timer.median(lambda: part.copy_(pinned, non_blocking=True))
         figures["to_host"] = len(pinned) / timer.median(lambda: pinned.copy_(part, non_blocking=True))
     return {name: rate / 1e9 for name, rate in figures.items()}
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """Of torch, its CUDA and the driver, with the device's compute capability and memory."""
+    found = {"torch": torch.__version__, "CUDA": torch.version.cuda, "driver": NvidiaDriver().version()}
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found |= {"capability": f"{about.major}.{about.minor}", "GiB": round(about.total_memory / GIB, 2)}
+        found["multiprocessors"] = about.multi_processor_count
+    return found
+
+
+@torch.inference_mode()
+def product(timer: Timer, dtype: torch.dtype, size: int) -> dict[str, Any]:
+    """A product of two square matrices."""
+    left, right = (torch.randn(size, size, device=timer.device).to(dtype) for _ in range(2))
+    seconds = timer.median(lambda: torch.mm(left, right))
+    return {"size": size, "ms": seconds * 1e3, "tflops": 2 * size**3 / seconds / 1e12}
+
+
+@contextlib.contextmanager
+def busy_device(timer: Timer, dtype: torch.dtype, size: int) -> Iterator[None]:
+    """Products on the device, and copies across the bus both ways, for as long as this lasts."""
+    stop, on_gpu = threading.Event(), timer.device.type == "cuda"
+    left = torch.randn(size, size, device=timer.device).to(dtype)
+    there = torch.empty(size * size, dtype=dtype, pin_memory=on_gpu)
+
+    def work() -> None:
+        streams = [torch.cuda.Stream(timer.device) for _ in range(2)] if on_gpu else []
+        back, onto = torch.empty_like(there, pin_memory=on_gpu), torch.empty_like(left).view(-1)
+        while not stop.is_set():
+            torch.mm(left, left)
+            for stream, target, source in zip(streams, (onto, back), (there, left.view(-1)), strict=False):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+            timer.synchronize()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def cpu_attention_beside(timer: Timer, config: Any, dtype: torch.dtype, threads: int, quick: bool) -> dict[str, Any]:
+    """CPU attention with a core left to the thread that launches: alone, and beside a busy device and its bus."""
+    threads, num_bytes = max(1, threads - 1), GIB // 8 if quick else 2 * GIB
+    alone = cpu_attention(config, dtype, threads, num_bytes)
+    with busy_device(timer, dtype, 256 if quick else 4096):
+        beside = cpu_attention(config, dtype, threads, num_bytes)
+    rates = {"alone_gb_s": alone["gb_s"], "beside_gb_s": beside["gb_s"]}
+    return {"threads": threads, **rates, "beside_over_alone": beside["gb_s"] / alone["gb_s"]}
 
 
 def measure_wake_up(timer: Timer) -> dict[str, float]:

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Checks and measures the GPU path on this machine and writes results/<gpu>/<date>/, small enough to commit.
 #
-# usage: scripts/gpu_check.sh [--rehearse] [OUTPUT_FOLDER]
+# usage: scripts/gpu_check.sh [--rehearse] [--stages NAMES] [--minutes N] [OUTPUT_FOLDER]
 #
-#   --rehearse   the same parts on the CPU with a tiny model: shows that the script works
+#   --rehearse   the same stages on the CPU with a tiny model: shows that the script works
+#   --stages     run these stages alone: names or patterns, with commas; by default those not done in the folder
+#   --minutes    all of this call; by default 35, which all stages fit in. No stage is begun whose limit lies behind it
+#
+# With the same folder the same command goes on with what is not done: where a command may take ten minutes, type
+# `scripts/gpu_check.sh --minutes 9 FOLDER` until nothing is left.
 #
 # Needs a GPU, g++, and a python3 (or $PYTHON) with its headers, torch, numpy, Triton, pybind11 and setuptools;
 # matplotlib draws the pictures where it is there; no network. Every part is a process of its own with a time limit and
-# may fail without stopping the others; all of it ends within 9 minutes, which evaluation/gpu/stages.py shares out. The
-# exit status is 0 if all parts went well.
+# may fail without stopping the others. The exit status is 0 if all that was run went well.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     sed -n '2,/^set /s/^# \{0,1\}//p' "$0"

@@ -47,7 +47,7 @@ def replay_requests(
     its record has the tokens so far.
 
     Args:
-        on_progress: called after each step with the number of output tokens so far.
+        on_progress: called after each step and each wait with the number of output tokens so far.
         stall_timeout_s: seconds of real time.
         wait: sleeps on the engine's clock until the next arrival, or for a shorter time, while there is nothing to do.
             A virtual clock needs its own function.
@@ -86,6 +86,8 @@ def replay_requests(
             elif waiting:
                 wait(max(0.0, start_s + min(waiting[-1].arrival_s, limit_s) - engine.now()))
                 still_alive(engine.now())
+                if on_progress is not None:
+                    on_progress(tokens)
         wall_s = engine.now() - start_s
         stats = counter_difference(snapshot(engine), before)
         failures |= {request.request_id: f"not sent within {limit_s:g} s" for request in waiting}

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.replay.records import RequestRecord, RequestSummary
+from evaluation.replay.child import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES
 from evaluation.results.progress import RunProgress
@@ -232,8 +233,8 @@ def save_result(folder: ResultFolder, point: Point, result: PointResult, details
 def save_failure(folder: ResultFolder, point: Point, error: Exception) -> str:
     """Save the traceback of a failed point. Returns the error in one line."""
     folder.save_error(point.key, "".join(traceback.format_exception(error)))
-    if isinstance(error, BrokenProcessPool) and not point.concurrent:
-        return "FAILED: the engine's process died, perhaps for lack of host memory; the same command runs it again"
+    if isinstance(error, ChildEnded):
+        return f"FAILED: {error}; the others go on, and the same command runs it again"
     if isinstance(error, BrokenProcessPool):
         return "FAILED: a process died, perhaps for lack of memory; run the same command again with fewer --jobs"
     return f"FAILED: {type(error).__name__}: {error}"

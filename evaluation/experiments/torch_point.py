@@ -66,14 +66,22 @@ def warm_up_engine(engine: Engine, task: TorchTask) -> None:
     replay_requests(engine, warm_up(workload).requests, stall_timeout_s=task.stall_timeout_s)
 
 
-def measure(engine: Engine, task: TorchTask, label: str, console: Console) -> PointResult:
-    """Replay the workload on a warm engine without requests."""
+def measure(
+    engine: Engine, task: TorchTask, label: str, console: Console, on_step: Callable[[], None] = lambda: None
+) -> PointResult:
+    """Replay the workload on a warm engine without requests. ``on_step`` is called before it, and again and again."""
     prompt_tokens = load_prompt_tokens(Path(task.engine.model))
     requests = open_loop_requests(make_workload(task.lengths, prompt_tokens))
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
+
+        def update(tokens: int) -> None:
+            on_step()
+            progress.update(tokens)
+
+        on_step()
         others = OtherWork()
         limits = {"stall_timeout_s": task.stall_timeout_s, **time_limit(task.duration_s)}
-        result = replay_requests(engine, requests, progress.update, **limits)
+        result = replay_requests(engine, requests, update, **limits)
         others_busy_cores = others.busy_cores()
     description, device_type = engine.describe(), engine.backend.device.type
     values = {

@@ -34,6 +34,7 @@ from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
 from apex.simulator.hardware import MODELS_DIR
+from evaluation.gpu.report import SYSTEMS
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
 from swiftllm.machine import usable_cores
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
     from swiftllm.engine.engine import Engine
 
-SYSTEMS = ("swiftllm", "neo", "apex")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 TIMELINE_ITERATIONS = 3
 STALL_TIMEOUT_S = 600.0  # the first steps may compile kernels for minutes; a stage has a limit of its own

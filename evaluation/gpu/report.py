@@ -19,14 +19,19 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
     use_environment()
 
+import re
 from functools import cache
+from importlib.util import find_spec
 
+from evaluation.results.paths import REPO_ROOT
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically
 
 FIGURE = "end_to_end.png"
 KERNELS = "kernels.json"
 PARTS = "parts.txt"
+SYSTEMS = ("swiftllm", "neo", "apex", "adaptive")
+IMPORTED_AS = {"pyyaml": "yaml"}
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,27 @@ class Goal:
         return self.value >= self.goal if self.relation == ">=" else self.value <= self.goal
 
 
+def read_parts(folder: Path) -> list[list[str]]:
+    """Name, result and seconds of each part that has ended in the folder."""
+    path = folder / PARTS
+    return [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def missing_packages(requirements: Path = REPO_ROOT / "requirements.txt") -> list[str]:
+    """The packages of the product that this Python does not have."""
+    names = re.findall(r"^([\w.-]+)==", requirements.read_text(), re.MULTILINE)
+    modules = {name: IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")) for name in names}
+    return [name for name, module in modules.items() if find_spec(module) is None]
+
+
 def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
     """Of what was measured: a part of the benchmark may have failed."""
-    for row in kernels.get("iterations", ()):
+    rows = kernels.get("iterations", ())
+    eager = kernels.get("iterations_eager", ()) if any(row["graphs"] for row in rows) else ()
+    for row in (*rows, *eager):
         if row["batch"] <= 64:
-            batch = f"{row['batch']} decodes {'in one go' if row['in_one_go'] else 'layer by layer'}"
+            how = "in one go" if row["in_one_go"] else "layer by layer"
+            batch = f"{row['batch']} decodes {how}{'' if row['graphs'] else ', without graphs'}"
             yield Goal(f"iteration of {batch}, over the weight-reading floor", row["ratio_to_floor"], "<=", 1.25)
             yield Goal(f"host time per layer, {batch}, microseconds", row["host_us_per_layer"], "<=", 30.0)
     for row in kernels.get("decode_attention", ()):
@@ -69,6 +90,12 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
     ]
     if runs[0]["case"]["device"] == "cpu" if runs else not machine["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
+    if software := kernels and kernels.get("versions"):
+        lines.append("")
+        lines.append(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in software.items() if value) + ".")
+    if missing := missing_packages():
+        lines.append("")
+        lines.append(f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}.")
     lines += ["", "| part | result | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]
     if kernels:
@@ -84,6 +111,13 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
             lines.append(f"| {goal.what} | {goal.value:.3g} | {goal.relation} {goal.goal:g} | {mark} |")
         memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
         lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
+        if product := kernels.get("gemm"):
+            lines.append(f"A product of {product['size']:,} x {product['size']:,}: {product['tflops']:.3g} TFLOP/s.")
+        if beside := kernels.get("cpu_attention_beside"):
+            lines.append(
+                f"CPU attention with {beside['threads']} threads: {beside['alone_gb_s']:.3g} GB/s alone, "
+                f"{beside['beside_gb_s']:.3g} GB/s beside a busy device and its bus."
+            )
         if captured := kernels.get("captured"):
             lines.append(
                 f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
@@ -98,11 +132,11 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
     if runs:
         lines += [
             "",
-            "| case | system | tokens/s | over swiftllm | lane busy | CPU busy | SIMULATED | |",
-            "|" + "---|" * 8,
+            "| case | system | tokens/s | over swiftllm | lane busy | CPU busy | SIMULATED tokens/s | its error | |",
+            "|" + "---|" * 9,
         ]
         lines += [run_row(run, runs) for run in runs]
-        lines += ["", "SIMULATED: the simulator's error, given the profile table that apex measured just before."]
+        lines += ["", "SIMULATED: predicted from the profile table that apex measured first (`measured/profiles`)."]
         lines += [f"![{run['timeline']}]({run['timeline']})" for run in runs if run.get("timeline")]
     return "\n".join(lines) + "\n"
 
@@ -110,7 +144,7 @@ def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, r
 def run_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     name = run["case"]["model"] or "rehearsal"
     if "skipped" in run:
-        return f"| {name} | {run['system']} | | | | | | {run['skipped']} |"
+        return f"| {name} | {run['system']} | | | | | | | {run['skipped']} |"
     measured, error = run["measured"], run["simulated_error"]
     # Of runs that were cut short at different times there is nothing to compare.
     ratio = rate_of(run) / base if measured["completed"] and (base := baseline(run, runs)) else None
@@ -122,6 +156,7 @@ def run_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
         "" if ratio is None else f"{ratio:.2f}",
         f"{measured['lane_busy_fraction']:.0%}",
         f"{measured['cpu_busy_fraction']:.0%}",
+        "" if error is None else f"{run['simulated']['output_tokens_per_s']:.0f}",
         "" if error is None else f"{error:+.1%}",
         note,
     )
@@ -178,8 +213,9 @@ def write_page(folder: Path) -> None:
     """``summary.json`` and ``README.md`` of what is in the folder by now."""
     kernels = json.loads((folder / KERNELS).read_text()) if (folder / KERNELS).exists() else None
     runs = read_runs(folder)
-    parts = [line.split("\t") for line in (folder / PARTS).read_text().splitlines()]
-    summary = {"parts": parts, "kernels": kernels, "runs": runs, "provenance": provenance()}
+    parts, missing = read_parts(folder), missing_packages()
+    about = {"missing_packages": missing, "provenance": provenance()}
+    summary = {"parts": parts, "kernels": kernels, "runs": runs, **about}
     write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     text = page(folder, parts, kernels, runs)
     if (folder / FIGURE).exists():
@@ -189,7 +225,7 @@ def write_page(folder: Path) -> None:
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
     runs = [json.loads(path.read_text()) for path in sorted((folder / "end_to_end").glob("*.json"))]
-    runs.sort(key=lambda run: (run["case"]["model"], ("swiftllm", "neo", "apex").index(run["system"])))
+    runs.sort(key=lambda run: (run["case"]["model"], SYSTEMS.index(run["system"])))
     for run in runs:
         if run.get("timeline"):
             run["timeline"] = f"end_to_end/{run['timeline']}"

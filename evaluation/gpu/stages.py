@@ -1,18 +1,16 @@
-"""Runs the parts of scripts/gpu_check.sh, each a process of its own, and shares out the time there is.
+"""The stages of scripts/gpu_check.sh: what is checked and measured on a GPU machine, in this order.
 
-Stages come one after the other, the parts of a stage side by side: nothing is timed in a stage that has several.
-The time left is divided among the stages still to come, in proportion to their shares. So later stages get the time
-that one does not use, and a stage that hangs cannot exceed its limit.
+python evaluation/gpu/stages.py [FOLDER] [--stages NAMES] [--minutes N] [--rehearse]
 
-parts.txt says how each part ended; of those that failed the log stays. The page and summary.json are written
-anew after every stage, so stopping early keeps what was done until then. Needs the standard library alone.
+A stage is started only if its limit lies within the call's time. The same command with the same folder goes on with
+the stages that are missing or did not go well.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
+import fnmatch
 import os
 import shutil
 import signal
@@ -20,11 +18,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -32,163 +27,81 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 
     use_environment("numpy", "pybind11", "setuptools", "torch")
 
-from evaluation.gpu.report import PARTS, write_page
+from evaluation.gpu.report import missing_packages
+from evaluation.gpu.runner import Part, Stage, run_stage, run_stages
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
-TOTAL_S = 525.0  # nine minutes, less the moment it takes to end a part that hangs
-POLL_S = 0.1
-GRACE_S = 5.0
 GPU_NAME_S = 90.0
-MOST_LOG_BYTES = 256 << 10
-SHOWN_LINES = 40
+MINUTES = 35.0
+END_S = 30.0  # of a call's time, for the report and for ending a part that hangs
+REHEARSAL_FACTOR = 10.0
+"""A rehearsal has no GPU that could hang, and the machine may be busy with other work: its limits are so much wider."""
 KERNEL_CHECKS = ("rows", "blocks", "decode-attention")
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # often not on PATH
-# Seconds as of a stage. Apex first: the others find the profile that it has measured.
+# Seconds. Apex first: it measures the profile, from which all others are predicted.
 END_TO_END_S = {
-    "llama-3.1-8b": {"apex": 80.0, "swiftllm": 55.0, "neo": 65.0},
-    "llama-2-7b": {"apex": 60.0, "swiftllm": 55.0, "neo": 45.0},
+    "llama-3.1-8b": {"apex": 150.0, "swiftllm": 90.0, "neo": 120.0, "adaptive": 120.0},
+    "llama-2-7b": {"apex": 120.0, "swiftllm": 110.0, "neo": 110.0, "adaptive": 110.0},
 }
 REHEARSAL_S = {"rehearsal": END_TO_END_S["llama-2-7b"]}
 
 
-@dataclass(frozen=True)
-class Part:
-    """A process. In its command ``{limit_s}`` stands for the seconds it has."""
-
-    name: str
-    command: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """``seconds``: what it takes on a machine that is neither fast nor slow, and so its share."""
-
-    seconds: float
-    parts: tuple[Part, ...]
-
-
-def all_stages(folder: Path, cache: Path, rehearse: bool) -> list[Stage]:
-    """``cache``: an empty folder, so that profiles are measured here and now and none is taken from an earlier run."""
+def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
+    """In the order in which they are most worth their time."""
     device, cases, load_s = ("cpu", REHEARSAL_S, 1) if rehearse else ("cuda", END_TO_END_S, 40)
     check = (sys.executable, "-m", "tests.gpu", "--device", device)
-    coded, streamed = ((), ()) if rehearse else (("quantised", "library"), ("tokens-streamed",))  # slow on a CPU
-    checks = [
-        Part("operations", (*check, *KERNEL_CHECKS, "prefill-attention", "sampling", *coded)),
-        Part("tokens", (*check, "graphs", "tokens-float32", "tokens-float16", *streamed)),
-        Part("random-load", (*check, "--seconds", str(load_s), "random-load")),
+    bench = (sys.executable, "benchmarks/bench_gpu.py", "--output", str(folder / "kernels.json"))
+    bench = (*bench, "--rehearse") if rehearse else bench
+    # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
+    coded, more_tokens = ((), ()) if rehearse else (("quantised", "library"), ("tokens-float32", "tokens-streamed"))
+    operations = (*KERNEL_CHECKS, "prefill-attention", "sampling", *coded)
+    stages = [
+        Stage("build", 150.0, (Part("build", (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")),)),
+        Stage("machine", 60.0, (Part("machine", (*bench, "--parts", "versions", "memory", "gemm")),)),
+        Stage("kernels", 150.0, (Part("operations", (*check, *operations)),)),
+        Stage(
+            "tokens",
+            180.0,
+            (
+                Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens)),
+                Part("random-load", (*check, "--seconds", str(load_s), "random-load")),
+            ),
+        ),
+        Stage("speeds", 200.0, (Part("speeds", bench),)),
     ]
-    if not rehearse and (found := shutil.which("compute-sanitizer") or shutil.which(SANITIZER)):
+    # Profiles are kept with the results, and none is taken from elsewhere.
+    measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "evaluation/gpu/check.py")
+    for case, systems in cases.items():
+        for system, limit_s in systems.items():
+            options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
+            stages.append(Stage(f"{system}-{case}", limit_s, (Part(f"{system}-{case}", (*measure, *options)),)))
+    if not rehearse and (found := find_sanitizer()) is not None:
         # Tensors of their own, since it knows the ends of what CUDA allocates, and not what torch makes of it; and
         # accesses alone: that torch and CUDA ask each other for functions that are not there is no fault of ours.
         sanitizer = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", found, "--report-api-errors", "no")
-        checks.append(Part("compute-sanitizer", (*sanitizer, "--error-exitcode", "3", *check, *KERNEL_CHECKS)))
-    kernels = (sys.executable, "benchmarks/bench_gpu.py", "--output", str(folder / "kernels.json"))
-    stages = [
-        Stage(100.0, (Part("build", (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")),)),
-        Stage(110.0, tuple(checks)),
-        Stage(60.0, (Part("kernels", (*kernels, "--rehearse") if rehearse else kernels),)),
-    ]
-    measure = ("env", f"APEX_CACHE_DIR={cache}", sys.executable, "evaluation/gpu/check.py")
-    for case, systems in cases.items():
-        for system, seconds in systems.items():
-            options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
-            stages.append(Stage(seconds, (Part(f"{system}-{case}", (*measure, *options)),)))
-    report = (sys.executable, "evaluation/gpu/report.py", str(folder))
-    return [*stages, Stage(15.0, (Part("report", report),))]
+        command = (*sanitizer, "--error-exitcode", "3", *check, *KERNEL_CHECKS)
+        stages.append(Stage("sanitizer", 300.0, (Part("compute-sanitizer", command),)))
+    factor = REHEARSAL_FACTOR if rehearse else 1.0
+    return [Stage(stage.name, factor * stage.limit_s, stage.parts) for stage in stages]
 
 
-def share(left_s: float, seconds: Sequence[float]) -> float:
-    """Of the time left, what the first of the stages down for ``seconds`` may take."""
-    return max(0.0, left_s) * seconds[0] / sum(seconds)
+def find_sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which(SANITIZER)
 
 
-def run_stages(stages: Sequence[Stage], folder: Path, end_s: float) -> bool:
-    """Run all stages until ``end_s`` of :func:`time.monotonic`; whether everything went well."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PARTS).write_text("")
-    all_well = True
-    for place, stage in enumerate(stages):
-        limit_s = share(end_s - time.monotonic(), [later.seconds for later in stages[place:]])
-        print(f"== {', '.join(part.name for part in stage.parts)} (at most {limit_s:.0f} s)", flush=True)
-        all_well &= run_stage(stage, folder, limit_s)
-        try:
-            write_page(folder)
-        except Exception:  # the rest is still to be measured
-            traceback.print_exc()
-            all_well = False
-    return all_well
+def chosen_stages(stages: Sequence[Stage], names: str | None, folder: Path) -> list[Stage]:
+    """The stages of ``names``, patterns with commas between them; by default those that are not done in the folder.
 
-
-def run_stage(stage: Stage, folder: Path, limit_s: float) -> bool:
-    start_s, all_well = time.monotonic(), True
-    running: dict[Part, subprocess.Popen] = {}
-    try:
-        for part in stage.parts:
-            running[part] = start_part(part, folder, limit_s)
-        while running:
-            time.sleep(POLL_S)
-            is_late = time.monotonic() - start_s >= limit_s
-            for part, process in list(running.items()):
-                status = process.poll()
-                if status is None and not is_late:
-                    continue
-                if status is None:
-                    stop_part(process)
-                del running[part]
-                result = "time limit" if status is None else result_text(status)
-                all_well &= status == 0
-                record_part(folder, part.name, result, time.monotonic() - start_s)
-    finally:  # an interrupt leaves no process behind
-        for process in running.values():
-            stop_part(process)
-    return all_well
-
-
-def start_part(part: Part, folder: Path, limit_s: float) -> subprocess.Popen:
-    """In a session of its own, so that what it has started goes with it."""
-    command = [word.replace("{limit_s}", f"{limit_s:.0f}") for word in part.command]
-    with log_path(folder, part.name).open("wb") as log:
-        return subprocess.Popen(
-            command,
-            cwd=REPO_ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def stop_part(process: subprocess.Popen) -> None:
-    """A Python that hangs says where on SIGABRT (with PYTHONFAULTHANDLER). One that the driver holds fast is left."""
-    for how in (signal.SIGABRT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-
-
-def result_text(status: int) -> str:
-    if status == 0:
-        return "ok"
-    return f"failed ({signal.Signals(-status).name if status < 0 else status})"
-
-
-def record_part(folder: Path, name: str, result: str, seconds: float) -> None:
-    """Show the end of a part's log, and keep it if the part failed: not more of it than can be committed."""
-    log = log_path(folder, name)
-    text = log.read_bytes()
-    shown = text.decode(errors="replace").splitlines()[-SHOWN_LINES:]
-    print("\n".join([*shown, f"-- {name}: {result}, {seconds:.0f} s"]), flush=True)
-    if result == "ok":
-        log.unlink()
-    else:
-        log.write_bytes(text[-MOST_LOG_BYTES:])
-    with (folder / PARTS).open("a") as parts:
-        parts.write(f"{name}\t{result}\t{seconds:.0f}\n")
-
-
-def log_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.log"
+    Raises:
+        ValueError: no stage is called so.
+    """
+    if names is None:
+        return [stage for stage in stages if not stage.is_done(folder)]
+    patterns = [pattern.strip() for pattern in names.split(",")]
+    for pattern in patterns:
+        if not fnmatch.filter([stage.name for stage in stages], pattern):
+            raise ValueError(f"no stage is called {pattern}; there are {', '.join(stage.name for stage in stages)}")
+    return [stage for stage in stages if any(fnmatch.fnmatch(stage.name, pattern) for pattern in patterns)]
 
 
 def lacking() -> str | None:
@@ -204,33 +117,60 @@ def lacking() -> str | None:
     return None
 
 
-def gpu_name() -> str | None:
-    """As a folder's name; None if torch sees no GPU. In a process of its own, which takes its CUDA with it."""
-    ask = "import torch; print(torch.cuda.get_device_name())"
+def gpu_name() -> tuple[str | None, str]:
+    """The GPU as a folder's name, or None and the reason. In a process of its own, which takes its CUDA with it."""
+    ask = (
+        "import torch\nfrom swiftllm.device.driver import NvidiaDriver\n"
+        "print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')\n"
+        "print(NvidiaDriver().why_no_gpu() or 'torch sees no GPU here')"
+    )
     try:
-        answer = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, timeout=GPU_NAME_S)
+        answer = subprocess.run(
+            [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, timeout=GPU_NAME_S, cwd=REPO_ROOT
+        )
     except subprocess.TimeoutExpired:
-        return None
-    return answer.stdout.strip().lower().replace(" ", "-") if answer.returncode == 0 else None
+        return None, f"torch has not found a GPU within {GPU_NAME_S:.0f} s"
+    if answer.returncode:
+        return None, "torch does not load here"
+    name, reason = answer.stdout.splitlines()[-2:]
+    return name.strip().lower().replace(" ", "-") or None, reason
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="default results/<gpu>/<date>")
-    parser.add_argument("--rehearse", action="store_true", help="the same parts on the CPU with a tiny model")
+    parser.add_argument("folder", type=Path, nargs="?", help="where results go; default results/<gpu>/<date>")
+    parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU with a tiny model")
+    parser.add_argument("--stages", help="names or patterns, with commas; default those not done in the folder")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="all of this call; default %(default)g")
     options = parser.parse_args(arguments)
-    end_s = time.monotonic() + TOTAL_S
+    minutes = options.minutes * (REHEARSAL_FACTOR if options.rehearse else 1.0)
+    end_s = time.monotonic() + 60.0 * minutes - END_S
     problem, gpu = lacking(), "rehearsal"
-    if problem is None and not options.rehearse and (gpu := gpu_name()) is None:
-        problem = "torch sees no GPU here; scripts/gpu_check.sh --rehearse runs the same parts on the CPU"
+    if problem is None and not options.rehearse:
+        gpu, reason = gpu_name()
+        if gpu is None:
+            problem = f"{reason}; scripts/gpu_check.sh --rehearse runs the same parts on the CPU"
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
+    folder = (options.folder or RESULTS_DIR / str(gpu) / now).resolve()
+    stages = all_stages(folder, options.rehearse)
+    try:
+        chosen = chosen_stages(stages, options.stages, folder)
+    except ValueError as error:
+        problem = problem or str(error)
     if problem is not None:
         print(f"gpu_check: {problem}", file=sys.stderr)
         return 2
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
-    folder = (options.folder or RESULTS_DIR / gpu / now).resolve()
+    if missing := missing_packages():
+        print(f"not installed here, so nothing that needs them is checked: {', '.join(missing)}", flush=True)
+    if not options.rehearse and find_sanitizer() is None:
+        print("compute-sanitizer is not here: its stage is left out", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with TemporaryDirectory() as cache:
-        all_well = run_stages(all_stages(folder, Path(cache), options.rehearse), folder, end_s)
+    all_well, _ = run_stages(chosen, folder, end_s)
+    report = Part("report", (sys.executable, "evaluation/gpu/report.py", str(folder)))
+    all_well &= run_stage(Stage("report", END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0), (report,)), folder)
+    if left := [stage.name for stage in stages if not stage.is_done(folder)]:
+        same = f"{'--rehearse ' if options.rehearse else ''}--minutes {options.minutes:g}"
+        print(f"gpu_check: not done yet: {', '.join(left)}\nto go on: scripts/gpu_check.sh {same} {folder}")
     print(f"gpu_check: results in {folder} (to commit them: git add --force {folder})")
     return 0 if all_well else 1
 

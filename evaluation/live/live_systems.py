@@ -8,16 +8,11 @@ when it ends, and its death fails one point.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
-import os
-import signal
 import time
-from collections.abc import Callable, Hashable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Hashable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,6 +22,7 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import EngineFactory, TorchTask, build_engine, measure, warm_up_engine
 from evaluation.live.launched_point import LaunchedTask, run_launched_point, server_command
 from evaluation.live.out_of_memory import explained
+from evaluation.replay.child import Child, still_alive
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 
@@ -34,10 +30,13 @@ if TYPE_CHECKING:
     from evaluation.replay.launch import LaunchedServer
     from swiftllm.engine.engine import Engine
 
-Answer = TypeVar("Answer")
 READY_TIMEOUT_S = 1200.0
-"""Seconds until a vLLM server is ready: it may load weights from a slow disk and compile the model."""
-PR_SET_PDEATHSIG = 1
+"""Seconds until an engine or a vLLM server is warm: it may load weights from a slow disk and compile kernels."""
+PROFILE_TIMEOUT_S = 3600.0
+"""A profile of a large model on a CPU takes many minutes."""
+HANG_GRACE_S = 30.0
+"""An engine that makes no progress raises after ``stall_timeout_s``, with its state. One that cannot even do that, as
+it hangs in native code, is killed so much later."""
 
 
 class LiveSystems:
@@ -129,7 +128,8 @@ class EngineHolder:
                 self.engine = self.engine_factory(task.system, task.engine)
                 self.session = point.session
             warm_up_engine(self.engine, task)
-            return measure(self.engine, task, label, console)
+            limit_s = task.stall_timeout_s + HANG_GRACE_S
+            return measure(self.engine, task, label, console, lambda: still_alive(limit_s))
 
     def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
         self.stop()
@@ -143,56 +143,42 @@ class EngineHolder:
 
 
 class EngineProcess:
-    """Engines in a process of their own, a fresh one for each session."""
+    """Engines in a process of their own, a fresh one for each session. One that hangs is killed."""
 
     def __init__(self) -> None:
         self.session: Hashable = None
-        self.pool: ProcessPoolExecutor | None = None
+        self.child: Child | None = None
 
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
-        if self.pool is None or self.session != point.session:
+        """As :meth:`EngineHolder.run_point`.
+
+        Raises:
+            ChildEnded: the process died or hung.
+        """
+        if self.child is None or self.session != point.session:
             self._start(point.session)
-        return self._wait_for(_run_here, point, label, console.is_terminal)
+        return self.child.call(_run_here, point, label, console.is_terminal, limit_s=READY_TIMEOUT_S)
 
     def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
         self._start("profile")
         try:
-            return self._wait_for(_profile_here, config)
+            return self.child.call(_profile_here, config, limit_s=PROFILE_TIMEOUT_S)
         finally:
             self.stop()
 
     def stop(self) -> None:
-        pool, self.pool, self.session = self.pool, None, None
-        if pool is None:
-            return
-        # An engine that hangs does not keep this process from going on, and its process holds the card's memory.
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
+        child, self.child, self.session = self.child, None, None
+        if child is not None:
+            child.stop()
 
     def _start(self, session: Hashable) -> None:
         self.stop()
-        # A fresh interpreter: CUDA does not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(os.getpid(),))
-        self.session = session
-
-    def _wait_for(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
-        return self.pool.submit(work, *arguments).result()
+        self.child, self.session = Child("the engine's process"), session
 
 
 # -- in the engine's process ------------------------------------------------------------------------------------------
 
 _holder = EngineHolder()
-
-
-def _begin(parent: int) -> None:
-    """Ctrl-C reaches every process of the terminal: the parent prints what is kept. This process ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before this was set
-        os._exit(1)
 
 
 def _run_here(point: Point, label: str, on_terminal: bool) -> PointResult:

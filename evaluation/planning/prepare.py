@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from evaluation.planning.setting_points import (
     describe_setting_points,
     setting_point_maker,
 )
+from evaluation.replay.child import ChildEnded
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
 
 REHEARSAL_SCALE = 0.1
@@ -141,7 +141,7 @@ def profile_settings(local: dict[str, LocalSetting], live: LiveSystems) -> dict[
     for name, setting in local.items():
         try:
             machine, start_s = live.profile(setting.engine)
-        except (InsufficientMemory, BrokenProcessPool) as error:
+        except (InsufficientMemory, ChildEnded) as error:
             raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
         profiled[name] = ProfiledSetting(setting, machine, start_s)
     return profiled

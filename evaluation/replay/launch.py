@@ -13,17 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evaluation.replay.server import Server, ServerNotReady, connect_server
+from evaluation.replay.sessions import describe_status, end_session, session_stats, start_session
 
-STOP_GRACE_S = 30.0
-LOOK_AGAIN_S = 0.01
-ZOMBIE = "Z"  # ended, but its parent has not read its exit status
 SHOWN_LOG_LINES = 15
 ERROR_LINE = re.compile(r"(^|\] )[\w.]+(Error|Exception|OutOfResources): ")  # a traceback's last line, perhaps logged
 # Prefixes of environment variables that may change a server's behaviour or speed.
@@ -114,8 +111,8 @@ def launched_server(command: ServerCommand, log: Path, ready_timeout_s: float = 
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with contextlib.ExitStack() as stack:
         with log.open("wb") as output, bound_to(command.cores):
-            process = subprocess.Popen(arguments, env=environment, stdout=output, **streams, start_new_session=True)
-            stack.callback(stop_process, process)
+            process = start_session(arguments, env=environment, stdout=output, **streams)
+            stack.callback(end_session, process)
 
         def ended() -> str | None:
             return None if process.poll() is None else f"it ended with {describe_status(process.returncode)}"
@@ -125,24 +122,6 @@ def launched_server(command: ServerCommand, log: Path, ready_timeout_s: float = 
         except ServerNotReady as error:
             raise ServerNotReady(f"{error}\n{end_of_log(log)}") from None
         yield LaunchedServer(server, process, log)
-
-
-def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the whole session that it leads. An interrupt (Ctrl-C) ends the wait and kills the rest at
-    once."""
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_GRACE_S)
-    finally:
-        # Left may be the process itself, or children that it did not wait for, some in other process groups.
-        while left := [pid for pid, stat in session_stats(process.pid).items() if stat[0] != ZOMBIE]:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(LOOK_AGAIN_S)
-        process.wait()
 
 
 def stop_on_sigterm() -> None:
@@ -174,11 +153,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def describe_status(status: int) -> str:
-    """An exit status of a process in words; a negative one is a signal."""
-    return f"status {status}" if status >= 0 else signal.Signals(-status).name
-
-
 def end_of_log(log: Path) -> str:
     """The last lines of a server's output, and where all of it is. An error that was printed earlier comes first."""
     lines = log.read_text(errors="replace").splitlines()
@@ -187,14 +161,3 @@ def end_of_log(log: Path) -> str:
     if first_error is not None and first_error not in shown:  # the end may only say that another process failed
         shown = [first_error, "...", *shown]
     return "\n".join([*(shown or ["it printed nothing"]), f"the whole log is {log}"])
-
-
-def session_stats(session: int) -> dict[int, list[str]]:
-    """/proc/PID/stat of every process of a session, by PID, from its third field (the state) on."""
-    stats = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                stats[int(path.parent.name)] = fields
-    return stats

@@ -6,16 +6,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import claimable, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # The system that replaces one that was not run: the other GPU-only baseline.
 STAND_INS = {"vllm": "swiftllm"}
@@ -115,6 +113,8 @@ class Comparison:
 
 def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
     """The claims of some figures, in the order of the file; without ``figures`` all."""
+    import yaml  # figures of a machine that has little more than torch load this module, and no claims
+
     entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
     claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
     return [claim for claim in claims if not figures or claim.figure in figures]
@@ -172,6 +172,9 @@ def print_claims(
 
     Rehearsals and the like are left out, see :func:`claimable`.
     """
+    from rich.box import SIMPLE_HEAD  # as yaml above
+    from rich.table import Table
+
     for records in claimable(summary):
         simulated = is_simulated(records[0])
         kind = "our SIMULATED ratios" if simulated else f"ratios {label_of(records)}"

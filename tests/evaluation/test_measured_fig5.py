@@ -26,7 +26,7 @@ from evaluation.experiments.options import FigureOptions
 from evaluation.experiments.torch_point import build_engine
 from evaluation.figures import figure_jobs
 from evaluation.live.live_systems import EngineHolder, LiveSystems
-from evaluation.replay.launch import session_stats
+from evaluation.replay.sessions import session_stats
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine

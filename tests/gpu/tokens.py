@@ -16,6 +16,7 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
+from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import spread
@@ -32,6 +33,7 @@ VARIANTS = {
     "apex": ("apex", "auto", False),
     "apex, overlap": ("apex", "asynchronous-overlap", False),
     "apex, overlap, synchronous": ("apex", "asynchronous-overlap", True),
+    "adaptive": ("adaptive", "auto", False),
 }
 NUM_PROMPTS = 24
 MAX_TOKENS = 24
@@ -89,6 +91,20 @@ def check_streamed_tokens(device: torch.device) -> None:
     streamed = WeightsPlan(Choice(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))
     with patch("apex.systems.place_weights", lambda *_, **__: streamed):
         check_tokens(device, "float32", near_tie=0.0)
+
+
+def check_eager_tokens(device: torch.device) -> None:
+    """As float32's, with every kernel launched on its own: without graphs."""
+
+    opened: list[Device] = []
+
+    def without_graphs(name: str) -> Device:
+        opened.append(CudaDevice(can_capture=False) if name == "cuda" else open_device(name))
+        return opened[-1]
+
+    with patch("swiftllm.runtime.torch_backend.open_device", without_graphs):
+        check_tokens(device, "float32", near_tie=0.0)
+    assert len(opened) == len(VARIANTS) and not any(device.can_capture for device in opened)
 
 
 def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:

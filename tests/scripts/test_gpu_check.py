@@ -26,23 +26,52 @@ from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 
 REPO = Path(__file__).resolve().parents[2]
+ABSENT = (
+    *("fastapi", "gguf", "httpx", "httpx_sse", "huggingface_hub", "hypothesis", "jinja2", "prometheus_client"),
+    *("pydantic", "pytest", "ray", "rich", "tokenizers", "transformers", "tyro", "uvicorn", "uvloop", "yaml"),
+)
+"""What a machine with torch and a compiler may lack."""
+PARTS = (
+    *("build", "machine", "operations", "tokens", "random-load", "speeds"),
+    *(f"{system}-rehearsal" for system in ("apex", "swiftllm", "neo", "adaptive")),
+    "report",
+)
 
 
 def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable}
-    command = [str(REPO / "scripts/gpu_check.sh"), "--rehearse", str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert [result for _, result, _ in summary["parts"]] == ["ok"] * 9
+    """With little more than torch, as on a GPU machine without a network; in two calls that share a folder."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    run = tmp_path / "run"
+
+    def rehearse(*options: str) -> str:
+        command = [str(REPO / "scripts/gpu_check.sh"), "--rehearse", *options, str(run)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    told = rehearse("--stages", "build,machine")
+    assert "not done yet: kernels, tokens, speeds, apex-rehearsal, " in told and "to go on: " in told
+    figures = json.loads((run / "kernels.json").read_text())
+    assert figures["gemm"]["tflops"] > 0 and "iterations" not in figures
+    assert "not done yet" not in rehearse()
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert {name: result for name, result, _ in summary["parts"]} == dict.fromkeys(PARTS, "ok")
     parts = [name for name, _, _ in summary["parts"]]
     assert parts.index("apex-rehearsal") < parts.index("swiftllm-rehearsal"), "who has no CPU worker profiles none"
-    assert [run["system"] for run in summary["runs"]] == ["swiftllm", "neo", "apex"]
-    assert all(run["measured"]["completed"] and run["simulated"]["completed"] for run in summary["runs"])
-    page = (tmp_path / "run/README.md").read_text()
-    assert "A rehearsal on a CPU" in page and "weight-reading floor" in page
-    assert (tmp_path / "run/end_to_end.png").stat().st_size > 5000
-    assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*")) < 2 << 20, "too large to commit"
+    assert [one["system"] for one in summary["runs"]] == ["swiftllm", "neo", "apex", "adaptive"]
+    assert all(one["measured"]["completed"] and one["simulated"]["completed"] for one in summary["runs"])
+    assert summary["kernels"]["gemm"] == figures["gemm"], "the second call measures nothing twice"
+    assert {row["graphs"] for row in summary["kernels"]["iterations_eager"]} == {False}
+    assert {"tyro", "rich", "fastapi", "tokenizers", "transformers"} <= set(summary["missing_packages"])
+    assert len(list((run / "measured/profiles").glob("*.json"))) == 1, "the profile of this machine"
+    page = (run / "README.md").read_text()
+    for words in ("A rehearsal on a CPU", "weight-reading floor", "without graphs", "busy device", "rich, tyro"):
+        assert words in page
+    for picture in ("end_to_end.png", "end_to_end/apex-rehearsal-timeline.png"):
+        assert (run / picture).stat().st_size > 5000 and picture in page
+    assert sum(file.stat().st_size for file in run.rglob("*")) < 2 << 20, "too large to commit"
 
 
 def test_a_python_without_torch_is_no_missing_gpu(tmp_path: Path) -> None:
@@ -143,7 +172,7 @@ def test_what_a_backend_warns_of_is_in_the_figures_and_on_the_page(
 
     open_backend = bench_gpu.open_backend
     monkeypatch.setattr(bench_gpu, "open_backend", open_and_warn)
-    figures = next(run := bench_gpu.measure(CASES["rehearsal"], small=True))
+    figures = next(run := bench_gpu.measure(CASES["rehearsal"], True, ["sampling"]))
     run.close()
     (tmp_path / "kernels.json").write_text(json.dumps(figures))
     (tmp_path / "parts.txt").touch()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -37,6 +37,9 @@ from swiftllm.machine import (
     last_level_cache_bytes,
     usable_cores,
 )
+
+if TYPE_CHECKING:
+    from swiftllm.device.driver import NvidiaDriver
 
 Status = Literal["ok", "note", "missing"]  # note: a part of the engine is limited; missing: the engine cannot run
 
@@ -198,24 +201,22 @@ def machine() -> Iterator[Finding]:
     yield from bandwidth(usable_cores(), available)
 
 
-def gpus() -> Iterator[Finding]:
+def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
+    """``driver``: of this machine where None."""
     torch, problem = try_import("torch")
     if torch is None:
         yield Finding("CUDA", f"unknown without torch ({problem})", "note")
         return
     if not torch.cuda.is_available():
-        driver = Path("/dev/nvidiactl").exists()
-        if torch.version.cuda is None:
-            reason = f"torch {torch.__version__} is a build without CUDA, " + (
-                "but there is an NVIDIA driver: install the CUDA build" if driver else "and there is no NVIDIA driver"
-            )
-        else:
-            reason = f"torch is built for CUDA {torch.version.cuda}, " + (
-                "the driver is there, and no GPU answers: see `nvidia-smi`"
-                if driver
-                else "and there is no NVIDIA driver"
-            )
-        yield Finding("CUDA", f"{reason}. Without a GPU the lane runs on the CPU's cores", "note")
+        from swiftllm.device.driver import NvidiaDriver
+
+        if (problem := (driver or NvidiaDriver()).why_no_gpu()) is not None:
+            yield Finding("CUDA", f"{problem}; --device cpu computes without it", "missing")
+            return
+        cuda = torch.version.cuda
+        build = f"torch is built for CUDA {cuda}" if cuda else f"torch {torch.__version__} is a build without CUDA"
+        reason = "no NVIDIA driver is loaded, or CUDA_VISIBLE_DEVICES hides its GPUs"
+        yield Finding("CUDA", f"{build}; {reason}. Without a GPU the lane runs on the CPU's cores", "note")
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import io
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from evaluation.experiments.runner import Point, PointResult, by_session, run_ex
 from evaluation.live import live_systems
 from evaluation.live.launched_point import LaunchedTask
 from evaluation.live.live_systems import EngineProcess, LiveSystems
+from evaluation.replay.child import still_alive
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
 from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
@@ -36,8 +38,27 @@ def broken_point(session: str) -> Point:
     return Point("broken", "broken", "broken", "no task", session=session)
 
 
+class HangingTask:
+    """An engine that hangs as one whose GPU does: in native code that keeps Python's lock, with all signals blocked.
+
+    It has started a process, whose id it writes to ``told``.
+    """
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    @property
+    def engine(self) -> EngineConfig:
+        started = subprocess.Popen(["sleep", "1000"])
+        self.told.write_text(str(started.pid))
+        still_alive(limit_s=0.5)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        ctypes.PyDLL(None).pause()
+        raise AssertionError("it came back")
+
+
 def processes_of(engines: EngineProcess) -> list[int]:
-    return list(engines.pool._processes)
+    return [engines.child.pid]
 
 
 def is_running(pid: int) -> bool:
@@ -79,11 +100,11 @@ def test_an_error_in_a_point_ends_its_process(tmp_path):
     with LiveSystems(tmp_path, QUIET) as live:
         with pytest.raises(AttributeError):
             live.run_point(broken_point("a"), "", QUIET)
-        assert live.engines.pool is None, "what is left of an engine may hold the card's memory"
+        assert live.engines.child is None, "what is left of an engine may hold the card's memory"
 
 
-def test_a_killed_process_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp_path):
-    """Real engines of one session; the second point finds its process killed."""
+def test_a_process_that_dies_or_hangs_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp_path):
+    """Real engines of one session. One point finds its process killed, the next hangs and is killed."""
     config = EngineConfig(
         str(make_tiny_llama(tmp_path / "model")),
         "cpu",
@@ -94,6 +115,8 @@ def test_a_killed_process_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp
         max_num_batched_tokens=64,
     )
     made = [live_point("swiftllm", config, key, ("s", "swiftllm")) for key in ("first", "second", "killed", "last")]
+    told = tmp_path / "told"
+    made.insert(3, replace(made[2], key="hangs", group="hangs", label="hangs", task=HangingTask(told)))
     used: dict[str, int] = {}
     console = Console(file=io.StringIO(), width=300)
     with LiveSystems(tmp_path / "logs", console) as live:
@@ -106,20 +129,23 @@ def test_a_killed_process_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp
             return result
 
         outcome = run_experiment("x", {}, made, run, tmp_path, console)
-    assert outcome.failed == ["killed"]
+    assert outcome.failed == ["killed", "hangs"]
     assert [(row["backend"], row["completed"], row["failed"]) for row in outcome.summary] == [("torch-cpu", 2, 0)] * 3
     assert used["first"] == used["second"] != used["last"]
-    assert BrokenProcessPool.__name__ in (outcome.folder / "errors" / "killed.txt").read_text()
+    assert "the engine's process died (SIGKILL)" in (outcome.folder / "errors" / "killed.txt").read_text()
+    assert "the engine's process hung" in (outcome.folder / "errors" / "hangs.txt").read_text()
     assert not any(map(is_running, used.values())), "a process outlived the run"
-    told = " ".join(console.file.getvalue().split())
-    assert "FAILED: the engine's process died" in told and "--jobs" not in told
+    assert wait_until_gone(int(told.read_text())), "what the hung engine had started outlived it"
+    shown = " ".join(console.file.getvalue().split())
+    assert "FAILED: the engine's process died" in shown and "--jobs" not in shown
+    assert "no sign of life for 0.5 s and was killed; the others go on" in shown
 
 
 def test_an_interrupt_ends_the_process(tmp_path):
     seen: list[int] = []
 
     def interrupt(live: LiveSystems) -> None:
-        while live.engines.pool is None or not processes_of(live.engines):
+        while live.engines.child is None:
             time.sleep(0.01)
         seen.extend(processes_of(live.engines))
         _thread.interrupt_main()
@@ -129,7 +155,7 @@ def test_an_interrupt_ends_the_process(tmp_path):
         threading.Thread(target=interrupt, args=(live,), daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             live.run_point(live_point("swiftllm", config), "", QUIET)
-        assert live.engines.pool is None and not is_running(seen[0])
+        assert live.engines.child is None and not is_running(seen[0])
 
 
 def test_a_killed_harness_takes_its_engine_along():
@@ -140,7 +166,7 @@ def test_a_killed_harness_takes_its_engine_along():
         "from evaluation.experiments.runner import Point\n"
         "engines = EngineProcess()\n"
         "try: engines.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"
-        "except AttributeError: print(*engines.pool._processes, flush=True)\n"
+        "except AttributeError: print(engines.child.pid, flush=True)\n"
         "time.sleep(600)"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)

@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from evaluation.replay.http import replay_workload
-from evaluation.replay.launch import ServerCommand, ServerEnded, launched_server, session_stats, stop_process
+from evaluation.replay.launch import ServerCommand, ServerEnded, launched_server
 from evaluation.replay.server import ServerNotReady
+from evaluation.replay.sessions import end_session, session_stats
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
@@ -95,7 +96,7 @@ def test_children_that_outlive_their_parent_are_ended_with_it():
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout.readline() == b"ready\n"
     assert len(session_stats(process.pid)) == 2
-    stop_process(process)
+    assert end_session(process)
     assert process.stdout.read() == b""  # the pipe closes when the last process ends
     process.stdout.close()
 
