@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 PREFETCHES = ("none", "L2", "L1")
-"""What the native kernel asks memory for ahead of time: the beginning of each block only, or all of it, into the second or
-the first level of the cache."""
+"""What the native kernel asks memory for ahead of time: the beginning of each block only, or all of it, into the second
+or the first level of the cache."""
 HEADS = ("MHA", "GQA")
 """Whether each KV head has a query head of its own, or several query heads share one."""
 
