@@ -76,9 +76,10 @@ def paged_attention(
 
 
 def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
-    """Bytes per second at which so many threads read an array once, in several prefetched streams each.
+    """Bytes per second at which so many threads read an array, in the faster of two patterns; each is tried once.
 
-    The limit that a kernel's speed is held against: give it an array much larger than the last-level cache.
+    One pass of a measurement: `swiftllm.read_limit` makes of several the limit that a kernel's speed is held against.
+    The array should be much larger than the last-level cache.
 
     Args:
         array: contiguous, in host memory, of any dtype.

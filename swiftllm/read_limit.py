@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 import pacpu
@@ -31,5 +32,5 @@ def read_limit(num_threads: int, memory: torch.Tensor | None = None, *, passes: 
         memory = host_tensor((min(read_limit_bytes(), available_host_bytes() // 4),), torch.uint8)
         # A page lies on the NUMA node of the thread that touches it first.
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(lambda part: part.fill_(1), memory.chunk(num_threads)))
+            list(pool.map(lambda part: part.fill(1), np.array_split(memory.numpy(), num_threads)))
     return max(pacpu.read_bandwidth(memory, num_threads=num_threads) for _ in range(passes))

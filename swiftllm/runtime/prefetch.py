@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +87,8 @@ def kept_rates() -> Rates | None:
 def measure_rates(memory: torch.Tensor, num_threads: int, *, rounds: int = ROUNDS) -> Rates:
     """Time every way in every kind of call over uint8 ``memory``, which holds moderate numbers and no cache holds.
 
-    The ways take turns, so that other work slows all alike. Medians count. Afterwards the ways are those of before.
+    The ways take turns, and of each the fastest call counts: other work takes a core away for longer than a call.
+    Afterwards the ways are those of before.
     """
     return {
         f"{dtype} {heads}": _rates_of(memory.view(getattr(torch, dtype)), dtype, heads, num_threads, rounds)
@@ -115,7 +115,7 @@ def _rates_of(memory: torch.Tensor, dtype: str, heads: str, num_threads: int, ro
     taken: dict[str, list[float]] = {way: [] for way in pacpu.PREFETCHES}
     turn = 0
     try:
-        for _ in range(rounds + 1):  # the first round warms up
+        for _ in range(rounds):
             for way, seconds in taken.items():
                 pacpu.set_prefetch(dtype, heads, way)
                 table, turn = tables[turn % len(tables)], turn + 1
@@ -124,4 +124,4 @@ def _rates_of(memory: torch.Tensor, dtype: str, heads: str, num_threads: int, ro
                 seconds.append(time.perf_counter() - start_s)
     finally:
         pacpu.set_prefetch(dtype, heads, before)
-    return {way: blocks_of_call * block_bytes / statistics.median(seconds[1:]) / 1e9 for way, seconds in taken.items()}
+    return {way: blocks_of_call * block_bytes / min(seconds) / 1e9 for way, seconds in taken.items()}
