@@ -29,8 +29,8 @@ SAMPLE_BYTES = 32 << 20
 """K and V that a timed call reads: milliseconds on one core."""
 CACHES = 3
 """The calls go round in so many times the last-level cache."""
-MIN_BYTES = 256 << 20
-ROUNDS = 7
+MIN_BYTES = 128 << 20
+ROUNDS = 5
 FILLING = 0x3C
 """A byte that makes numbers between 0.01 and 1.1 of every type."""
 
