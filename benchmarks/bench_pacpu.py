@@ -5,7 +5,8 @@ python benchmarks/bench_pacpu.py [--help]
 A round runs every case with every kernel, with every instruction set of this CPU, and streaming reads of the same
 memory, whose best is the read limit. Ratios are taken within a round, so that drift and other work affect them least.
 Figures are medians over rounds. Calls rotate over the caches of several layers, which together exceed the last-level
-cache. The native kernel runs with every way of prefetching; its row is that of the way that engines use here.
+cache. The native kernel runs with every way of prefetching; its row is that of the way that engines use here. The ways
+are compared by the time of the threads on their cores, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ class Point:
         self.read_gbps.append(self._read())
         for contender, function in attend.items():
             with contender.selected():
-                time_calls = self._time_ways if contender.kernel == "native" else self._time_calls
-                self.gbps[contender].append(time_calls(contender, function))
+                if contender.kernel == "native":
+                    self.gbps[contender].append(self._time_ways(self.gbps_by_way[contender], function))
+                else:
+                    self.gbps[contender].append(self._time_calls(function)[0])
 
     def _prepare(self) -> dict[Contender, Callable[[int], torch.Tensor]]:
         ready = {}
@@ -121,23 +124,28 @@ class Point:
         memory = self.memory.bits.view(torch.uint8)[: read_limit_bytes()]
         return read_limit(self.case.threads, memory, passes=3) / 1e9
 
-    def _time_ways(self, contender: Contender, attend: Callable[[int], torch.Tensor]) -> float:
-        """GB/s with the way of prefetching in use, after those of all ways have been noted."""
+    def _time_ways(self, by_way: dict[str, list[float]], attend: Callable[[int], torch.Tensor]) -> float:
+        """GB/s with the way of prefetching in use; ``by_way`` takes those of all ways, of the cores' time."""
         kind = self.case.dtype, self.case.heads
-        in_use, by_way = pacpu.prefetch(*kind), self.gbps_by_way[contender]
+        in_use, gbps = pacpu.prefetch(*kind), 0.0
         first = len(self.read_gbps) % len(pacpu.PREFETCHES)  # each comes first, second and last in turn
         for way in pacpu.PREFETCHES[first:] + pacpu.PREFETCHES[:first]:
             pacpu.set_prefetch(*kind, way)
-            by_way[way].append(self._time_calls(contender, attend))
+            by_clock, by_cores = self._time_calls(attend)
+            by_way[way].append(by_cores)
+            gbps = by_clock if way == in_use else gbps
         pacpu.set_prefetch(*kind, in_use)
-        return by_way[in_use][-1]
+        return gbps
 
-    def _time_calls(self, contender: Contender, attend: Callable[[int], torch.Tensor]) -> float:
-        start_s = time.perf_counter()
+    def _time_calls(self, attend: Callable[[int], torch.Tensor]) -> tuple[float, float]:
+        """GB/s by the clock, and by the time that the threads had their cores."""
+        start_s, start_cores_s = time.perf_counter(), time.process_time()
         for _ in range(self.calls):
             attend(self.next_layer)
             self.next_layer = (self.next_layer + 1) % self.num_layers
-        return self.calls * self.case.num_bytes / (time.perf_counter() - start_s) / 1e9
+        num_bytes = self.calls * self.case.num_bytes / 1e9
+        cores_s = (time.process_time() - start_cores_s) / self.case.threads
+        return num_bytes / (time.perf_counter() - start_s), num_bytes / cores_s
 
     def rows(self) -> list[FlatRecord]:
         case, rows = self.case, []
@@ -168,7 +176,8 @@ class Point:
         return rows
 
     def _prefetch_columns(self, contender: Contender) -> FlatRecord:
-        """The way in use, its part of the fastest way's speed, and GB/s of each; None of another kernel."""
+        """The way in use, its part of the fastest way's speed, and GB/s of each, of the cores' time; for another kernel
+        None."""
         if contender not in self.gbps_by_way:
             return dict.fromkeys(("prefetch", "of_fastest_prefetch", *(f"{way}_gbps" for way in pacpu.PREFETCHES)))
         with contender.selected():

@@ -87,8 +87,8 @@ def kept_rates() -> Rates | None:
 def measure_rates(memory: torch.Tensor, num_threads: int, *, rounds: int = ROUNDS) -> Rates:
     """Time every way in every kind of call over uint8 ``memory``, which holds moderate numbers and no cache holds.
 
-    The ways take turns, and of each the fastest call counts: other work takes a core away for longer than a call.
-    Afterwards the ways are those of before.
+    The ways take turns. Seconds are those of the process's threads on their cores, so that other work that takes cores
+    away decides nothing, and of each way the fastest call counts. Afterwards the ways are those of before.
     """
     return {
         f"{dtype} {heads}": _rates_of(memory.view(getattr(torch, dtype)), dtype, heads, num_threads, rounds)
@@ -119,9 +119,9 @@ def _rates_of(memory: torch.Tensor, dtype: str, heads: str, num_threads: int, ro
             for way, seconds in taken.items():
                 pacpu.set_prefetch(dtype, heads, way)
                 table, turn = tables[turn % len(tables)], turn + 1
-                start_s = time.perf_counter()
+                start_s = time.process_time()
                 pacpu.paged_attention(q, k, k, cache, table, seq_lens, out, 1.0, num_threads=num_threads)
-                seconds.append(time.perf_counter() - start_s)
+                seconds.append((time.process_time() - start_s) / num_threads)
     finally:
         pacpu.set_prefetch(dtype, heads, before)
     return {way: blocks_of_call * block_bytes / min(seconds) / 1e9 for way, seconds in taken.items()}
