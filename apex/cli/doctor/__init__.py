@@ -319,9 +319,10 @@ def cached_profiles() -> dict[Path, dict[str, str]]:
 
 def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
     """Bandwidth of streaming reads, the limit of CPU attention, on one core and on all. No cache holds the buffer."""
-    if try_import("pacpu")[0] is None:
-        yield Finding("read bandwidth", "not measured: it needs pacpu", "note")
-        return
+    for needed in ("pacpu", "torch"):
+        if try_import(needed)[0] is None:
+            yield Finding("read bandwidth", f"not measured: it needs {needed}", "note")
+            return
     from swiftllm.read_limit import read_limit, read_limit_bytes
 
     size = read_limit_bytes()

@@ -113,6 +113,14 @@ def test_short_of_memory_nothing_is_measured():
     assert "not measured" in finding.found and finding.status == "note"
 
 
+def test_without_torch_the_rest_is_told(monkeypatch):
+    real = doctor.try_import
+    monkeypatch.setattr(doctor, "try_import", lambda name: (None, "gone") if name == "torch" else real(name))
+    (finding,) = doctor.bandwidth(2, 1 << 40)
+    assert finding.found == "not measured: it needs torch" and finding.status == "note"
+    assert "kernels" in found(list(doctor.cpu_kernels()))
+
+
 def test_bandwidth_is_the_limit_that_is_used_elsewhere(monkeypatch):
     monkeypatch.setattr("swiftllm.read_limit.read_limit", lambda threads: threads * 7e9)
     told = {finding.what: finding.found for finding in doctor.bandwidth(3, 1 << 40)}
