@@ -78,6 +78,8 @@ def paged_attention(
 def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
     """Bytes per second at which so many threads read an array, in the faster of two patterns; each is tried once.
 
+    Each thread reads a share, and the time of the slowest counts, while it has its core: other work lowers it little.
+
     One pass of a measurement: `swiftllm.read_limit` makes of several the limit that a kernel's speed is held against.
     The array should be much larger than the last-level cache.
 
