@@ -25,9 +25,9 @@ def read_limit(num_threads: int, memory: torch.Tensor | None = None, *, passes: 
     """Bytes/s of streaming reads: the best of so many passes over ``memory``.
 
     A pass reads everything once, each thread a share of its own. Seconds count while a thread has its core. Other work
-    that reads memory still lowers the limit, so the best pass counts. ``memory`` is contiguous, written before, and much
-    larger than the last-level cache; by default as much as :func:`read_limit_bytes` is taken for the time of the call,
-    or a quarter of what is available.
+    that reads memory still lowers the limit, so the best pass counts. ``memory`` is contiguous, written before, and
+    much larger than the last-level cache; by default as much as :func:`read_limit_bytes` is taken for the time of the
+    call, or a quarter of what is available.
     """
     if memory is None:
         memory = host_tensor((min(read_limit_bytes(), available_host_bytes() // 4),), torch.uint8)
