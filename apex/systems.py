@@ -24,6 +24,7 @@ from swiftllm.runtime.build import (
     scheduler_limits,
 )
 from swiftllm.runtime.cores import core_divisions
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.thread import CpuWorker
@@ -53,6 +54,7 @@ def build_system(
         ProfileMismatch: the table of the given file was measured on something else.
     """
     system = find_system(name)
+    use_fastest_prefetch()  # first, since what is measured from here on depends on it
     plan = place_weights(config, workload, offloads=system.offloads)
     placed = {"weights_placement": plan.describe()} if plan.describe() else {}
     if not system.offloads:
@@ -83,7 +85,10 @@ def open_backend(
     """A backend with the CPU worker that will serve, and the cores divided between worker and lane.
 
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
+    ``measure_again``: that, and how CPU attention prefetches.
     """
+    if measure_again:
+        use_fastest_prefetch(measure_again=True)
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
     backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
     with closed_on_failure(backend):

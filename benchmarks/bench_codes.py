@@ -24,12 +24,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import pacpu
 from apex.cli.parser import parse_options
 from benchmarks.bench_lane import timed
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.read_limit import read_limit
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 
@@ -72,8 +72,7 @@ def main(options: Options) -> None:
     coded = [ops.make_quantised_linear(matrix, None) for matrix in matrices]
     full = [ops.make_linear(matrix.dequantise(), None) for matrix in matrices]
     num_bytes = sum(matrix.nbytes for matrix in matrices)
-    beyond_caches = torch.zeros(1 << 26)
-    read_rate = max(pacpu.read_bandwidth(beyond_caches) for _ in range(options.rounds))
+    read_rate = read_limit(1)
     print(f"{options.num_matrices} matrices of {options.out_features} x {options.in_features}, {options.dtype}")
     bits = 8 * num_bytes / options.num_matrices / options.out_features / options.in_features
     print(f"{bits:.2f} bits an element, groups of {options.group_size}; one core reads {read_rate / 1e9:.1f} GB/s")

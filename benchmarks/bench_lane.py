@@ -28,7 +28,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import pacpu
 from apex.cli.parser import parse_options
 from evaluation.results.paths import default_model
 from swiftllm.model.config import ModelConfig
@@ -37,6 +36,7 @@ from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.ops.reference import ReferenceOps
+from swiftllm.read_limit import read_limit
 
 BLOCK_SIZE = 16
 
@@ -168,15 +168,14 @@ def main(options: Options) -> None:
     lane = Lane(config, weights, element, options.num_rows, options.context_len)
     ours, torchs = (lane.parts(ops) for ops in (CpuOps(), ReferenceOps()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
-    read_rates, compute_rates = [], []
+    compute_rates = []
     with torch.inference_mode():
         for _ in range(options.rounds + 1):  # the first one warms up
-            read_rates.append(pacpu.read_bandwidth(lane.weights.lm_head))
             compute_rates.append(multiply_add_rate())
             for name in ours:
                 for part, taken in zip((ours[name], torchs[name]), seconds[name], strict=True):
                     taken.append(timed(part.run))
-    read_rate, compute_rate = statistics.median(read_rates[1:]), statistics.median(compute_rates[1:])
+    read_rate, compute_rate = read_limit(1), statistics.median(compute_rates[1:])
 
     print(f"{options.num_rows} decodes of {options.context_len} tokens, {options.dtype}")
     print(f"one core reads {read_rate / 1e9:.1f} GB/s and computes {compute_rate / 1e9:.0f} GFLOP/s in float32")

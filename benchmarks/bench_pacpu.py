@@ -2,9 +2,11 @@
 
 python benchmarks/bench_pacpu.py [--help]
 
-A round runs every case with every kernel, with every instruction set of this CPU, and a streaming read of the same
-memory. Ratios are taken within a round, so that drift and other work affect them least. Figures are medians over
-rounds. Calls rotate over the caches of several layers, which together exceed the last-level cache.
+A round runs every case with every kernel, with every instruction set of this CPU, and streaming reads of the same
+memory, whose best is the read limit. Ratios are taken within a round, so that drift and other work affect them least.
+Figures are medians over rounds. Calls rotate over the caches of several layers, which together exceed the last-level
+cache. The native kernel runs with every way of prefetching; its row is that of the way that engines use here. The ways
+are compared by the time of the threads on their cores, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ import pacpu
 from apex.cli.parser import parse_options
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
 from benchmarks.pacpu_peers import peer_contenders
-from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, verdicts
+from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, print_prefetches, verdicts
 from evaluation.figures import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
+from swiftllm.read_limit import read_limit, read_limit_bytes
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),
@@ -45,7 +49,6 @@ SHAPES = (
 )  # fmt: skip
 QUICK_SHAPES = (Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True))
 MIN_TIMED_BYTES = 64 << 20  # so that a measurement takes milliseconds
-MAX_READ_BYTES = 512 << 20
 MIN_ROTATION_BYTES = 512 << 20
 MAX_ROUNDS = 15
 # Limits of the relative distance between two kernels' outputs. Outputs are rounded to the type; the native kernel's
@@ -79,9 +82,10 @@ class Point:
         self.calls = -(-MIN_TIMED_BYTES // case.num_bytes)
         self.memory = memory
         self.everyone = everyone
-        self.next_layer = self.next_read = 0
+        self.next_layer = 0
         self.read_gbps: list[float] = []
         self.gbps: dict[Contender, list[float]] = defaultdict(list)
+        self.gbps_by_way: dict[Contender, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def run_round(self) -> None:
         # Prepared in every round, since the tables and queries of all points together would be large.
@@ -91,7 +95,10 @@ class Point:
         self.read_gbps.append(self._read())
         for contender, function in attend.items():
             with contender.selected():
-                self.gbps[contender].append(self._time_calls(function))
+                if contender.kernel == "native":
+                    self.gbps[contender].append(self._time_ways(self.gbps_by_way[contender], function))
+                else:
+                    self.gbps[contender].append(self._time_calls(function)[0])
 
     def _prepare(self) -> dict[Contender, Callable[[int], torch.Tensor]]:
         ready = {}
@@ -114,19 +121,31 @@ class Point:
                 raise SystemExit(f"{contender.label} differs from {first.label} by {error:.2%} at {self.case}")
 
     def _read(self) -> float:
-        size = min(max(MIN_TIMED_BYTES, self.case.num_bytes), MAX_READ_BYTES, self.memory.num_bytes) // 2
-        if self.next_read + size > self.memory.bits.numel():
-            self.next_read = 0
-        part = self.memory.bits[self.next_read : self.next_read + size]
-        self.next_read += size
-        return pacpu.read_bandwidth(part, num_threads=self.case.threads) / 1e9
+        memory = self.memory.bits.view(torch.uint8)[: read_limit_bytes()]
+        return read_limit(self.case.threads, memory, passes=3) / 1e9
 
-    def _time_calls(self, attend: Callable[[int], torch.Tensor]) -> float:
-        start_s = time.perf_counter()
+    def _time_ways(self, by_way: dict[str, list[float]], attend: Callable[[int], torch.Tensor]) -> float:
+        """GB/s with the way of prefetching in use; ``by_way`` takes those of all ways, of the cores' time."""
+        kind = self.case.dtype, self.case.heads
+        in_use, gbps = pacpu.prefetch(*kind), 0.0
+        first = len(self.read_gbps) % len(pacpu.PREFETCHES)  # each comes first, second and last in turn
+        for way in pacpu.PREFETCHES[first:] + pacpu.PREFETCHES[:first]:
+            pacpu.set_prefetch(*kind, way)
+            by_clock, by_cores = self._time_calls(attend)
+            by_way[way].append(by_cores)
+            gbps = by_clock if way == in_use else gbps
+        pacpu.set_prefetch(*kind, in_use)
+        return gbps
+
+    def _time_calls(self, attend: Callable[[int], torch.Tensor]) -> tuple[float, float]:
+        """GB/s by the clock, and by the time that the threads had their cores."""
+        start_s, start_cores_s = time.perf_counter(), time.process_time()
         for _ in range(self.calls):
             attend(self.next_layer)
             self.next_layer = (self.next_layer + 1) % self.num_layers
-        return self.calls * self.case.num_bytes / (time.perf_counter() - start_s) / 1e9
+        num_bytes = self.calls * self.case.num_bytes / 1e9
+        cores_s = (time.process_time() - start_cores_s) / self.case.threads
+        return num_bytes / (time.perf_counter() - start_s), num_bytes / cores_s
 
     def rows(self) -> list[FlatRecord]:
         case, rows = self.case, []
@@ -149,11 +168,26 @@ class Point:
                     "read_gbps": statistics.median(self.read_gbps),
                     "fraction_of_read": median_ratio(gbps, self.read_gbps),
                     "ratio_to_ispc": ispc and median_ratio(gbps, ispc),
+                    **self._prefetch_columns(contender),
                     "rounds": len(gbps),
                     "backend": "measured: CPU attention speed",
                 }
             )
         return rows
+
+    def _prefetch_columns(self, contender: Contender) -> FlatRecord:
+        """The way in use, its part of the fastest way's speed, and GB/s of each, of the cores' time; for another kernel
+        None."""
+        if contender not in self.gbps_by_way:
+            return dict.fromkeys(("prefetch", "of_fastest_prefetch", *(f"{way}_gbps" for way in pacpu.PREFETCHES)))
+        with contender.selected():
+            in_use = pacpu.prefetch(self.case.dtype, self.case.heads)
+        medians = {way: statistics.median(gbps) for way, gbps in self.gbps_by_way[contender].items()}
+        return {
+            "prefetch": in_use,
+            "of_fastest_prefetch": medians[in_use] / max(medians.values()),
+            **{f"{way}_gbps": medians[way] for way in pacpu.PREFETCHES},
+        }
 
 
 def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
@@ -188,6 +222,9 @@ def measure(points: Sequence[Point], seconds: float) -> None:
 def main(options: Options) -> None:
     found, absent = peer_contenders()
     everyone = [*kernel_contenders(), *found]
+    for contender in everyone:
+        with contender.selected():
+            use_fastest_prefetch()
     cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {
@@ -210,6 +247,7 @@ def main(options: Options) -> None:
     made = f"{cpu_model()}, {usable_cores()} cores, {datetime.date.today()}"
     save_figure(draw_kernels(rows, made), folder.path)
     print_medians(rows)
+    print_prefetches(rows)
     for line in verdicts(rows):
         print(line)
     print(f"all rows, figure and provenance: {folder.path}")

@@ -19,6 +19,8 @@ from swiftllm.device.driver import NvidiaDriver
 from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
+from swiftllm.read_limit import read_limit
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 
 ROUNDS = 9
 PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)
@@ -213,7 +215,8 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
 
 
 def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int) -> dict[str, Any]:
-    """The default kernel of pacpu over caches in host memory, compared with streaming reads of the same memory."""
+    """The default kernel of pacpu over caches in host memory, compared with the limit of streaming reads."""
+    use_fastest_prefetch()
     kv_heads, dim, batch, block_size, context = config.num_kv_heads, config.head_dim, 32, 16, 1024
     blocks = batch * context // block_size
     layer_bytes = blocks * kv_heads * 2 * block_size * dim * dtype.itemsize
@@ -232,7 +235,7 @@ def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int)
         for layer in layers:
             pacpu.paged_attention(q, k, v, layer, tables, lens, out, dim**-0.5, num_threads=threads)
         rates.append(len(layers) * layer_bytes / (time.perf_counter() - start_s) / 1e9)
-        reads.append(pacpu.read_bandwidth(layers, num_threads=threads) / 1e9)
+        reads.append(read_limit(threads, layers, passes=3) / 1e9)
     fractions = [rate / read for rate, read in zip(rates, reads, strict=True)]
     return {
         "kernel": pacpu.default_kernel(dtype),

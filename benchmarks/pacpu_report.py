@@ -20,6 +20,7 @@ from benchmarks.pacpu_cases import HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
 from evaluation.figures.style import FAINT, INK, FigureText, figure_style, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
+from pacpu import PREFETCHES
 
 PLAIN_LINE_EVERY_S = 15.0
 # Okabe and Ito's colours.
@@ -120,6 +121,28 @@ def print_medians(rows: Sequence[FlatRecord]) -> None:
         before = cells[:3]
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def print_prefetches(rows: Sequence[FlatRecord]) -> None:
+    """The native kernel's parts of the read limit with each way of prefetching, as medians over shapes, and the row
+    whose way in use is furthest from the fastest."""
+    native = [row for row in rows if row["prefetch"]]
+    groups: dict[tuple, list[FlatRecord]] = {}
+    for row in native:
+        groups.setdefault((heads_name(row), row["dtype"], row["isa"], str(row["threads"])), []).append(row)
+    table = Table(box=None, pad_edge=False, title="native: prefetches, % of the read limit", title_justify="left")
+    for name in ("heads", "dtype", "isa", "threads", *PREFETCHES, "in use", "of fastest, worst row"):
+        table.add_column(name, justify="left" if name in ("heads", "dtype", "isa", "in use") else "right")
+    for key, members in groups.items():
+        shares = [statistics.median(row[f"{way}_gbps"] / row["read_gbps"] for row in members) for way in PREFETCHES]
+        worst = min(row["of_fastest_prefetch"] for row in members)
+        table.add_row(*key, *(f"{share:.0%}" for share in shares), members[0]["prefetch"], f"{worst:.1%}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    lost = [1 - row["of_fastest_prefetch"] for row in native]
+    print(
+        f"prefetch in use: within 3% of the fastest in {sum(part <= 0.03 for part in lost)} of {len(lost)} rows, "
+        f"{max(lost):.1%} behind in the worst"
+    )
 
 
 def markdown_rows(rows: Sequence[FlatRecord]) -> str:

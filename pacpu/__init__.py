@@ -13,7 +13,25 @@ from typing import Any
 
 from pacpu import _pacpu
 
-__all__ = ["default_kernel", "isa", "kernels", "paged_attention", "read_bandwidth", "unavailable", "unavailable_isas"]
+__all__ = [
+    "HEADS",
+    "PREFETCHES",
+    "default_kernel",
+    "isa",
+    "kernels",
+    "paged_attention",
+    "prefetch",
+    "read_bandwidth",
+    "set_prefetch",
+    "unavailable",
+    "unavailable_isas",
+]
+
+PREFETCHES = ("none", "L2", "L1")
+"""What the native kernel asks memory for ahead of time: the beginning of each block only, or all of it, into the second
+or the first level of the cache."""
+HEADS = ("MHA", "GQA")
+"""Whether each KV head has a query head of its own, or several query heads share one."""
 
 
 def paged_attention(
@@ -58,9 +76,12 @@ def paged_attention(
 
 
 def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
-    """Bytes per second at which so many threads read an array once, in several prefetched streams each.
+    """Bytes per second at which so many threads read an array, in the faster of two patterns; each is tried once.
 
-    The limit that a kernel's speed is held against: give it an array much larger than the last-level cache.
+    Each thread reads a share, and the time of the slowest counts, while it has its core: other work lowers it little.
+
+    One pass of a measurement: `swiftllm.read_limit` makes of several the limit that a kernel's speed is held against.
+    The array should be much larger than the last-level cache.
 
     Args:
         array: contiguous, in host memory, of any dtype.
@@ -98,6 +119,34 @@ def default_kernel(dtype: Any) -> str:
 def isa() -> str:
     """The instruction set in use: "portable", "avx2", "avx512", "avx512bf16" or "amx"."""
     return _pacpu.isa()
+
+
+def prefetch(dtype: Any, heads: str) -> str:
+    """Which of `PREFETCHES` calls use with the instruction set in use: "L1" until :func:`set_prefetch` says otherwise.
+
+    Args:
+        dtype: of the KV cache, as in :func:`default_kernel`.
+        heads: one of `HEADS`.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    return _pacpu.prefetch(_name(dtype), heads)
+
+
+def set_prefetch(dtype: Any, heads: str, way: str) -> None:
+    """Choose one of `PREFETCHES` for all later calls of this process with the instruction set in use.
+
+    It changes the speed, not the result. Not for use during a call.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+        way: one of `PREFETCHES`.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    _pacpu.set_prefetch(_name(dtype), heads, way)
 
 
 def unavailable_isas() -> dict[str, str]:

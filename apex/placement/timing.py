@@ -25,11 +25,12 @@ from swiftllm.model.weight_stream import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
+from swiftllm.read_limit import read_limit
 
 REPEATS = 5
 ENOUGH_S = 3.0  # of repetitions: a CPU takes seconds for hundreds of rows of a large boundary
 SAMPLE_VOCABULARY = 16  # the sample's embedding need not be large
-READ_BYTES = 256 << 20  # more than caches hold
+ATTENDED_BYTES = 256 << 20  # of K and V: more than caches hold
 MOST_OF_DRAM = 0.9  # that a link takes: one as fast as DRAM would leave the CPU nothing
 SAMPLE_LAYER = 0  # the boundary between the sample's two layers
 ATTENDING = 32  # requests, where attention is timed
@@ -40,7 +41,7 @@ BLOCK_SIZE = 16  # of their KV cache
 class BoundaryTimes:
     """Seconds of one boundary of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
 
-    ``read_bytes_per_s`` is the rate at which the CPU reads memory.
+    ``read_bytes_per_s`` is the limit of the CPU's streaming reads.
     """
 
     weight_bytes: float
@@ -97,13 +98,12 @@ def time_boundary(
         else:
             llama = LlamaModel(sample, weights, ops)
             seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
-    beyond_caches = torch.zeros(READ_BYTES, dtype=torch.uint8)
     return BoundaryTimes(
         boundary_bytes(sample, dtype)[SAMPLE_LAYER + 1],
         Curve(tuple(rows), tuple(seconds[Place.RESIDENT])),
         Curve(tuple(rows), tuple(seconds[Place.CPU])),
         seconds[Place.STREAMED][0],
-        pacpu.read_bandwidth(beyond_caches, num_threads=usable_cores()),
+        read_limit(usable_cores()),
     )
 
 
@@ -129,7 +129,7 @@ def _attention_rate(
     """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
     block = (model.num_kv_heads, 2, BLOCK_SIZE, model.head_dim)
     block_bytes = 2 * model.num_kv_heads * BLOCK_SIZE * model.head_dim * dtype.itemsize
-    blocks_each = max(1, READ_BYTES // block_bytes // ATTENDING)
+    blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
     pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=dtype, device=where)
     heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in _head_counts(model)]
     tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)

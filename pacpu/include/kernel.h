@@ -30,6 +30,12 @@ struct BFloat16 {
 enum class Isa { portable, avx2, avx512, avx512bf16, amx };
 constexpr int num_isas = 5;
 
+// What a kernel asks memory for before it needs it: of a block no more than the beginning, whose place no hardware can
+// guess, or all, into the second or the first level of the cache. Which is fastest depends on the processor and on the
+// kernel's arithmetic. Results are the same.
+enum class Prefetch { none, level2, level1 };
+constexpr int num_prefetches = 3;
+
 // A stretch of one sequence's context under `num_kv_heads` neighbouring KV heads, each attended by the `group` query
 // heads that share it.
 struct Segment {
@@ -46,6 +52,7 @@ struct Segment {
     int group;                // query heads per KV head, >= 1
     int num_kv_heads;         // >= 1
     float scale;              // on the scores of raw_queries
+    Prefetch prefetch;        // a kernel may do as it likes
 };
 
 // Online-softmax states of a segment's query heads, overwritten by the kernel. With scores s_t = <query, K_t>:

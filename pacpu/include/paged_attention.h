@@ -20,6 +20,7 @@ struct Problem {
     const int32_t* seq_lens;  // including the new token
     float scale;
     int num_threads;
+    Prefetch prefetch;
 };
 
 // Stores the new tokens' K and V, then attends. Block ids are trusted. Throws only std::bad_alloc.

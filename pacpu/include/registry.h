@@ -18,6 +18,12 @@ const char* isa_problem(Isa isa);
 // Throws std::invalid_argument if `name` is unknown or this CPU lacks it. Not for use during a call.
 void select_isa(const std::string& name);
 
+// How calls prefetch with the instruction set in use, by element type and by whether query heads share KV heads: into the
+// first level until set_prefetch says otherwise. Not to be set during a call.
+Prefetch prefetch(DType dtype, bool is_shared);
+void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch);
+const char* prefetch_name(Prefetch prefetch);
+
 // Kernels for the current instruction set, unavailable ones included. The native one, the fastest on every machine
 // measured, comes first. Which of the others is second depends on the machine, and since native computes in every type
 // and everywhere, their order decides nothing.

@@ -102,7 +102,8 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
                              static_cast<float>(scale),
-                             num_threads};
+                             num_threads,
+                             prefetch(*dtype, num_heads > num_kv_heads)};
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
     run(problem, *kernel);
@@ -123,6 +124,21 @@ DType dtype_named(const std::string& name) {
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16})
         if (name == dtype_name(dtype)) return dtype;
     refuse("dtype must be float32, float16 or bfloat16, not " + name);
+}
+
+bool is_shared_in(const std::string& heads) {
+    if (heads != "MHA" && heads != "GQA") refuse("heads must be MHA or GQA, not " + heads);
+    return heads == "GQA";
+}
+
+const char* get_prefetch(const std::string& dtype, const std::string& heads) {
+    return prefetch_name(prefetch(dtype_named(dtype), is_shared_in(heads)));
+}
+
+void choose_prefetch(const std::string& dtype, const std::string& heads, const std::string& name) {
+    for (const Prefetch way : {Prefetch::none, Prefetch::level2, Prefetch::level1})
+        if (name == prefetch_name(way)) return set_prefetch(dtype_named(dtype), is_shared_in(heads), way);
+    refuse("prefetch must be none, L2 or L1, not " + name);
 }
 
 py::list kernels(const std::optional<std::string>& dtype) {
@@ -167,5 +183,7 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("default_kernel", &pacpu::default_kernel_name);
     module.def("isa", [] { return pacpu::isa_name(pacpu::current_isa()); });
     module.def("select_isa", &pacpu::select_isa);
+    module.def("prefetch", &pacpu::get_prefetch);
+    module.def("set_prefetch", &pacpu::choose_prefetch);
     pacpu::bind_rows(module);
 }

@@ -115,7 +115,8 @@ private:
                                  padded_dim_,
                                  group_,
                                  kv_heads_,
-                                 p_.scale};
+                                 p_.scale,
+                                 p_.prefetch};
         budget -= last - cursor.block;
         cursor.block = last;
         if (cursor.block == blocks_of(cursor.request)) {

@@ -1,11 +1,13 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace pacpu {
 namespace {
 
 constexpr const char* dtype_names[num_dtypes] = {"float32", "float16", "bfloat16"};
+constexpr const char* prefetch_names[num_prefetches] = {"none", "L2", "L1"};
 constexpr const char* isa_names[num_isas] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
 
 #if defined(__x86_64__)
@@ -49,6 +51,16 @@ Registry& registry() {
     return instance;
 }
 
+Prefetch& prefetch_setting(DType dtype, bool is_shared) {
+    struct Settings {
+        Prefetch of[num_isas][num_dtypes][2];
+
+        Settings() { std::fill_n(&of[0][0][0], num_isas * num_dtypes * 2, Prefetch::level1); }
+    };
+    static Settings settings;
+    return settings.of[static_cast<int>(current_isa())][static_cast<int>(dtype)][is_shared];
+}
+
 }  // namespace
 
 Isa current_isa() { return registry().isa; }
@@ -72,6 +84,12 @@ void select_isa(const std::string& name) {
     }
     throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2, avx512, avx512bf16 or amx");
 }
+
+Prefetch prefetch(DType dtype, bool is_shared) { return prefetch_setting(dtype, is_shared); }
+
+void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch) { prefetch_setting(dtype, is_shared) = prefetch; }
+
+const char* prefetch_name(Prefetch prefetch) { return prefetch_names[static_cast<int>(prefetch)]; }
 
 const std::vector<Kernel>& all_kernels() { return registry().kernels; }
 

@@ -23,6 +23,7 @@ from swiftllm.parallel.shards import Shard
 from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.description import CohortDescription, LaneDescription
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import AttentionWorker, MakeWorker
 from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
@@ -194,6 +195,7 @@ def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
     try:
         _, epoch, settings, place = channel.receive()
         try:
+            use_fastest_prefetch()  # the driver has measured it
             backend = PeerBackend(EngineConfig(**settings), channel, **place)
         except Exception as error:
             channel.send("failed", _text(error))

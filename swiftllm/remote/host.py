@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
-import numpy as np
 import torch
 
 import pacpu
@@ -24,6 +23,7 @@ from swiftllm.kv.pools import host_tensor
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
 from swiftllm.ops.cpu import CpuOps
+from swiftllm.read_limit import read_limit
 from swiftllm.remote.frames import (
     HANDSHAKE_S,
     HEARTBEAT_S,
@@ -44,14 +44,13 @@ from swiftllm.remote.frames import (
     set_silence_limit,
     set_up,
 )
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.workers.task import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
 
 logger = logging.getLogger(__name__)
 
 QUEUE_DEPTH = 64  # frames that are received and not yet computed
 MAX_FRAME_BYTES = 1 << 30
-MEASURED_BYTES = 256 << 20
-MEASURED_ROUNDS = 3
 MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
 
 
@@ -102,7 +101,7 @@ class AttentionHost:
         num_threads: int | None = None,
     ) -> None:
         """``memory_bytes`` for K and V: by default half of what is available when an engine connects. ``num_threads``
-        of attention: by default all cores.
+        of attention: by default all cores. At the first start on a machine it times how CPU attention should prefetch.
 
         Raises:
             ValueError: there is no secret, and others than this machine could connect.
@@ -113,6 +112,7 @@ class AttentionHost:
                 f"without a secret, anyone who reaches {address[0]} could use this host: set ${SECRET_VARIABLE} to the "
                 "same value here and for the engine, or listen at 127.0.0.1"
             )
+        use_fastest_prefetch()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listening = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
@@ -373,12 +373,10 @@ def _blocks_first(payload: torch.Tensor, count: int | None) -> tuple[torch.Tenso
 
 
 def _measured_json(num_threads: int) -> torch.Tensor:
-    """JSON, as bytes: the processor, and the bandwidth of streaming reads with so many threads."""
-    buffer = np.zeros(MEASURED_BYTES // 8)
-    rates = [pacpu.read_bandwidth(buffer, num_threads=num_threads) for _ in range(MEASURED_ROUNDS)]
+    """JSON, as bytes: the processor, and the limit of streaming reads with so many threads."""
     about = {
         "cpu": cpu_model(),
-        "read_bytes_per_s": max(rates),
+        "read_bytes_per_s": read_limit(num_threads),
         "isa": pacpu.isa(),
     }
     text = json.dumps(about).encode().ljust(MEASURED_JSON_BYTES)

@@ -13,6 +13,7 @@ from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import MakeWorker
@@ -26,6 +27,7 @@ def make_backend(
 
     See :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
     """
+    use_fastest_prefetch()
     if config.tensor_parallel == 1:
         return TorchBackend(config, make_worker, placement=placement)
     from swiftllm.parallel.backend import ShardedBackend  # not needed by one process

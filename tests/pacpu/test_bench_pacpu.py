@@ -11,6 +11,7 @@ import pacpu
 from benchmarks import bench_pacpu, pacpu_cases
 from benchmarks.pacpu_cases import Case, Shape, usable_isas
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, verdicts
+from swiftllm.runtime import prefetch
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,11 @@ def test_figure_shows_every_contender_once():
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(prefetch, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(prefetch, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(prefetch, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
     monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)
@@ -90,7 +95,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench_pacpu, "last_level_cache_bytes", lambda: 0)
 
 
-def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys):
+def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prefetch, "fastest", lambda by_way: "L2")
     before = pacpu.isa()
     bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
     assert pacpu.isa() == before
@@ -103,9 +109,29 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys):
         assert len(mine) == 2 * 2 * 2  # heads, shapes, teams
         assert all(r["gbps"] > 0 and r["fraction_of_read"] == pytest.approx(r["gbps"] / r["read_gbps"]) for r in mine)
         assert all((r["ratio_to_ispc"] is None) == ("ispc" not in pacpu.kernels()) for r in mine)
-    assert {r["isa"] for r in rows if r["kernel"] == "native"} == set(usable_isas())
+    native = [r for r in rows if r["kernel"] == "native"]
+    assert {r["isa"] for r in native} == set(usable_isas())
+    for r in native:
+        by_way = {way: r[f"{way}_gbps"] for way in pacpu.PREFETCHES}
+        assert r["of_fastest_prefetch"] == by_way[r["prefetch"]] / max(by_way.values()) and min(by_way.values()) > 0
+        assert r["prefetch"] == "L2"
+    assert all(r["prefetch"] is None for r in rows if r["kernel"] != "native")
     printed = capsys.readouterr().out
     assert "float16 GQA (AVX-512): " in printed and "medians over shapes" in printed
+    assert f" of {len(native)} rows, " in printed and "prefetch in use: within 3% of the fastest in " in printed
+
+
+def test_every_case_is_held_against_reads_of_all_the_memory(tiny, monkeypatch, tmp_path):
+    """A part that a cache holds in part, or that two threads are done with at once, gives another limit."""
+    read, sizes = pacpu.read_bandwidth, set()
+
+    def noted(array: torch.Tensor, *, num_threads: int) -> float:
+        sizes.add(array.nbytes)
+        return read(array, num_threads=num_threads)
+
+    monkeypatch.setattr(pacpu, "read_bandwidth", noted)
+    bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
+    assert sizes == {4 << 20}
 
 
 def test_kernels_that_disagree_are_not_measured(tiny, monkeypatch, tmp_path):

@@ -32,7 +32,7 @@ def emulated(tmp_path_factory):
     return ctypes.CDLL(str(path)).emulated_amx
 
 
-def check(emulated, case: Case, num_threads: int = 1) -> None:
+def check(emulated, case: Case, num_threads: int = 1, way: str = "L1") -> None:
     q, k, v = case.q.contiguous(), case.k.contiguous(), case.v.contiguous()
     expected_cache, out = case.kv_cache.clone(), torch.full_like(q, torch.nan)
     reference.store_new_tokens(k, v, expected_cache, case.block_tables, case.seq_lens)
@@ -47,6 +47,7 @@ def check(emulated, case: Case, num_threads: int = 1) -> None:
         ctypes.c_void_p(case.seq_lens.data_ptr()),
         ctypes.c_float(case.scale),
         ctypes.c_int(num_threads),
+        ctypes.c_int(pacpu.PREFETCHES.index(way)),
     )
     assert_close(out, expected)
 
@@ -62,6 +63,11 @@ def test_block_sizes(emulated, block_size):
     case = make_case(torch.bfloat16, 8, 2, 128, block_size, (1, 15, 16, 17, 31, 32, 33, 64, 129))
     check(emulated, case)
     check(emulated, case, num_threads=5)
+
+
+@pytest.mark.parametrize("way", pacpu.PREFETCHES)
+def test_every_way_of_prefetching(emulated, way):
+    check(emulated, make_case(torch.bfloat16, 8, 2, 128, seq_lens=(1, 70, 33)), num_threads=3, way=way)
 
 
 def test_peaked_scores(emulated):

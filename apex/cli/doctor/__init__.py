@@ -11,9 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +32,6 @@ from swiftllm.machine import (
     cpu_flags,
     cpu_model,
     host_memory_bytes,
-    last_level_cache_bytes,
     usable_cores,
 )
 
@@ -55,8 +52,6 @@ PACKAGES = {  # and what needs each of them; everything needs torch
 }
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
-READ_SECONDS = 0.5  # per measurement of bandwidth
-MIN_READ_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -186,6 +181,22 @@ def cpu_kernels() -> Iterator[Finding]:
             yield Finding(dtype, str(error), "note")
     yield Finding("default", "; ".join(f"{kernel} for {', '.join(dtypes)}" for kernel, dtypes in defaults.items()))
     yield Finding("instructions", f"{pacpu.isa()} (PACPU_ISA=portable|avx2|avx512 overrides)")
+    if try_import("torch")[0] is not None:
+        yield from prefetches()
+
+
+def prefetches() -> Iterator[Finding]:
+    """How CPU attention prefetches here, as an engine has measured it."""
+    from swiftllm.runtime.prefetch import fastest, kept_rates
+
+    rates = kept_rates()
+    if rates is None:
+        yield Finding("prefetch", "into L1; what is faster here is measured at an engine's first start", "note")
+        return
+    for calls, by_way in rates.items():
+        best = fastest(by_way)
+        others = ", ".join(f"{way} {rate:.1f}" for way, rate in by_way.items() if way != best)
+        yield Finding(f"prefetch, {calls}", f"{best}: measured {by_way[best]:.1f} GB/s of K and V; {others}")
 
 
 def machine() -> Iterator[Finding]:
@@ -312,33 +323,18 @@ def cached_profiles() -> dict[Path, dict[str, str]]:
 
 def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
     """Bandwidth of streaming reads, the limit of CPU attention, on one core and on all. No cache holds the buffer."""
-    if try_import("pacpu")[0] is None:
-        yield Finding("read bandwidth", "not measured: it needs pacpu", "note")
-        return
-    cache = last_level_cache_bytes()
-    size = max(MIN_READ_BYTES, 4 * cache)
+    for needed in ("pacpu", "torch"):
+        if try_import(needed)[0] is None:
+            yield Finding("read bandwidth", f"not measured: it needs {needed}", "note")
+            return
+    from swiftllm.read_limit import read_limit, read_limit_bytes
+
+    size = read_limit_bytes()
     if size > available_bytes // 4:
         yield Finding(
             "read bandwidth", f"not measured: it needs {size >> 20} MiB, more than a quarter of the free memory", "note"
         )
         return
-    how = f"prefetched streams over {size >> 20} MiB, L3 {cache >> 20} MiB, best round"
     for threads in sorted({1, cores}):
         name = "1 thread" if threads == 1 else f"{threads} threads"
-        yield Finding(f"read, {name}", f"{read_bytes_per_s(threads, size, READ_SECONDS) / 1e9:.1f} GB/s ({how})")
-
-
-def read_bytes_per_s(threads: int, size: int, seconds: float) -> float:
-    """Bytes/s in the best of the rounds that fit in ``seconds``, at least two. Other work on the machine lowers it."""
-    import numpy as np
-
-    import pacpu
-
-    buffer = np.empty(size // 8)
-    with ThreadPoolExecutor(threads) as pool:  # pages lie on the NUMA node of the thread that touches them first
-        list(pool.map(lambda part: part.fill(1.0), np.array_split(buffer, threads)))
-    deadline = time.perf_counter() + seconds
-    rates: list[float] = []
-    while len(rates) < 2 or time.perf_counter() < deadline:
-        rates.append(pacpu.read_bandwidth(buffer, num_threads=threads))
-    return max(rates)
+        yield Finding(f"read, {name}", f"{read_limit(threads) / 1e9:.1f} GB/s (best pass over {size >> 20} MiB)")

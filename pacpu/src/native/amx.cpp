@@ -32,6 +32,7 @@ void arrange_queries(const Segment& segment, uint32_t* arranged) {
 }
 
 // Scores of 16 tokens, token by token.
+template <typename Rows>
 PACPU_INLINE void score_tokens(const Segment& segment, const Rows& rows, int first, const uint32_t* queries,
                                 float* scores) {
     const int row_bytes = 2 * segment.head_dim, lanes = lanes_for(segment.group);
@@ -58,6 +59,7 @@ PACPU_INLINE void score_tokens(const Segment& segment, const Rows& rows, int fir
 }
 
 // Two tokens' rows interleaved, 64 elements of them, to 4 tiles of 16 pairs of tokens; tokens beyond the end are zero.
+template <typename Rows>
 PACPU_INLINE void interleave_values(const Segment& segment, const Rows& rows, int first, int at,
                                     char (*values)[16][max_tile_bytes]) {
     for (int pair = 0; pair < tile_elements / 2; ++pair) {
@@ -104,6 +106,7 @@ struct TilesBF16 {
     }
     ~TilesBF16() { release_tiles(); }
 
+    template <typename Rows>
     PACPU_INLINE void attend_kv_head(const Segment& segment, int kv_head, const Rows& rows, SoftmaxState state) {
         switch (lanes_for(segment.group)) {
             case 2: attend_group<2>(segment, kv_head, rows, state); break;
@@ -116,7 +119,7 @@ struct TilesBF16 {
     PACPU_INLINE void finish(const Segment& segment, float* output) { DotBF16::finish(segment, output); }
 
 private:
-    template <int lanes>
+    template <int lanes, typename Rows>
     PACPU_INLINE void attend_group(const Segment& segment, int kv_head, const Rows& rows, SoftmaxState state) {
         alignas(64) float weights[chunk_tokens * lanes];
         alignas(64) uint16_t arranged[max_tile_rows][tile_elements];

@@ -14,7 +14,7 @@ struct Widened {
     static PACPU_INLINE void finish(const Segment&, float*) {}
 
     // Tile by tile: width / lanes tokens at a time, one accumulator per token and head.
-    template <int heads>
+    template <int heads, typename Rows>
     static PACPU_INLINE void score(const Segment& segment, int first_head, const Rows& rows, float* scores) {
         constexpr int lanes = lanes_for(heads), tokens = width / lanes, row_tile = min_of(tokens, max_row_tile);
         const float* queries = segment.queries + (ptrdiff_t)first_head * segment.padded_dim;
@@ -48,7 +48,7 @@ struct Widened {
     }
 
     // Adds the weighted V of a chunk to `columns` vectors of the output, starting at element `at`.
-    template <int heads, int columns, typename Load>
+    template <int heads, int columns, typename Rows, typename Load>
     static PACPU_INLINE void weigh_columns(const Segment& segment, const Rows& rows, const float* weights,
                                            const float* corrections, int at, float* output, Load load_value) {
         constexpr int lanes = lanes_for(heads);
@@ -79,7 +79,7 @@ struct Widened {
             for (int c = 0; c < columns; ++c) store(output + h * segment.padded_dim + at + c * width, sums[h][c]);
     }
 
-    template <int heads>
+    template <int heads, typename Rows>
     static PACPU_INLINE void weigh(const Segment& segment, const Rows& rows, const float* weights,
                                    const float* corrections, float* output) {
         constexpr int columns = heads == 1 ? 8 : (width == 16 ? 16 : 8) / lanes_for(heads);

@@ -39,7 +39,7 @@ bool agrees_with_avx512(int block_size) {
                              head_bytes,     block_bytes,        blocks.data(),
                              num_tokens,     block_size,         dim,
                              dim,            group,              kv_heads,
-                             1.0f};
+                             1.0f,           Prefetch::level1};
     alignas(64) float outputs[2][heads * dim];
     float max[2][heads + 16], sum[2][heads + 16];
     native_avx512[static_cast<int>(DType::bfloat16)](segment, nullptr, {max[0], sum[0], outputs[0]});

@@ -24,7 +24,7 @@ struct DotBF16 {
     // Of a row's 32 elements at `at`, those that it has.
     static PACPU_INLINE __mmask32 lanes_of_row(int at, int dim) { return dim - at >= 32 ? ~0u : (1u << (dim - at)) - 1; }
 
-    template <int heads>
+    template <int heads, typename Rows>
     static PACPU_INLINE void score(const Segment& segment, int first_head, const Rows& rows, float* scores) {
         constexpr int lanes = lanes_for(heads), tokens = width / lanes, row_tile = min_of(tokens, max_row_tile);
         const int dim = segment.head_dim;
@@ -55,7 +55,7 @@ struct DotBF16 {
 
     // Adds the weighted V of a chunk to `blocks` times 32 elements of the output. Two tokens' rows are interleaved, which
     // leaves the 32 elements in an order of their own until `finish`.
-    template <int heads, int blocks>
+    template <int heads, int blocks, typename Rows>
     static PACPU_INLINE void weigh_blocks(const Segment& segment, const Rows& rows, const float* pairs,
                                           const float* corrections, int at, float* output) {
         constexpr int lanes = lanes_for(heads);
@@ -99,7 +99,7 @@ struct DotBF16 {
         return _mm512_set1_epi32(bits);
     }
 
-    template <int heads>
+    template <int heads, typename Rows>
     static PACPU_INLINE void weigh(const Segment& segment, const Rows& rows, float* weights, const float* corrections,
                                    float* output) {
         constexpr int lanes = lanes_for(heads), blocks = heads <= 2 ? 4 : 2;

@@ -6,10 +6,9 @@
 //
 // While a head's chunk is worked on, the lines of the next one (the next head's, at the last head the next chunk's
 // first, at the last chunk the next segment's) are prefetched: the hardware cannot guess where a block table points, and
-// where several heads share K and V it waits for their arithmetic. Without sharing, and while a block is long, and with
-// vectors that take rows whole, in their order in memory, AMD's prefetchers keep up by themselves, and more prefetches
-// only get in their way (Zen 4: 80% of the speed of reading without, 70% with). Other makes are prefetched for (Emerald
-// Rapids: 65% without, 85% with).
+// where several heads share K and V it waits for their arithmetic. Where nothing is shared, some processors keep up by
+// themselves within a block, and more prefetches get in their way; others halve their speed without. Processors of one
+// maker differ in this, so it is measured, and the caller says how.
 #pragma once
 
 #include "vectors.h"
@@ -19,16 +18,7 @@ namespace {
 
 constexpr int chunk_tokens = 32;
 constexpr int cache_line = 64;
-constexpr int long_stretch = 1 << 17;  // bytes
 constexpr int max_row_tile = 4;  // rows of K read side by side
-
-bool reads_ahead_by_itself() {
-#if defined(__x86_64__)
-    return __builtin_cpu_is("amd");
-#else
-    return false;
-#endif
-}
 
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
@@ -50,8 +40,9 @@ PACPU_INLINE void locate_chunk(const Segment& segment, int first_token, int row_
     chunk.num_tokens = n;
 }
 
-// A chunk under one KV head, and where to find what comes next; `ahead` is null if nothing does.
-struct Rows {
+// A chunk under one KV head, and where to find what comes next; `ahead` is null if nothing does or is asked for.
+template <int locality>  // of the prefetches, as __builtin_prefetch has it
+struct ChunkRows {
     const char* const* keys;
     ptrdiff_t offset = 0;    // from keys[t] to the K of this head
     ptrdiff_t value_offset;  // from keys[t] to the V of this head
@@ -59,17 +50,17 @@ struct Rows {
     ptrdiff_t ahead_offset = 0, ahead_value_offset = 0;
     int num_tokens;
 
-    Rows(const char* const* keys, ptrdiff_t value_offset, int num_tokens)
+    ChunkRows(const char* const* keys, ptrdiff_t value_offset, int num_tokens)
         : keys(keys), value_offset(value_offset), ahead(keys), num_tokens(num_tokens) {}
 
     PACPU_INLINE const char* key(int t) const { return keys[t] + offset; }
     PACPU_INLINE const char* value(int t) const { return keys[t] + value_offset; }
-    PACPU_INLINE void prefetch_key(int t, int byte) const { prefetch(ahead[t] + ahead_offset + byte); }
-    PACPU_INLINE void prefetch_value(int t, int byte) const { prefetch(ahead[t] + ahead_value_offset + byte); }
-
-private:
-    // Into the second-level cache, where far more lines can be on their way at a time than to the first.
-    static PACPU_INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+    PACPU_INLINE void prefetch_key(int t, int byte) const {
+        __builtin_prefetch(ahead[t] + ahead_offset + byte, 0, locality);
+    }
+    PACPU_INLINE void prefetch_value(int t, int byte) const {
+        __builtin_prefetch(ahead[t] + ahead_value_offset + byte, 0, locality);
+    }
 };
 
 // How many lanes `heads` query heads take side by side: a power of two.
@@ -114,6 +105,7 @@ struct InRegisters {
 
     explicit InRegisters(const Segment&) {}
 
+    template <typename Rows>
     PACPU_INLINE void attend_kv_head(const Segment& segment, int kv_head, Rows rows, SoftmaxState state) {
         for (int head = 0; head < segment.group; head += 4) {
             const int first = kv_head * segment.group + head;
@@ -130,7 +122,7 @@ struct InRegisters {
     PACPU_INLINE void finish(const Segment& segment, float* output) { Arithmetic::finish(segment, output); }
 
 private:
-    template <int heads>
+    template <int heads, typename Rows>
     PACPU_INLINE void attend_heads(const Segment& segment, int first, const Rows& rows, SoftmaxState state) {
         constexpr int lanes = lanes_for(heads);
         alignas(64) float weights[chunk_tokens * lanes];
@@ -144,8 +136,8 @@ private:
 };
 
 // `Math` does a chunk under one KV head; it lives as long as the segment.
-template <typename Math>
-void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
+template <typename Math, int locality>
+void walk(const Segment& segment, const Segment* next, SoftmaxState state) {
     const int num_heads = segment.num_kv_heads * segment.group, row_bytes = segment.head_dim * Math::element_bytes;
     const ptrdiff_t value_offset = (ptrdiff_t)segment.block_size * row_bytes;
     for (int h = 0; h < num_heads; ++h) {
@@ -153,8 +145,6 @@ void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
         state.sum[h] = 0;
     }
     __builtin_memset(state.output, 0, sizeof(float) * num_heads * segment.padded_dim);
-    const bool is_streaming = width == 16 && segment.group == 1 &&
-                              segment.num_kv_heads * segment.head_bytes >= long_stretch && reads_ahead_by_itself();
     Math math(segment);
     Chunk chunks[2];
     locate_chunk(segment, 0, row_bytes, chunks[0]);
@@ -168,8 +158,8 @@ void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
         } else {
             following = nullptr;
         }
-        Rows rows(chunk.keys, value_offset, chunk.num_tokens);
-        if (is_streaming) rows.ahead = nullptr;
+        ChunkRows<locality> rows(chunk.keys, value_offset, chunk.num_tokens);
+        if (segment.prefetch == Prefetch::none) rows.ahead = nullptr;
         for (int kv_head = 0; kv_head < segment.num_kv_heads; ++kv_head) {
             rows.ahead_offset = rows.offset + segment.head_bytes;
             if (kv_head == segment.num_kv_heads - 1) {
@@ -183,6 +173,16 @@ void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
         }
     }
     math.finish(segment, state.output);
+}
+
+// Each way of prefetching has code of its own, so that the innermost loops choose nothing.
+template <typename Math>
+void attend(const Segment& segment, const Segment* next, SoftmaxState state) {
+    constexpr int first_level = 3, second_level = 2;
+    if (segment.prefetch == Prefetch::level1)
+        walk<Math, first_level>(segment, next, state);
+    else
+        walk<Math, second_level>(segment, next, state);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from apex.cli import doctor, main
 from apex.cli.doctor import Finding
+from pacpu import HEADS
 from tests.reference.tiny_model import make_tiny_llama
 
 REPO = Path(__file__).resolve().parents[3]
@@ -24,9 +25,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
-    monkeypatch.setattr(doctor, "MIN_READ_BYTES", 16 << 20)
-    monkeypatch.setattr(doctor, "last_level_cache_bytes", lambda: 0)
-    monkeypatch.setattr(doctor, "READ_SECONDS", 0.02)
+    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 16 << 20)
 
 
 def found(findings: list[Finding]) -> dict[str, Finding]:
@@ -55,7 +54,7 @@ def test_kernels_not_built_is_a_finding_not_a_crash(tmp_path):
     shutil.copy(REPO / "pacpu/__init__.py", tmp_path / "pacpu")
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(REPO)!r}]\n"
-        "from apex.cli import doctor; doctor.MIN_READ_BYTES = 1 << 20\nfrom apex.cli import main\n"
+        "from apex.cli import main\n"
         "print('generate:', main(['generate', '/nowhere', 'hi'])); sys.exit(main(['doctor']))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
@@ -114,10 +113,35 @@ def test_short_of_memory_nothing_is_measured():
     assert "not measured" in finding.found and finding.status == "note"
 
 
-def test_bandwidth_counts_what_is_read():
-    rate = doctor.read_bytes_per_s(1, 32 << 20, seconds=0.02)
-    assert 1e8 < rate < 1e13
-    assert [finding.what for finding in doctor.bandwidth(3, 1 << 40)] == ["read, 1 thread", "read, 3 threads"]
+def test_without_torch_the_rest_is_told(monkeypatch):
+    real = doctor.try_import
+    monkeypatch.setattr(doctor, "try_import", lambda name: (None, "gone") if name == "torch" else real(name))
+    (finding,) = doctor.bandwidth(2, 1 << 40)
+    assert finding.found == "not measured: it needs torch" and finding.status == "note"
+    assert "kernels" in found(list(doctor.cpu_kernels()))
+
+
+def test_bandwidth_is_the_limit_that_is_used_elsewhere(monkeypatch):
+    monkeypatch.setattr("swiftllm.read_limit.read_limit", lambda threads: threads * 7e9)
+    told = {finding.what: finding.found for finding in doctor.bandwidth(3, 1 << 40)}
+    assert told == {
+        "read, 1 thread": "7.0 GB/s (best pass over 16 MiB)",
+        "read, 3 threads": "21.0 GB/s (best pass over 16 MiB)",
+    }
+
+
+def test_how_cpu_attention_prefetches_is_told(monkeypatch, tmp_path):
+    from swiftllm.runtime import prefetch
+
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    unmeasured = found(list(doctor.cpu_kernels()))["prefetch"]
+    assert unmeasured.found.startswith("into L1") and "first start" in unmeasured.found and unmeasured.status == "note"
+    rates = {f"{dtype} {heads}": {"none": 3.0, "L2": 21.0, "L1": 20.5} for dtype in prefetch.DTYPES for heads in HEADS}
+    path = prefetch.rates_path()
+    path.parent.mkdir()
+    path.write_text(json.dumps({"rates": rates}))
+    measured = found(list(doctor.cpu_kernels()))["prefetch, float16 MHA"]
+    assert measured.found == "L2: measured 21.0 GB/s of K and V; none 3.0, L1 20.5"
 
 
 def test_page_for_terminals_and_lines_for_files():

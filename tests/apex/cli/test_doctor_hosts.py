@@ -16,7 +16,7 @@ from tests.swiftllm.remote.test_protocol import open_tier
 def test_the_way_to_a_host_that_serves_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     monkeypatch.setattr("swiftllm.remote.probe.TRANSFER_BYTES", 1 << 20)
-    monkeypatch.setattr("swiftllm.remote.host.MEASURED_BYTES", 1 << 20)
+    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 1 << 20)
     with host_in_thread(num_bytes=64 << 20) as host:
         tier = open_tier(host)  # measuring disturbs it, but needs no blocks
         address = f"127.0.0.1:{host.address[1]}"

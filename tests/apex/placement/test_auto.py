@@ -44,7 +44,8 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def little_is_read(monkeypatch):
-    monkeypatch.setattr("apex.placement.timing.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("apex.placement.timing.ATTENDED_BYTES", 1 << 20)
+    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 1 << 20)
 
 
 def config_for(model_dir: Path, **options) -> EngineConfig:

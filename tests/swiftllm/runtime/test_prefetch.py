@@ -1,0 +1,104 @@
+"""How CPU attention prefetches: measured at the first start on a machine, then read."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+import pacpu
+from swiftllm.config import EngineConfig
+from swiftllm.runtime import prefetch
+from swiftllm.runtime.build import make_backend
+from swiftllm.runtime.prefetch import fastest, kept_rates, measure_rates, use_fastest_prefetch
+from tests.reference.tiny_model import make_tiny_llama
+
+KINDS = [(dtype, heads) for dtype in ("float16", "bfloat16", "float32") for heads in pacpu.HEADS]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine that has measured nothing, with next to no cache."""
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(prefetch, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(prefetch, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(prefetch, "last_level_cache_bytes", lambda: 0)
+    before = {kind: pacpu.prefetch(*kind) for kind in KINDS}
+    yield
+    for kind, way in before.items():
+        pacpu.set_prefetch(*kind, way)
+
+
+def the_file(cache: Path) -> Path:
+    (path,) = cache.rglob("*.prefetch")
+    return path
+
+
+def pretend(path: Path, best: str) -> None:
+    """Have the cache say that one way is the fastest in every kind of call."""
+    rates = {way: 2.0 if way == best else 1.0 for way in pacpu.PREFETCHES}
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, "rates": dict.fromkeys(kept["rates"], rates)}))
+
+
+def ways() -> set[str]:
+    return {pacpu.prefetch(*kind) for kind in KINDS}
+
+
+def test_the_fastest_way_is_measured_once_and_then_read(tmp_path):
+    use_fastest_prefetch()
+    rates = kept_rates()
+    assert set(rates) == {f"{dtype} {heads}" for dtype, heads in KINDS}
+    for kind in KINDS:
+        by_way = rates[" ".join(kind)]
+        assert set(by_way) == set(pacpu.PREFETCHES) and min(by_way.values()) > 0
+        assert pacpu.prefetch(*kind) == fastest(by_way) and by_way[fastest(by_way)] >= 0.98 * max(by_way.values())
+    for way in pacpu.PREFETCHES:
+        pretend(the_file(tmp_path), way)
+        content = the_file(tmp_path).read_text()
+        use_fastest_prefetch()
+        assert ways() == {way} and the_file(tmp_path).read_text() == content
+    use_fastest_prefetch(measure_again=True)
+    assert the_file(tmp_path).read_text() != content
+
+
+def test_an_engine_prefetches_as_the_machine_was_measured(tmp_path):
+    use_fastest_prefetch()
+    model = make_tiny_llama(tmp_path / "tiny", num_hidden_layers=2)
+    config = EngineConfig(str(model), device="cpu", dtype="float32", num_gpu_blocks=4, num_cpu_blocks=4)
+    for way in ("none", "L2"):
+        pretend(the_file(tmp_path), way)
+        with closing(make_backend(config)):
+            assert ways() == {way}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"rates": 3}', '{"rates": {"float16 MHA": {}}}'])
+def test_a_damaged_file_is_measured_again(tmp_path, content):
+    use_fastest_prefetch()
+    the_file(tmp_path).write_text(content)
+    use_fastest_prefetch()
+    assert set(kept_rates()) == {f"{dtype} {heads}" for dtype, heads in KINDS}
+
+
+def test_short_of_memory_nothing_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefetch, "available_host_bytes", lambda: 31 << 20)  # four times 8 MiB are wanted
+    before = {kind: pacpu.prefetch(*kind) for kind in KINDS}
+    use_fastest_prefetch()
+    assert kept_rates() is None and {kind: pacpu.prefetch(*kind) for kind in KINDS} == before
+
+
+def test_a_cache_that_cannot_be_written_stops_no_engine(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "file"))
+    use_fastest_prefetch()
+    assert "not kept" in caplog.text
+
+
+def test_measuring_leaves_the_ways_as_they_were():
+    memory = torch.full((8 << 20,), 0x3C, dtype=torch.uint8)
+    for way in pacpu.PREFETCHES:
+        for kind in KINDS:
+            pacpu.set_prefetch(*kind, way)
+        measure_rates(memory, 1, rounds=1)
+        assert ways() == {way}
