@@ -81,6 +81,7 @@ def assemble_engine(
         "lane": backend.cores.describe_lane(),
         **(details or {}),
     }
+    scheduler.kv.homes.fetcher = backend.attention_hosts
     return Engine(
         scheduler,
         OverlapExecutor(backend, backend.holds_weights),
