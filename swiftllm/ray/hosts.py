@@ -47,8 +47,9 @@ class HostActor:
         return self._host.address
 
 
-def _check_listening(address: str) -> None:
-    """
+def check_listening(address: str) -> None:
+    """Try to reach a cluster, without Ray.
+
     Raises:
         ValueError: ``address`` names a host and a port, and nothing listens there.
     """
@@ -80,7 +81,7 @@ class RayHosts:
         Raises:
             ValueError: there is no such cluster, or it has no other node.
         """
-        _check_listening(address)
+        check_listening(address)
         self.secret = os.environ.get(SECRET_VARIABLE, "").encode() or secrets.token_bytes(32)
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, str] = {}

@@ -26,6 +26,10 @@ def make_backend(
 
     See :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
     """
+    if config.ray_address is not None:
+        from swiftllm.ray.hosts import check_listening  # Ray takes seconds to import, and is optional
+
+        check_listening(config.ray_address)  # before weights are loaded
     if config.tensor_parallel == 1:
         return TorchBackend(config, make_worker, placement=placement)
     from swiftllm.parallel.backend import ShardedBackend  # not needed by one process

@@ -49,6 +49,7 @@ def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) 
         (["--attention-hosts", "here", "--num-cpu-blocks", "9"], "HOST:PORT"),
         (["--attention-hosts", "127.0.0.1:9", "--num-cpu-blocks", "9"], "127.0.0.1:9"),
         (["--attention-hosts", "127.0.0.1:9", "--system", "vllm"], "no effect on vllm"),
+        (["--attention-hosts", "2", "--ray-address", "127.0.0.1:9", "--num-cpu-blocks", "9"], "no Ray cluster answers"),
     ],
 )
 def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, words) -> None:
