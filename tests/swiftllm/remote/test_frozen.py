@@ -9,13 +9,14 @@ import pytest
 
 from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.remote.frames import Kind
 from tests.swiftllm.remote.hosts import SECRET, start_host_process
 from tests.swiftllm.remote.test_deaths import in_home, remote, step_until
-from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, open_engine, run_to_end, tiny  # noqa: F401
+from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, open_engine, run_to_end, tiny  # noqa: F401
 
 SILENCE_S = 20.0  # so that the host does not count as dead, however slow this machine is
 NUM_REQUESTS = 14
-TOKENS = 10  # more than an iteration gives
+TOKENS = 6  # more than an iteration gives
 
 
 @pytest.mark.parametrize("variant", ["apex-overlap", "adaptive-free-running"])
@@ -36,18 +37,22 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, variant: st
 
         monkeypatch.setattr(engine.backend, "swap", noted)
         requests = [
-            engine.add_request(str(i), prompt, SamplingParams(6 + i)) for i, prompt in enumerate(prompts[:NUM_REQUESTS])
+            engine.add_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS))  # the first one stays on the GPU
+            for i, prompt in enumerate(prompts[:NUM_REQUESTS])
         ]
         scheduler = engine.scheduler
         step_until(engine, lambda: not scheduler.waiting and not scheduler.prefilling and bool(in_home(engine, 1)))
         there = in_home(engine, 1)
         os.kill(process.pid, signal.SIGSTOP)
         returned.clear()
+        channel, wanted = remote(engine).channel, []
+        ask = channel.ask
+        monkeypatch.setattr(channel, "ask", lambda header, *rest: (wanted.append(header.kind), ask(header, *rest))[1])
         tokens = 0
         while tokens < TOKENS:
             outputs = engine.step()
-            assert not remote(engine).channel.is_dead, f"a step waited for the host after {tokens} tokens"
-            if tokens or any(output.finish_reason for output in outputs):  # from then on there is room for another
+            assert not channel.is_dead, f"a step waited for the host after {tokens} tokens"
+            if Kind.GET in wanted:
                 tokens += sum(len(output.new_token_ids) for output in outputs)
         assert not returned
         os.kill(process.pid, signal.SIGCONT)
