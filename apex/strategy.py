@@ -48,7 +48,7 @@ class StrategyConfig:
     """Queue latency-sensitive requests even if their first token would be late (OmniServe section 3.3.3)."""
 
     def __post_init__(self) -> None:
-        if self.min_cpu_request_ratio < 0:
+        if not self.min_cpu_request_ratio >= 0:
             raise ValueError(f"min_cpu_request_ratio={self.min_cpu_request_ratio} must not be negative")
         for name in ("max_cohorts", "max_wait_iterations"):
             if getattr(self, name) < 1:

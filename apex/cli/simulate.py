@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from apex.cli.flags import (
 from apex.cli.output import stdout_console
 from apex.perf.progress import progress_bar
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.records import ReplayRequest
+from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.systems import find_system
@@ -145,12 +146,13 @@ class Simulate(ConfigFile):
             print(workload)
             for system, machine_placed in placed.items():
                 print(f"{system}: {machine_placed.choice.describe()}; {counts[system]}")
-        requests, records = self._requests(), []
+        requests, records, why_none = self._requests(), [], []
         for system in self.system:
             with _input_errors():
                 engine = self._engine(system, machine, blocks[system], strategy, placed[system])
                 check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
-            measured = self._measure(engine, requests, machine, strategy)
+            measured, replay = self._measure(engine, requests, machine, strategy)
+            why_none.append(all_refused_line(system, replay))
             gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
         console = stdout_console()
@@ -163,7 +165,9 @@ class Simulate(ConfigFile):
         if self.output is not None:
             with _input_errors():
                 self.output.write_text(json.dumps(records, indent=1) + "\n")
-        return 0
+        for line in filter(None, why_none):
+            print(f"apex: {line}", file=sys.stderr)
+        return 1 if any(why_none) else 0
 
     def _check(self) -> None:
         sizes = ("num_requests", "input_len", "output_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
@@ -235,7 +239,7 @@ class Simulate(ConfigFile):
 
     def _measure(
         self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine, strategy: StrategyConfig
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Replay]:
         total, stats = sum(request.output_len for request in requests), engine.stats()
         with (
             self.timeline.traced(engine, machine.description, lambda: stats.output_tokens / total, simulated=True),
@@ -248,7 +252,7 @@ class Simulate(ConfigFile):
             limit_s = self.best_effort.limit_s
             replay = replay_requests(engine, requests, show, limit_s=limit_s, wait=engine.backend.sleep)
         description, rest = engine.describe(), self.best_effort.words(self.input_len, self.output_len)
-        return {
+        record = {
             "system": description["system"],
             "backend": "simulated",
             "gpu": machine.gpu.name,
@@ -265,6 +269,7 @@ class Simulate(ConfigFile):
             **figures(replay, strategy, self.best_effort.duration_s),
             "extrapolated": sorted(engine.backend.extrapolated),
         }
+        return record, replay
 
     def _arrivals(self) -> list[float]:
         if self.request_rate is None:
@@ -274,6 +279,14 @@ class Simulate(ConfigFile):
             now_s += draw.expovariate(self.request_rate)
             arrivals.append(now_s)
         return arrivals
+
+
+def all_refused_line(system: str, replay: Replay) -> str:
+    """Why a system has no figures: every request was refused. Empty if one was not."""
+    if not all(record.refused for record in replay.records):
+        return ""
+    reason = replay.records[0].failure.removeprefix(REFUSED)
+    return f"{system} refused every request, the first one because: {reason}"
 
 
 @contextmanager

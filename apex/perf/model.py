@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swiftllm.files import write_atomically
 
-TABLE_VERSION = 4
+TABLE_VERSION = 5
 
 
 class ProfileMismatch(ValueError):

@@ -146,8 +146,8 @@ class OffloadScheduler(Scheduler, ABC):
     def _ready_cpu_decodes(self, draft: PlanDraft, service_class: ServiceClass) -> list[Request]:
         """CPU requests of a class between two tokens with room for the next one, oldest first."""
         resting = self.decoding[Tier.CPU].of_class(service_class)
-        if self._cohorts:
-            resting = [request for request in resting if request.cohort_id is None]
+        if self._cohorts or self.fetches:
+            resting = [r for r in resting if r.cohort_id is None and r not in self.fetches]
         growing = out_of_blocks(resting)
         if not self.kv.allocate_block_each(growing, Tier.CPU):
             for request in growing:

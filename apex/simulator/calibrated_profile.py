@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import hypot
+from math import hypot, inf
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.cpu_hosts import RemoteHosts
@@ -58,8 +58,8 @@ def hardware_profile(
     """
     if dtype not in ITEMSIZES or (dtype == "bfloat16" and gpu["compute_capability"] < 8.0):
         raise ValueError(f"dtype {dtype!r} is not calibrated for {gpu.name}; take float16")
-    if cpu_bandwidth_gb_s is not None and cpu_bandwidth_gb_s <= 0:
-        raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive")
+    if cpu_bandwidth_gb_s is not None and not 0 < cpu_bandwidth_gb_s < inf:
+        raise ValueError(f"cpu_bandwidth_gb_s={cpu_bandwidth_gb_s} must be positive and finite")
     if tensor_parallel > 1 and link is None:
         raise ValueError(f"tensor_parallel={tensor_parallel} needs the link that joins the GPUs: pcie-4, for example")
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
@@ -302,8 +302,8 @@ def remote_hosts(
     """
     if cpu_hosts < 1:
         raise ValueError(f"cpu_hosts={cpu_hosts} must be at least 1: the GPUs' own host is one of them")
-    if network_gbps <= 0.0:
-        raise ValueError(f"network_gbps={network_gbps:g} must be above 0")
+    if not 0.0 < network_gbps < inf:
+        raise ValueError(f"network_gbps={network_gbps:g} must be above 0 and finite")
     if cpu_hosts == 1:
         return None
     bytes_per_row = crossing_bytes_per_row(LayerShape.from_config(model_config), ITEMSIZES[dtype])

@@ -8,6 +8,7 @@ a host and a model into a profile table; a link joins several such GPUs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ class Figure:
     status: str
 
     def __post_init__(self) -> None:
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not 0 <= self.value < math.inf:
+            raise ValueError(f"value={self.value!r} must be a number from 0 on")
         if self.status not in STATUSES or not self.origin or not self.unit:
             raise ValueError(f"a figure needs a unit, an origin and a status of {STATUSES}, got {self}")
 
@@ -195,10 +198,13 @@ def read_figures(path: Path) -> dict[str, Figure]:
     """Read the figures of a hardware file, without assumptions.
 
     Raises:
-        ValueError: a figure lacks a field; the message names file and figure.
+        ValueError: there are no figures, a figure lacks a field, or its value is no number; the message names file and
+            figure.
     """
-    figures = {}
-    for name, fields in _load_yaml(path)["figures"].items():
+    figures, raw = {}, _load_yaml(path).get("figures")
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} lacks `figures:`, with a line for each figure below it")
+    for name, fields in raw.items():
         try:
             figures[name] = Figure(**fields)
         except (TypeError, ValueError) as error:
@@ -207,14 +213,24 @@ def read_figures(path: Path) -> dict[str, Figure]:
 
 
 def read_measured_layer(path: Path) -> MeasuredLayer:
-    """Read a file of measured layer times, in milliseconds over tokens."""
+    """Read a file of measured layer times, in milliseconds over tokens.
+
+    Raises:
+        ValueError: a part is missing or malformed; the message names the file.
+    """
     raw = _load_yaml(path)
 
     def curve(name: str) -> Curve:
         tokens, milliseconds = zip(*raw[name], strict=True)
         return Curve(tokens, tuple(ms * 1e-3 for ms in milliseconds))
 
-    return MeasuredLayer(raw["model"], LayerShape(**raw["shape"]), curve("gemm"), curve("elementwise"), raw["origin"])
+    try:
+        shape = LayerShape(**raw["shape"])
+        return MeasuredLayer(raw["model"], shape, curve("gemm"), curve("elementwise"), raw["origin"])
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error.args[0]}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _find(name_or_path: str | Path, kind: str) -> Path:
@@ -228,12 +244,14 @@ def _find(name_or_path: str | Path, kind: str) -> Path:
 
 
 def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Figure]]:
-    raw, own, assumed = _load_yaml(path), read_figures(path), read_figures(ASSUMPTIONS_FILE)
+    raw = _load_yaml(path)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
     if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers"}:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(misplaced))}; figures stand below `figures:`")
-    if missing := set(required) - set(own):
+    own, assumed = read_figures(path), read_figures(ASSUMPTIONS_FILE)
+    needed = ("name", "isa") if kind == "host" else ("name",)
+    if missing := (set(required) - set(own)) | {name for name in needed if not isinstance(raw.get(name), str)}:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     if unknown := set(own) - set(required) - set(assumed):
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
@@ -241,4 +259,15 @@ def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, A
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The mapping that a file holds.
+
+    Raises:
+        ValueError: it holds something else; the message names the file, and the line where that is known.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds no lines such as `kind: gpu`")
+    return raw

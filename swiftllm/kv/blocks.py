@@ -6,9 +6,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
+
+if TYPE_CHECKING:
+    from swiftllm.scheduling.homes import BlockFetcher
 
 
 class BlockAllocator:
@@ -194,7 +198,12 @@ class Homes:
     """The pools of the CPU tier, one a home; home 0 is this host.
 
     A home whose host is gone is withdrawn: it has no blocks until it is restored.
+
+    Attributes:
+        fetcher: brings blocks of other hosts here; without one, swaps read them as they are carried out.
     """
+
+    fetcher: BlockFetcher | None = None
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
         firsts = [0, *accumulate(num_blocks)]

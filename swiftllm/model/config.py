@@ -85,7 +85,7 @@ class ModelConfig:
                 hidden_size=hidden_size,
                 intermediate_size=int(raw["intermediate_size"]),
                 num_heads=num_heads,
-                num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+                num_kv_heads=num_heads if raw.get("num_key_value_heads") is None else int(raw["num_key_value_heads"]),
                 head_dim=int(raw.get("head_dim") or (128 if kind == "qwen3" else hidden_size // num_heads)),
                 vocab_size=int(raw["vocab_size"]),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
@@ -162,6 +162,7 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
+            quantisation=None if self.quantisation is None else replace(self.quantisation, parts=ranks),
         )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:

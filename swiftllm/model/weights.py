@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.packed_tensor import HostPlace, PackedTensor
 from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector, StoredTensor
 from swiftllm.model.quantised.readers import IN, OUT, Axis
-from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, Matrix, QuantisedMatrix
 
 INDEX_FILES = "*.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
@@ -187,12 +187,8 @@ class LlamaWeights:
         config: ModelConfig,
         device: torch.device | str,
         on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
-        whole: ModelConfig | None = None,
     ) -> list[FusedPlace]:
-        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`.
-
-        ``whole``: the model of which ``config`` is a part.
-        """
+        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`."""
         return [
             FusedPlace(
                 {
@@ -200,13 +196,13 @@ class LlamaWeights:
                     for module, rows in zip(matrix.modules, matrix.out_features, strict=True)
                 },
                 matrix.in_features,
-                of_whole.in_features,
+                matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
                 partial(_new, on_host.get(matrix.boundary(index)), device),
                 partial(_keep, layer, matrix.name, on_host.get(matrix.boundary(index))),
                 "cpu" if matrix.boundary(index) in on_host else device,
             )
             for index, layer in enumerate(self.layers)
-            for matrix, of_whole in zip(fused_matrices(config), fused_matrices(whole or config), strict=True)
+            for matrix in fused_matrices(config)
         ]
 
 
@@ -233,7 +229,7 @@ def load_weights(
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     quantised = None
     if config.quantisation is not None:
-        wanted = weights.fused_places(part.sizes, device, on_host, config)
+        wanted = weights.fused_places(part.sizes, device, on_host)
         quantised = QuantisedCollector(config.quantisation, wanted, dtype, part.slices)
         for name, tensor in _read_tensors(Path(folder)) if config.quantisation.ordered else ():
             quantised.look_ahead(name, tensor)
@@ -314,9 +310,26 @@ def _keep(layer: LayerWeights, name: str, where: HostPlace | None, matrix: Matri
 
 
 def _empty_quantised(config: ModelConfig, place: FusedPlace, dtype: torch.dtype) -> QuantisedMatrix:
-    shape = sum(place.modules.values()), place.in_features
-    group_size = config.quantisation.group_size_of(place.in_features)
-    return QuantisedMatrix.empty(*shape, group_size, dtype, place.device)
+    """A matrix of the size that a checkpoint's has.
+
+    With act-order, a part of the inputs has some of each group. How many is random: each group's are taken to be filled
+    up to whole runs by half a run.
+    """
+    scheme, out_features, device = config.quantisation, sum(place.modules.values()), place.device
+    if place.in_features == place.whole_in_features or not scheme.ordered or scheme.group_size is None:
+        group_size = scheme.group_size_of(place.in_features)
+        return QuantisedMatrix.empty(out_features, place.in_features, group_size, dtype, device)
+    num_groups = place.whole_in_features // scheme.group_size_of(place.whole_in_features)
+    num_runs = -(-(place.in_features + num_groups * GROUP_MULTIPLE // 2) // GROUP_MULTIPLE)
+    in_features = num_runs * GROUP_MULTIPLE
+    return replace(
+        QuantisedMatrix.empty(out_features, in_features, GROUP_MULTIPLE, dtype, device),
+        scales=torch.empty(num_groups, out_features, dtype=dtype, device=device),
+        zeros=torch.empty(num_groups, out_features, dtype=torch.uint8, device=device),
+        group_size=scheme.group_size,
+        order=torch.arange(in_features, dtype=torch.int32, device=device) % place.in_features,
+        runs=torch.arange(num_runs, dtype=torch.int32, device=device) * num_groups // num_runs,
+    )
 
 
 def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:

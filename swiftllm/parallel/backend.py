@@ -45,6 +45,7 @@ from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, nu
 
 logger = logging.getLogger(__name__)
 
+REGROUP_TRIES = 3  # a rank may also die while it loads
 RESET_S = 5.0  # that a rank gets to drop its work before it is replaced
 RELEASE_S = 10.0  # that a GPU gets to give up a collective with a rank that has died
 EXIT_STUCK = 70
@@ -275,11 +276,18 @@ class ShardedBackend(RankBackend):
         """See :meth:`swiftllm.engine.backend.Backend.recover`. Ranks that have died, or do not answer, are replaced.
 
         Raises:
-            RankFailed: a rank could not be replaced; the message says why.
+            RankFailed: a rank could not be replaced in ``REGROUP_TRIES`` tries; the message says why.
         """
         super().recover()
         if not (self._is_whole and self._reset()):
-            self._regroup()
+            for left in reversed(range(REGROUP_TRIES)):
+                try:
+                    self._regroup()
+                    break
+                except RankFailed as failure:
+                    if not left:
+                        raise
+                    logger.warning("the ranks did not meet, they try again: %s", failure)
         self._num_tickets, self._is_whole = 0, True
 
     def _reset(self) -> bool:
@@ -291,7 +299,11 @@ class ShardedBackend(RankBackend):
             return False
 
     def _regroup(self) -> None:
-        """Meet anew, with new processes in place of the ranks that are gone. Those that live keep their weights."""
+        """Meet anew, with new processes in place of the ranks that are gone. Those that live keep their weights.
+
+        Raises:
+            RankFailed: a rank failed meanwhile. Those that were new have ended, as they may not have begun to serve.
+        """
         self.group.leave()  # releases ranks that wait for this one
         epoch = next(self._epochs)
         stayed: list[Peer] = []
@@ -305,14 +317,20 @@ class ShardedBackend(RankBackend):
                 self._peers[index] = self._start(peer.rank, epoch)
                 self._num_replaced += 1
         fresh = [peer for peer in self._peers if peer not in stayed]
-        for peer in fresh:
-            peer.answer("loaded")
-        self._admit(fresh, self.kv_plan, epoch)
-        for peer in stayed:
-            peer.send("rejoin", epoch)
-        self.rejoin(epoch)
-        for peer in self._peers:
-            peer.answer("done")
+        try:
+            for peer in fresh:
+                peer.answer("loaded")
+            self._admit(fresh, self.kv_plan, epoch)
+            for peer in stayed:
+                peer.send("rejoin", epoch)
+            self.rejoin(epoch)
+            for peer in self._peers:
+                peer.answer("done")
+        except Exception as error:
+            why = self._explained(error)
+            for peer in fresh:
+                peer.end(at_once=True)
+            raise why from error
 
     def _release(self) -> None:
         """Called when a rank has died, on a thread of its own: nothing here may wait for it for ever.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,7 @@ except ModuleNotFoundError as error:
         "or start `apex attention-host` on each host and name their addresses"
     ) from error
 
+CONNECT_TIMEOUT_S = 5.0  # to the cluster's address; Ray itself tries for minutes
 START_TIMEOUT_S = 120.0  # of the first hosts: a node may import torch from a cold disk
 REPLACE_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 3.0
@@ -45,6 +47,24 @@ class HostActor:
         return self._host.address
 
 
+def check_listening(address: str) -> None:
+    """Try to reach a cluster, without Ray.
+
+    Raises:
+        ValueError: ``address`` names a host and a port, and nothing listens there.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():  # such as auto: Ray knows where its own nodes are
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"no Ray cluster answers at ray_address={address}: {error}; type `ray start --head` on that host, or give "
+            "the address that it prints"
+        ) from error
+
+
 class RayHosts:
     """So many attention hosts on the cluster's nodes, each on another node while there are enough.
 
@@ -61,6 +81,7 @@ class RayHosts:
         Raises:
             ValueError: there is no such cluster, or it has no other node.
         """
+        check_listening(address)
         self.secret = os.environ.get(SECRET_VARIABLE, "").encode() or secrets.token_bytes(32)
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, str] = {}

@@ -68,6 +68,24 @@ class AttentionHosts:
         """Hosts whose blocks are in use."""
         return sum(not host.channel.is_dead for host in self.hosts)
 
+    # -- blocks that are fetched before a swap (swiftllm.scheduling.homes.BlockFetcher) ------------------------------
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        for tier, own in self._on_hosts(blocks):
+            tier.fetch(own)
+
+    def has_fetched(self, blocks: Sequence[int]) -> bool:
+        return all(tier.has_fetched(own) for tier, own in self._on_hosts(blocks))
+
+    def drop_fetched(self, blocks: Sequence[int]) -> None:
+        for tier, own in self._on_hosts(blocks):
+            tier.drop_fetched(own)
+
+    def _on_hosts(self, blocks: Sequence[int]) -> Iterator[tuple[RemoteCpuTier, list[int]]]:
+        ids = torch.tensor(blocks, dtype=torch.int64)
+        for tier, rows, start in self._runs(ids):
+            yield tier, (ids[rows] - start).tolist()
+
     # -- operations -------------------------------------------------------------------------------------------------
 
     def _runs(self, blocks: torch.Tensor) -> Iterator[tuple[CpuTier, slice, int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from swiftllm.remote.host import KVShape
 
 logger = logging.getLogger(__name__)
 
+FETCHED_AT_ONCE = 16 << 20  # bytes of one answer: those to attention come between them
 RETRY_S = 0.5  # between two attempts to reach a host again
 
 FindAddress = Callable[[], tuple[str, int]]
@@ -63,6 +65,7 @@ class RemoteCpuTier:
         self._secret = secret
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()  # rows that nobody holds any more
+        self._fetched: dict[int, tuple[RemoteTicket, torch.Tensor]] = {}  # by block
         self._is_closed = threading.Event()
         self._fresh: Channel | None = None
         self._is_lost = False
@@ -120,6 +123,7 @@ class RemoteCpuTier:
         self.channel.close()
         self.channel, self._fresh, self._is_lost = fresh, None, False
         self._dropped.clear()
+        self._fetched.clear()
         return True
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
@@ -162,9 +166,38 @@ class RemoteCpuTier:
             self._post(Kind.PUT, 0, len(blocks), blocks, content, arrived=arrived)
 
     def get(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
-        header = Header(Kind.GET, b=len(blocks))
+        ids = blocks.tolist()
         with _in_swap():
-            self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(content)).wait()
+            if self.has_fetched(ids):
+                for index, (ticket, block) in enumerate(map(self._fetched.pop, ids)):
+                    ticket.wait()
+                    content[:, index] = block
+            else:
+                self._ask_for(blocks, content).wait()
+
+    def _ask_for(self, blocks: torch.Tensor, content: torch.Tensor) -> RemoteTicket:
+        header = Header(Kind.GET, b=len(blocks))
+        return self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(content))
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        """Begin to read whole blocks, for a later :meth:`get`. Their death is told by :meth:`take_died`."""
+        shape, count = self._shape, max(1, FETCHED_AT_ONCE // self._shape.bytes_per_block)
+        self.drop_fetched(blocks)
+        for first in range(0, len(blocks), count):
+            some = blocks[first : first + count]
+            sizes = shape.num_layers, len(some), shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+            content = torch.empty(sizes, dtype=shape.torch_dtype)
+            with contextlib.suppress(HostDied):
+                ticket = self._ask_for(torch.tensor(some, dtype=torch.int64), content)
+                self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
+
+    def has_fetched(self, blocks: Sequence[int]) -> bool:
+        """Whether the answers to :meth:`fetch` are there."""
+        return all(block in self._fetched and self._fetched[block][0].ready() for block in blocks)
+
+    def drop_fetched(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._fetched.pop(block, None)
 
     def _post(self, kind: Kind, a: int, b: int, *tensors: torch.Tensor, arrived: Event | None = None) -> None:
         num_bytes = sum(tensor.nbytes for tensor in tensors)

@@ -27,6 +27,10 @@ def make_backend(
 
     See :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
     """
+    if config.ray_address is not None:
+        from swiftllm.ray.hosts import check_listening  # Ray takes seconds to import, and is optional
+
+        check_listening(config.ray_address)  # before weights are loaded
     use_fastest_prefetch()
     if config.tensor_parallel == 1:
         return TorchBackend(config, make_worker, placement=placement)
@@ -83,6 +87,7 @@ def assemble_engine(
         "lane": backend.cores.describe_lane(),
         **(details or {}),
     }
+    scheduler.kv.homes.fetcher = backend.attention_hosts
     return Engine(
         scheduler,
         OverlapExecutor(backend, backend.holds_weights),

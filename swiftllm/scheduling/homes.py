@@ -3,9 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.blocks import BlockAllocator, KVCacheManager
+
+
+class BlockFetcher(Protocol):
+    """Brings blocks of other hosts here, so that the swap that reads them does not wait for a host. Block ids are those
+    of the CPU tier; the blocks of a call are in one home, and are not written until they are swapped or dropped."""
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        """Begin, without waiting. If the host is gone, they never come."""
+
+    def has_fetched(self, blocks: Sequence[int]) -> bool: ...
+
+    def drop_fetched(self, blocks: Sequence[int]) -> None:
+        """They are not wanted any more; ignored for those that were swapped."""
+
+
+class Fetches:
+    """The requests of other homes whose blocks are fetched before they move to the GPU. They rest until then.
+
+    A host that does not answer holds up these requests, and no iteration.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._before: dict[str, tuple[int, ...]] = {}  # by request, those that the last plan asked for
+        self._now: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._now
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def give_up(self, request: Request) -> None:
+        """The request loses its blocks."""
+        for asked in (self._before, self._now):
+            if (blocks := asked.pop(request.request_id, None)) is not None:
+                self._kv.homes.fetcher.drop_fetched(blocks)
+
+    def begin_plan(self) -> None:
+        """What the last plan did not ask for is given up."""
+        for request_id in self._before.keys() - self._now.keys():
+            self._kv.homes.fetcher.drop_fetched(self._before[request_id])
+        self._before, self._now = self._now, {}
+
+    def are_here(self, request: Request) -> bool:
+        """Whether the blocks of a resting request of the CPU tier are on this host. If not, they are asked for."""
+        homes = self._kv.homes
+        if homes.fetcher is None or self._kv.pool_of(request) is homes.pools[0]:
+            return True
+        blocks = self._now[request.request_id] = tuple(self._kv.block_tables[request.request_id])
+        if self._before.get(request.request_id) == blocks:
+            return homes.fetcher.has_fetched(blocks)
+        homes.fetcher.fetch(blocks)
+        return False
 
 
 def pool_has_room(kv: KVCacheManager, pool: BlockAllocator, num_blocks: int, without: Sequence[Request]) -> bool:

@@ -28,7 +28,7 @@ from swiftllm.core.slo import Slo
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import can_hold, check_servable
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
-from swiftllm.scheduling.homes import pool_has_room, victims_for
+from swiftllm.scheduling.homes import Fetches, pool_has_room, victims_for
 from swiftllm.scheduling.plan_draft import PlanDraft
 
 
@@ -50,10 +50,7 @@ class Scheduler:
     """The targets that plans keep, in schedulers that have any."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
-        """
-        Raises:
-            ValueError: no tier that decodes has a block, so every request would be refused.
-        """
+        """Raises ValueError: no tier that decodes has a block, so every request would be refused."""
         if not any(kv.capacity(tier) for tier in self.decode_tiers):
             names = " or ".join(f"num_{tier.value}_blocks" for tier in self.decode_tiers)
             raise ValueError(f"this system decodes where there are no KV blocks: raise {names}")
@@ -69,6 +66,7 @@ class Scheduler:
         self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
         self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
+        self.fetches = Fetches(self.kv)
         self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
 
     def remove_all_requests(self) -> list[Request]:
@@ -168,6 +166,7 @@ class Scheduler:
 
     def _new_draft(self) -> PlanDraft:
         self._gpu_blocks_promised = 0
+        self.fetches.begin_plan()
         return PlanDraft(self.limits.max_num_batched_tokens)
 
     def apply_result(self, plan: IterationPlan, result: StepResult) -> list[Request]:
@@ -249,6 +248,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Free the request's blocks and put it back into the waiting queue."""
+        self.fetches.give_up(request)
         self.kv.free_blocks(request)
         self._leave_running(request)
         request.tier = None
@@ -264,7 +264,7 @@ class Scheduler:
     def _swap_in(self, draft: PlanDraft, service_class: ServiceClass) -> None:
         """Move the oldest CPU requests of a class back while there is room, and decode them in this iteration.
 
-        A request with CPU attention under way is called back first. Its GPU blocks are reserved for it until then.
+        One with CPU attention under way is called back first, one of another home fetched; its GPU blocks are reserved.
         """
         if Tier.GPU not in self.decode_tiers or draft.swap_source is Tier.GPU:  # pushed some out: the GPU is full
             return
@@ -278,6 +278,7 @@ class Scheduler:
                 break
             if not self._at_rest(request):
                 self._call_back(request)
+            if not (self._at_rest(request) and self.fetches.are_here(request)):
                 self._gpu_blocks_promised += num_blocks + 1
                 continue
             if not self._has_room(Tier.GPU, num_blocks):  # others make way first; it follows in the next iteration
@@ -351,7 +352,7 @@ class Scheduler:
     def _schedule_running_prefills(self, draft: PlanDraft, service_class: ServiceClass) -> None:
         for tier in self.decode_tiers:
             for request in self.prefilling.of_class(service_class):
-                if request.tier is tier:
+                if request.tier is tier and request not in self.fetches:
                     draft.add_prefill(request)
 
     def _admit(self, draft: PlanDraft, service_class: ServiceClass) -> None:

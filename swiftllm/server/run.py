@@ -27,12 +27,14 @@ SWITCH_INTERVAL_S = 0.001
 # then tries again after a second.
 MAX_UNACCEPTED = 65_535
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
+EXIT_FAILED = 70  # an internal error, as in sysexits.h
 
 
 class DrainingServer(uvicorn.Server):
     """On SIGTERM or SIGINT answers new requests with 503 until the service is drained, then exits.
 
-    A second SIGINT exits immediately.
+    A second SIGINT exits immediately. If the engine has failed for good, the server exits too, once the clients have
+    been told: whoever watches it can start it again.
     """
 
     def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
@@ -46,6 +48,11 @@ class DrainingServer(uvicorn.Server):
             logging.getLogger("uvicorn.error").warning("Interrupted again: exiting immediately")
             os._exit(EXIT_INTERRUPTED)  # even if a thread hangs, and without a traceback for every open connection
         asyncio.get_running_loop().call_soon_threadsafe(self.start_draining)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.health.status == "failed":
+            self.start_draining()
+        return await super().on_tick(counter)
 
     def start_draining(self) -> None:
         """Must be called on the server's event loop."""
@@ -81,7 +88,8 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
     ``recorder`` gives the status page its timeline.
 
     Raises:
-        SystemExit: the server could not be started (the reason is in uvicorn's log).
+        SystemExit: the server could not be started (the reason is in uvicorn's log), or ends with ``EXIT_FAILED``
+            because the engine has failed for good.
     """
     server = make_server(service, settings, recorder)
     raise_open_file_limit()
@@ -91,9 +99,12 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
         service.start()
         try:
             server.run()
+            has_failed = service.health.status == "failed"
         finally:
             service.close()
             sys.setswitchinterval(switch_interval_s)
+    if has_failed:
+        raise SystemExit(EXIT_FAILED)
 
 
 def raise_open_file_limit() -> None:

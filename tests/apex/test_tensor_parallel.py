@@ -38,7 +38,7 @@ from tests.apex.test_end_to_end import (
     judge,
     offloading_iterations,
 )
-from tests.reference.ranks import delay_tickets, tell_ranks
+from tests.reference.ranks import LAUNCHER, delay_tickets, tell_ranks
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.server.serving import serve
 
@@ -221,6 +221,36 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_replaced(llama: Grou
     run(engine)
     llama.check(requests)
     assert engine.stats().worker_restarts == restarts + 1
+
+
+@pytest.mark.parametrize("num_deaths", [1, 3])
+def test_a_rank_whose_replacement_dies_while_it_loads(llama: Group, monkeypatch, num_deaths: int) -> None:
+    """Another one takes its place, at the third try at last; and later the engine may be recovered anew."""
+    engine, start, started = llama.engine("neo"), LAUNCHER.start, []
+    requests = llama.add(engine)
+    engine.step()
+
+    def start_mortal(*where):
+        process, channel = start(*where)
+        started.append(process)
+        if len(started) <= num_deaths:
+            process.kill()
+        return process, channel
+
+    monkeypatch.setattr(LAUNCHER, "start", start_mortal)
+    os.kill(llama.peers()[0].process.pid, signal.SIGKILL)
+    with pytest.raises(RankFailed):
+        run(engine)
+    if num_deaths == 3:
+        unfinished = [request for request in requests if not request.is_finished]
+        with pytest.raises(RankFailed, match="rank 1 has died"):
+            engine.recover()
+        assert len(started) == 3 and unfinished
+    for request in engine.recover():
+        engine.requeue_request(request)
+    run(engine)
+    llama.check(requests)
+    assert len(started) == num_deaths + 1 and all(process.poll() is not None for process in started[:-1])
 
 
 def test_a_server_goes_on_when_a_rank_is_killed(llama: Group, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from swiftllm.model.quantised.readers import (
     IN,
     OPTIONAL,
     OUT,
+    SCALES,
     Axis,
     divisible_axes,
     open_matrix,
@@ -109,7 +110,7 @@ class QuantisedCollector:
         """Take what is wanted of a tensor of the checkpoint; False: it belongs to no matrix.
 
         Raises:
-            ValueError: it does not have the shape that config.json tells.
+            ValueError: it does not have the shape that config.json tells, or is a scale that is not finite.
         """
         module, _, kind = name.rpartition(".")
         place = self._places.get(module)
@@ -125,6 +126,8 @@ class QuantisedCollector:
             self._made.add(module)
             place.add(module, tensor.to(place.device, self._dtype))
             return True
+        if kind in SCALES and not bool(torch.isfinite(tensor).all()):  # every token would be 0, without an error
+            raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged, download it again")
         tensors = self._waiting.setdefault(module, {})
         tensors[kind] = tensor.to(place.device)
         if self._required <= tensors.keys():

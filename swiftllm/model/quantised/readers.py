@@ -38,6 +38,7 @@ OPTIONAL = {
 }
 
 GROUPS_OF_INPUTS = ("g_idx", "weight_g_idx")
+SCALES = ("scales", "weight_scale")
 
 OUT, IN, GROUP = "out", "in", "group"
 Axis = Literal["out", "in", "group"]

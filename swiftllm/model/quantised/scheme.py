@@ -32,6 +32,8 @@ class QuantisationScheme:
     """Whether every zero point is 8."""
     zero_offset: int = 0
     """What the checkpoint says is to be added to a stored zero point: 1 in GPTQ's first version."""
+    parts: int = 1
+    """Ranks among which the inputs of ``o`` and ``down`` are divided."""
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], folder: Path) -> QuantisationScheme | None:

@@ -139,6 +139,10 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
         (["--cpu-kernel", "magic"], ["magic", "native"]),
         (["--gpu", "t4", "--dtype", "bfloat16"], ["float16"]),
         (["--cpu-bandwidth-gb-s", "-1"], ["cpu_bandwidth_gb_s=-1.0 must be positive"]),
+        (["--cpu-bandwidth-gb-s", "nan"], ["cpu_bandwidth_gb_s=nan must be positive and finite"]),
+        (["--cpu-bandwidth-gb-s", "inf"], ["cpu_bandwidth_gb_s=inf must be positive and finite"]),
+        (["--cpu-hosts", "2", "--network-gbps", "nan"], ["network_gbps=nan must be above 0 and finite"]),
+        (["--min-cpu-request-ratio", "nan"], ["min_cpu_request_ratio=nan must not be negative"]),
         (["--model", "llama-3.1-70b"], ["takes 141.1 GB", "larger --gpu"]),
         (["--num-gpu-blocks", "99999"], ["num_gpu_blocks=99999", "at most"]),
         (["--num-requests", "0"], ["num_requests=0 must be at least 1"]),
@@ -182,6 +186,14 @@ def test_a_run_too_short_for_its_requests_says_why_it_has_no_figures(capsys, tmp
     assert "swiftllm: 12 of 12 requests were refused or cut short" in capsys.readouterr().out
     simulate(tmp_path, "--system", "swiftllm")
     assert "cut short" not in capsys.readouterr().out
+
+
+def test_a_run_that_refuses_every_request_says_why_and_fails(capsys, tmp_path):
+    flags = ["--system", "sarathi", "--ttft-slo-s", "0.001", "--output", str(tmp_path / "figures.json")]
+    assert main(["simulate", *SMALL, *flags]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("apex: ")]
+    assert line.startswith("apex: sarathi refused every request, the first one because: ") and "first token" in line
+    assert json.loads((tmp_path / "figures.json").read_text())[0]["completed"] == 0
 
 
 def test_years_between_arrivals_take_no_time(tmp_path):

@@ -145,6 +145,48 @@ def test_a_figure_without_a_status_is_refused(tmp_path: Path) -> None:
         load_gpu(path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kind: gpu", "kind: [gpu", r"new\.yaml is not YAML: .*line"),
+        ("figures:", "figure_list:", r"new\.yaml.*figures"),
+        (r"value: 1000", "value: fast", r"new\.yaml: figure memory_bandwidth_gb_s: value='fast' must be a number"),
+        (r"value: 1000", "value: .nan", r"new\.yaml: figure memory_bandwidth_gb_s: value=nan must be a number"),
+        ("name: New card", "isa: avx2", r"new\.yaml lacks name"),
+    ],
+)
+def test_a_broken_file_of_ones_own_is_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = write_gpu(tmp_path / "new.yaml")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        load_gpu(path)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "just words"])
+def test_a_file_that_holds_no_lines_of_a_machine_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "new.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"new\.yaml holds no lines such as `kind: gpu`"):
+        load_gpu(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: m\ngemm: []\n", r"layer\.yaml lacks shape"),
+        ("shape: {hidden_size: many}\ngemm: 3\n", r"layer\.yaml: .*num_kv_heads"),
+    ],
+)
+def test_a_broken_file_of_measured_layers_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "layer.yaml").write_text(text)
+    path = write_gpu(tmp_path / "new.yaml")
+    path.write_text(path.read_text() + "\nmeasured_layers: [layer.yaml]\n")
+    with pytest.raises(ValueError, match=message):
+        load_gpu(path)
+
+
 def test_a_host_is_no_gpu() -> None:
     with pytest.raises(ValueError, match="describes a host, not a gpu"):
         load_gpu(HARDWARE_DIR / "g5-4xlarge.yaml")

@@ -140,6 +140,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(copy_of):
         ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
         ({"sliding_window": 512}, "sliding_window"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )

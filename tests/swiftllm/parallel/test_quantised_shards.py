@@ -15,7 +15,7 @@ from swiftllm.model import weights as loading
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.model.quantised.scheme import AWQ, GPTQ, QuantisationScheme
-from swiftllm.model.weights import LlamaWeights, WeightsError, load_weights
+from swiftllm.model.weights import LlamaWeights, WeightsError, dummy_weights, load_weights
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 from swiftllm.parallel.shards import Shard
 from tests.swiftllm.model.quantised.test_loading import dense
@@ -119,6 +119,46 @@ def test_act_order_takes_more(size: int, at_most: float) -> None:
                 total[ranks] += QuantisedMatrix.empty(outputs, inputs, 128, torch.float16, "meta").nbytes
     print(f"{total[size] * size / total[1]:.3f} of an equal part")
     assert AT_MOST / size * total[1] < total[size] <= at_most / size * total[1]
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_ranks_of_llama_2_7b_with_act_order_start_and_their_memory_is_known(size: int) -> None:
+    """Their inputs of ``down`` are no multiple of the group. Counted is what a random order takes."""
+    print("seed", torch.seed())
+    scheme = QuantisationScheme(GPTQ, 128, ordered=True)
+    model = replace(ModelConfig.from_folder("configs/models/llama-2-7b"), quantisation=scheme, num_layers=1)
+    inputs = model.intermediate_size // size
+    groups = (torch.arange(model.intermediate_size) // 128)[torch.randperm(model.intermediate_size)][:inputs]
+    zeros = torch.zeros(model.intermediate_size // 128, 1, dtype=torch.uint8)
+    padded = len(sort_into_runs(torch.zeros(inputs, 1, dtype=torch.uint8), zeros, groups)[0])
+    sizes = Shard(model, 0, size).sizes
+    down = LlamaWeights.empty(sizes, "meta", torch.float16).empty_quantised(sizes, "meta", torch.float16)[-1]
+    assert down.scales.shape == (86, model.hidden_size)
+    assert down.in_features == pytest.approx(padded, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_act_order_have_dummy_weights(quantised, size: int) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 160}
+    model = ModelConfig.from_folder(quantised("gptq act-order", **heads))
+    shard = Shard(model, 0, size)
+    layer = dummy_weights(model, "cpu", torch.float32, part=shard).layers[0]
+    assert layer.down.dequantise().shape == (model.hidden_size, model.intermediate_size // size)
+    assert layer.o.dequantise().shape == (model.hidden_size, model.hidden_size // size)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors"])
+def test_a_scale_that_is_no_finite_number_is_refused_by_name(quantised, name: str, value: float) -> None:
+    folder = quantised(name)
+    path, kind = folder / "model.safetensors", "weight_scale" if name == "compressed-tensors" else "scales"
+    tensor, whole = f"model.layers.1.mlp.up_proj.{kind}", load_file(folder / "model.safetensors")
+    whole[tensor][1, 2] = value
+    save_file(whole, path)
+    model = ModelConfig.from_folder(folder)
+    for part in (None, Shard(model, 0, 2)):
+        with pytest.raises(WeightsError, match=rf"{tensor} holds NaN or infinity"):
+            load_weights(folder, model, "cpu", torch.float32, part)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,6 +49,7 @@ def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) 
         (["--attention-hosts", "here", "--num-cpu-blocks", "9"], "HOST:PORT"),
         (["--attention-hosts", "127.0.0.1:9", "--num-cpu-blocks", "9"], "127.0.0.1:9"),
         (["--attention-hosts", "127.0.0.1:9", "--system", "vllm"], "no effect on vllm"),
+        (["--attention-hosts", "2", "--ray-address", "127.0.0.1:9", "--num-cpu-blocks", "9"], "no Ray cluster answers"),
     ],
 )
 def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, words) -> None:
@@ -55,6 +57,18 @@ def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, w
     model = str(make_tiny_llama(tmp_path / "tiny"))
     assert main(["serve", model, "--port", "0", "--num-gpu-blocks", "4", "--lane-threads", "1", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_no_cluster_listens_is_said_before_ray_tries_for_minutes(monkeypatch, scheme) -> None:
+    ray = pytest.importorskip("ray")
+    from swiftllm.ray.hosts import RayHosts
+
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray itself was asked"))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ValueError, match=rf"at ray_address={scheme}127\.0\.0\.1:{port}: .*ray start"):
+        RayHosts(f"{scheme}127.0.0.1:{port}", 2)
 
 
 class Server:

@@ -223,11 +223,24 @@ run.run_server(EngineService(engine), ServerSettings(port=int(sys.argv[1])))
 """
 
 
+FAILING_SERVER = SLOW_SERVER.replace(
+    "    time.sleep(0.02)", "    if engine.stats().iterations == 5: raise RuntimeError('this step fails')"
+).replace(
+    "engine.step = slow_step",
+    """
+def recover():
+    raise RuntimeError("a rank has died and cannot be replaced")
+
+engine.step, engine.recover = slow_step, recover
+""",
+)
+
+
 @contextmanager
-def server_process():
+def server_process(program=SLOW_SERVER):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SLOW_SERVER, str(port)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program, str(port)], stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr:
             if "running on" in line:
@@ -247,6 +260,14 @@ def test_sigterm_lets_streams_end_and_exits_with_0():
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(TIMEOUT_S) == 0, process.stderr.read()
+
+
+def test_an_engine_that_is_broken_for_good_ends_its_process_after_its_clients_were_told():
+    with server_process(FAILING_SERVER) as (process, url):
+        with httpx.stream("POST", url + COMPLETIONS, json={**LONG, "stream": True}, trust_env=False) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert "cannot be replaced" in lines[-1] and "engine_error" in lines[-1]
+        assert process.wait(TIMEOUT_S) == 70, process.stderr.read()
 
 
 def test_a_second_sigint_quits_at_once():

@@ -13,9 +13,7 @@ from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.arrival_queue import ArrivalQueue
-from swiftllm.server.api import app
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.service.open_requests import QueueFull
@@ -152,46 +150,37 @@ def test_a_request_that_cannot_keep_its_target_is_told_when_to_come_again():
     with_service(engine, client)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "body-after-head"])
-def test_a_request_that_comes_after_many_best_effort_ones_is_parsed_and_submitted_before_them(split, monkeypatch):
-    """All are there before the event loop goes on. It begins one of them in each pass, once it knows the class."""
-    with gated(max_queued_best_effort=60, num_gpu_blocks=64) as (server, gate, watched), ExitStack() as stack:
-        submitted, submit = [], server.service.submit
+def test_a_request_that_comes_after_many_best_effort_ones_is_served_before_them():
+    """All have arrived before the second step, whose plan has room for one of the prompts. The first step may be under
+    way before the last one arrives."""
 
-        def record(requests):
-            submitted.extend(request.service_class for request in requests)
-            return submit(requests)
+    class Plans:
+        def __init__(self):
+            self.classes = []
 
-        parsed = []
-        monkeypatch.setattr(app, "parse_body", lambda kind, data: parsed.append(data) or parse_body(kind, data))
-        server.service.submit = record
-        assert server.http.get("/health").status_code == 200
-        blocked, go_on = threading.Event(), threading.Event()
+        def on_step(self, plan, result, outputs):
+            self.classes.append({request.service_class for request in plan.requests()})
 
-        def block():
-            blocked.set()
-            assert go_on.wait(TIMEOUT_S)
+        def on_finish(self, request, reason):
+            pass
 
-        connections = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(41)]
-        assert server.http.get("/health").status_code == 200  # they are accepted
-        messages = [request_bytes({"prompt": [5], "max_tokens": 1, "priority": 1})] * 40
-        messages.append(request_bytes({"prompt": [5], "max_tokens": 1}))
-        heads = [message.index(b"\r\n\r\n") + 4 if split else 0 for message in messages]
-        for connection, message, head in zip(connections, messages, heads, strict=True):
-            connection.sendall(message[:head])
-        assert server.http.get("/health").status_code == 200
-        server.server.servers[0].get_loop().call_soon_threadsafe(block)
-        assert blocked.wait(TIMEOUT_S)
-        for connection, message, head in zip(connections, messages, heads, strict=True):
-            connection.sendall(message[head:])
-        go_on.set()
-        for _ in messages:
+    def body(number, **fields):
+        return request_bytes({"prompt": [5 + number % 20] * 30, "max_tokens": 1, **fields})
+
+    plans = Plans()
+    with gated("vllm", max_queued_best_effort=60, num_gpu_blocks=64) as (server, gate, watched), ExitStack() as stack:
+        server.service.add_observer(plans)
+        messages = [*(body(number, priority=1) for number in range(40)), body(40)]
+        connections = []
+        for message in messages:
+            connections.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port))))
+            connections[-1].sendall(message)
             wait_for(watched.submitted)
-        assert submitted.count(BE) == 40 and submitted.index(LS) < 4
-        assert [b"priority" in data for data in parsed].index(False) < 4
         gate.open()
         for connection in connections:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert LS in plans.classes[0] | plans.classes[1]
+    assert sum(classes == {BE} for classes in plans.classes) > 30
 
 
 def test_the_class_of_a_body_that_began_before_it_was_complete_is_known_once_it_is_parsed():

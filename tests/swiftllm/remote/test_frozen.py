@@ -1,0 +1,67 @@
+"""A host that stops for a while holds up its own requests and no others."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from swiftllm.core.request import Tier
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.remote.frames import Kind
+from tests.swiftllm.remote.hosts import SECRET, start_host_process
+from tests.swiftllm.remote.test_deaths import in_home, remote, step_until
+from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, open_engine, run_to_end, tiny  # noqa: F401
+
+SILENCE_S = 20.0  # so that the host does not count as dead, however slow this machine is
+NUM_REQUESTS = 14
+TOKENS = 6  # more than an iteration gives
+
+
+@pytest.mark.parametrize("variant", ["apex-overlap", "adaptive-free-running"])
+def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, variant: str, monkeypatch) -> None:  # noqa: F811
+    """Requests of the frozen host are wanted on the GPU meanwhile. They get the same tokens once it goes on."""
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    monkeypatch.setattr("swiftllm.remote.channel.SILENCE_S", SILENCE_S)
+    model_dir, prompts, expected = tiny
+    process, address = start_host_process(120 * BLOCK_BYTES)
+    try:
+        engine = open_engine(model_dir, variant, [address], num_gpu_blocks=60, num_cpu_blocks=20, max_model_len=90)
+        first = engine.kv.homes.pools[1].first
+        returned, swap = [], engine.backend.swap
+
+        def noted(swaps):
+            returned.extend(s.request.request_id for s in swaps if s.source is Tier.CPU and s.source_blocks[0] >= first)
+            swap(swaps)
+
+        monkeypatch.setattr(engine.backend, "swap", noted)
+        requests = [
+            engine.add_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS))  # the first one stays on the GPU
+            for i, prompt in enumerate(prompts[:NUM_REQUESTS])
+        ]
+        scheduler = engine.scheduler
+        step_until(engine, lambda: not scheduler.waiting and not scheduler.prefilling and bool(in_home(engine, 1)))
+        there = in_home(engine, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        returned.clear()
+        channel, wanted = remote(engine).channel, []
+        ask = channel.ask
+        monkeypatch.setattr(channel, "ask", lambda header, *rest: (wanted.append(header.kind), ask(header, *rest))[1])
+        tokens = 0
+        while tokens < TOKENS:
+            outputs = engine.step()
+            assert not channel.is_dead, f"a step waited for the host after {tokens} tokens"
+            if Kind.GET in wanted:
+                tokens += sum(len(output.new_token_ids) for output in outputs)
+        assert not returned
+        os.kill(process.pid, signal.SIGCONT)
+        run_to_end(engine)
+        assert there & set(returned), "no request of the frozen host was wanted on the GPU"
+        for request, whole in zip(requests, expected, strict=False):
+            assert tuple(request.output_token_ids) == whole[: request.sampling.max_tokens]
+        assert engine.stats().host_deaths == 0
+        engine.close()
+    finally:
+        process.kill()
+        process.wait()
