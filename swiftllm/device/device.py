@@ -13,6 +13,12 @@ from typing import Protocol
 
 import torch
 
+ANSWER_S = 60.0  # that a device gets to finish what the host waits for
+
+
+class DeviceHung(RuntimeError):
+    """The device has not finished its work within ``ANSWER_S``, and may never do so."""
+
 
 class Event(Protocol):
     """A mark on a stream."""
@@ -21,7 +27,11 @@ class Event(Protocol):
         """Whether all work before the mark is done; never blocks."""
 
     def synchronize(self) -> None:
-        """Block until then; the calling thread sleeps, without the GIL."""
+        """Block until then; the calling thread sleeps, without the GIL.
+
+        Raises:
+            DeviceHung: it takes longer than ``ANSWER_S``.
+        """
 
 
 class Stream(Protocol):

@@ -95,7 +95,7 @@ class ShardedBackend(RankBackend):
             RankFailed: a rank could not start; the message says why.
         """
         size, hardware = config.tensor_parallel, open_device(config.device)
-        on_gpu = hardware.torch_device.type == "cuda"
+        on_gpu = hardware.torch_device.type != "cpu"
         if on_gpu and torch.cuda.device_count() < size:
             raise ValueError(
                 f"tensor_parallel={size} needs as many GPUs and torch sees {torch.cuda.device_count()}: lower it, or "
@@ -154,7 +154,7 @@ class ShardedBackend(RankBackend):
         """As many blocks as fit on every rank. All have loaded their weights by then, so what is left is shared."""
         loaded = [peer.answer("loaded")[0] for peer in self._peers]
         if device_bytes is not None:
-            device_bytes = min(device_bytes, *loaded)
+            device_bytes = min([device_bytes, *loaded])
         host_bytes = available_host_bytes() // self.group.size
         plan = plan_blocks(config, self.kv_bytes_per_block, host_bytes, device_bytes)
         self._admit(self._peers, plan, epoch=0)
@@ -277,6 +277,8 @@ class ShardedBackend(RankBackend):
         Raises:
             RankFailed: a rank could not be replaced; the message says why.
         """
+        if not self._is_whole:
+            self.leave()  # the device may wait for a rank, and the host for the device
         super().recover()
         if not (self._is_whole and self._reset()):
             self._regroup()
@@ -292,12 +294,12 @@ class ShardedBackend(RankBackend):
 
     def _regroup(self) -> None:
         """Meet anew, with new processes in place of the ranks that are gone. Those that live keep their weights."""
-        self.group.leave()  # releases ranks that wait for this one
+        self.leave()  # releases ranks that wait for this one
         epoch = next(self._epochs)
         stayed: list[Peer] = []
         for index, peer in enumerate(self._peers):
             try:
-                peer.reset(epoch, RESET_S)
+                peer.reset(epoch, RESET_S, leaves=True)
                 stayed.append(peer)
             except RankFailed as failure:
                 logger.warning("starting rank %d again: %s", peer.rank, failure)
@@ -323,7 +325,7 @@ class ShardedBackend(RankBackend):
         if self.group.fails_by_itself:
             return
         call = self._call
-        self.group.leave()
+        self.leave()
         if not call:  # the next one fails, as it cannot be sent
             return
         time.sleep(RELEASE_S)
@@ -332,7 +334,7 @@ class ShardedBackend(RankBackend):
             os._exit(EXIT_STUCK)
 
     def close(self) -> None:
-        self.group.leave()  # an interrupted call may have left ranks in a collective
+        self.leave()  # an interrupted call may have left ranks in a collective
         for peer in self._peers:
             peer.end()
         super().close()

@@ -6,14 +6,20 @@ time, each rank computes alone, so that it can load and measure without waiting 
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 
+from swiftllm.device.threads import DeviceThread
+
+logger = logging.getLogger(__name__)
+
 HOST = "127.0.0.1"  # all ranks are in one machine
 TIMEOUT = timedelta(seconds=60)  # of a collective, for a rank that is alive and does not answer
+LEAVE_S = 10.0  # that the communicator gets to give up its collectives
 
 
 class Group:
@@ -49,10 +55,29 @@ class Group:
             self.all_agree(True)  # NCCL connects in the first collective, which must not be captured
 
     def leave(self) -> None:
-        """Break off: collectives under way raise, here and on the other ranks. From any thread."""
+        """Break off: collectives under way raise, here and on the other ranks. From any thread.
+
+        No captured graph may hold collectives of this group any more: NCCL waits until none does. It gets ``LEAVE_S``;
+        what it still waits for then is left behind.
+        """
         ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.abort()
+        if ranks is None:
+            return
+        failures: list[BaseException] = []
+
+        def abort() -> None:
+            try:
+                ranks.abort()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = DeviceThread(abort, name="leave-group")
+        thread.start()
+        thread.join(LEAVE_S)
+        if thread.is_alive():
+            logger.error("rank %d leaves the group behind, which is not given up within %g s", self.rank, LEAVE_S)
+        if failures:
+            raise failures[0]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""

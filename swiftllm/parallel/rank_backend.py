@@ -43,9 +43,13 @@ class RankBackend(TorchBackend):
             self.graphs.all_agree = self.group.all_agree
         super()._capture_graphs()
 
-    def rejoin(self, epoch: int) -> None:
-        """Join the ranks anew, after :meth:`Group.leave`."""
+    def leave(self) -> None:
+        """See :meth:`Group.leave`. Captured graphs go first, since they hold the communicator. From any thread."""
         if self.graphs is not None:
             self.graphs.close()
+        self.group.leave()
+
+    def rejoin(self, epoch: int) -> None:
+        """Join the ranks anew, after :meth:`leave`."""
         self.group.join(epoch)
         self._capture_graphs()

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import torch
 
 from swiftllm.device.device import Event
+from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import HostDied, TicketTimes
 from swiftllm.remote.frames import (
     HEADER,
@@ -115,7 +116,7 @@ class Channel:
         self.error: str | None = None
         set_silence_limit(connection, SILENCE_S)
         self._threads = [
-            threading.Thread(target=work, name=f"{what}-{name}", daemon=True)
+            DeviceThread(work, name=f"{what}-{name}")
             for what, work in (("send", self._send_all), ("receive", self._receive_all))
         ]
         for thread in self._threads:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from swiftllm.device.device import Event
+from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import HostDied
 from swiftllm.remote.channel import Channel, RemoteTicket
 from swiftllm.remote.frames import Header, Kind, as_bytes, connect
@@ -67,7 +68,7 @@ class RemoteCpuTier:
         self._fresh: Channel | None = None
         self._is_lost = False
         self.channel = self._connect()
-        self._keeper = threading.Thread(target=self._keep, name=f"keep-{self.channel.name}", daemon=True)
+        self._keeper = DeviceThread(self._keep, name=f"keep-{self.channel.name}")
         self._keeper.start()
 
     def _connect(self) -> Channel:

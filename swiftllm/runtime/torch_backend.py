@@ -283,6 +283,9 @@ class TorchBackend:
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
             batch.residual, batch.qkv = residual[rows], qkv[rows]
+            if isinstance(batch, CohortBatch) and len(batches) > 1:
+                # The lane may be a thousand times wider. Its memory must not stay until the cohort's next boundary.
+                batch.residual, batch.qkv = batch.residual.clone(), batch.qkv.clone()
             start = rows.stop
 
     @torch.inference_mode()
@@ -352,8 +355,14 @@ class TorchBackend:
         return self._sampler.take_logprobs()
 
     def recover(self) -> None:
+        """See :meth:`swiftllm.engine.backend.Backend.recover`.
+
+        Raises:
+            DeviceHung: the device does not end the work under way.
+        """
         self.cpu_tier.recover()
         self._sampler.take_logprobs()
+        self.hardware.compute.mark().synchronize()
 
     def close(self) -> None:
         self.cpu_tier.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, TokenLogprob
+from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
 from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
@@ -101,8 +101,8 @@ class EngineService:
         self._watchdog = Watchdog(engine, self._open_requests, self._loop, clock, limits.stall_timeout_s)
         self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
         self._threads = [
-            threading.Thread(target=self._loop.run, name="engine", daemon=True),
-            threading.Thread(target=self._watchdog.run, name="watchdog", daemon=True),
+            DeviceThread(self._loop.run, name="engine"),
+            DeviceThread(self._watchdog.run, name="watchdog"),
         ]
 
     def start(self) -> None:
