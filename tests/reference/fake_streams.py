@@ -184,6 +184,9 @@ class FakeWorker:
         while not ticket.is_over():
             assert self.step(), "a task waits for itself"
 
+    def start_again(self) -> None:
+        """It never ends."""
+
     def close(self) -> None:
         while self.step():
             pass
