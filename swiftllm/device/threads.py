@@ -13,7 +13,7 @@ class DeviceThread(threading.Thread):
     """A daemon thread that works on the GPU of the thread that makes it.
 
     CUDA gives each new thread GPU 0. A thread that only waits for an event would open a context there, which takes some
-    hundred MiB. So every thread of the engine is one of these.
+    hundred MiB. So every thread of an engine is one of these.
     """
 
     def __init__(self, target: Callable[..., Any], *arguments: Any, name: str) -> None:

@@ -102,7 +102,7 @@ class ShardedBackend(RankBackend):
                 "take device='cpu'"
             )
         shard = Shard(ModelConfig.from_folder(config.model), 0, size)
-        self.group = group = Group(0, size, hardware.torch_device)
+        self.group = group = Group(0, size, hardware)
         division = core_divisions(config, lane_on_cpu=not on_gpu)[0]
         self._threads = most_lane_threads(max(1, usable_cores() // size))
         self._settings = asdict(replace(config, lane_threads=division.lane_threads, cpu_threads=division.cpu_threads))

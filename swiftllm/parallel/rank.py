@@ -63,7 +63,7 @@ class PeerBackend(RankBackend):
         """``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own."""
         self._channel = channel
         hardware = open_device(config.device, rank)
-        group = Group(rank, size, hardware.torch_device, port)
+        group = Group(rank, size, hardware, port)
         shard = Shard(ModelConfig.from_folder(config.model), rank, size)
         super().__init__(config, shard, group, self._make_worker(threaded), hardware)
 

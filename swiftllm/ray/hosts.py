@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from swiftllm.device.threads import DeviceThread
 from swiftllm.remote.frames import SECRET_VARIABLE
 
 try:
@@ -40,7 +39,7 @@ class HostActor:
 
         address = ray.util.get_node_ip_address()
         self._host = AttentionHost((address, 0), secret)
-        DeviceThread(self._host.serve_forever, name="attention-host").start()
+        threading.Thread(target=self._host.serve_forever, daemon=True).start()
 
     def address(self) -> tuple[str, int]:
         return self._host.address

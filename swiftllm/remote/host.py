@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 import pacpu
-from swiftllm.device.threads import DeviceThread
 from swiftllm.kv.pools import host_tensor
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
@@ -135,7 +134,7 @@ class AttentionHost:
                 time.sleep(0.1)  # too many open files, say
                 continue
             name = f"engine-{peer[0]}:{peer[1]}"
-            DeviceThread(self._serve, connection, name, name=name).start()
+            threading.Thread(target=self._serve, args=[connection, name], name=name, daemon=True).start()
 
     def close(self) -> None:
         """Stop listening and end all connections."""
@@ -258,7 +257,7 @@ class Session:
             OSError: it ended.
         """
         set_silence_limit(self._connection, 0)
-        threads = [DeviceThread(work, name=work.__name__) for work in (self._compute_all, self._beat)]
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._compute_all, self._beat)]
         for thread in threads:
             thread.start()
         try:

@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,17 @@ class FakeCuda(TorchDispatchMode):
         return tensor.inner
 
     def give_back(self, home: FakeStream, readers: set[FakeStream], inner: torch.Tensor) -> None:
-        self.allocated -= inner.nbytes
-        for stream in readers - {home}:
+        others = readers - {home}
+        if not others:
+            self.allocated -= inner.nbytes
+        still_reading = set(others)
+
+        def passed(stream: FakeStream) -> None:
+            still_reading.remove(stream)
+            self.allocated -= 0 if still_reading else inner.nbytes
+
+        for stream in others:
+            stream.put(partial(passed, stream))
             event = FakeEvent()
             event.record(stream)
             home.put(event)
@@ -227,6 +237,8 @@ class FakeCuda(TorchDispatchMode):
 
     def _allocate(self, like: torch.Tensor) -> DeviceTensor:
         inner = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        if self.allocated + inner.nbytes > self.total_bytes:
+            self._synchronize()  # as torch: streams may be done with memory that was given back
         if self.allocated + inner.nbytes > self.total_bytes:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: no {inner.nbytes} beside {self.allocated} bytes")
         poison(inner)
