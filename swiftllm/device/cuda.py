@@ -16,7 +16,8 @@ from swiftllm.machine import GIB, InsufficientMemory, card_share
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
 GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 1e-3  # between two looks at an event; an eighth of what was waited so far
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 1e-3  # between two looks at an event; in between, by what was waited so far
+LATE = 1 / 32  # of the wait
 AGAIN_S = 0.1  # instead of ANSWER_S, while a device that was waited for in vain has not gone on
 
 
@@ -51,7 +52,7 @@ class CudaEvent:
                 self._silence.event = self._silence.event or self
                 within = f"within {limits.ANSWER_S:g} s"
                 raise DeviceHung(f"the GPU has not finished its work {within}: it hangs, or waits for another GPU")
-            time.sleep(min(max(FIRST_PAUSE_S, waited_s / 8), LONGEST_PAUSE_S))
+            time.sleep(min(max(FIRST_PAUSE_S, LATE * waited_s), LONGEST_PAUSE_S))
 
 
 class CudaStream:

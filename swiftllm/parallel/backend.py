@@ -46,6 +46,7 @@ from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, nu
 logger = logging.getLogger(__name__)
 
 RESET_S = 5.0  # that a rank gets to drop its work before it is replaced
+RESTART_S = 600.0  # that a rank gets to load its weights again, and to capture its graphs
 RELEASE_S = 10.0  # that a GPU gets to give up a collective with a rank that has died
 EXIT_STUCK = 70
 
@@ -308,13 +309,13 @@ class ShardedBackend(RankBackend):
                 self._num_replaced += 1
         fresh = [peer for peer in self._peers if peer not in stayed]
         for peer in fresh:
-            peer.answer("loaded")
+            peer.answer("loaded", RESTART_S)
         self._admit(fresh, self.kv_plan, epoch)
         for peer in stayed:
             peer.send("rejoin", epoch)
         self.rejoin(epoch)
         for peer in self._peers:
-            peer.answer("done")
+            peer.answer("done", RESTART_S)
 
     def _release(self) -> None:
         """Called when a rank has died, on a thread of its own: nothing here may wait for it for ever.

@@ -131,7 +131,7 @@ class FakeCuda(TorchDispatchMode):
         """From now on no work on the GPU is ever done, and no event passes."""
         self.is_hung = True
 
-    def _Event(self) -> FakeEvent:
+    def _Event(self, blocking: bool = False) -> FakeEvent:
         return FakeEvent()
 
     def _CUDAGraph(self) -> FakeGraph:

@@ -1,4 +1,4 @@
-"""A GPU as the engine opens it, and one that hangs: waits, steps, recoveries and servers end with an error that says so."""
+"""A GPU as the engine opens it, and one that hangs: waits, steps, recoveries and servers end with a clear error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_wait_for_a_gpu_that_hangs_ends_and_later_ones_end_soon(monkeypatch: p
         stream.mark().synchronize()
         cuda.hang()
         for _ in range(2):
-            with pytest.raises(DeviceHung, match="the GPU has not finished its work within 0.05 s"):
+            with pytest.raises(DeviceHung, match=r"the GPU has not finished its work within 0\.05 s"):
                 stream.mark().synchronize()
         monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 3600.0)
         with pytest.raises(DeviceHung):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
+from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.backend import ShardedBackend
+from swiftllm.parallel.channel import Channel
 from swiftllm.parallel.group import Group
+from swiftllm.parallel.team import Peer
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_cards import FakeNccl
@@ -71,3 +76,19 @@ def test_a_group_that_nccl_does_not_give_up_is_left_behind(monkeypatch: pytest.M
         over.set()
         assert group.all_agree(True)  # alone
         group.join(1)
+
+
+def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a rank has nothing to report. Later waits end at once."""
+    monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 0.05)
+    own, its = socket.socketpair()
+    ended = threading.Event()
+    process = SimpleNamespace(wait=lambda: ended.wait(30.0), pid=0)
+    with own, its:
+        peer = Peer(1, SimpleNamespace(start=lambda *_: (process, Channel(own))), 1, (), lambda: None)
+        with pytest.raises(RankFailed, match=r"rank 1 has finished no CPU attention for 0\.05 s"):
+            peer.wait_until_finished(1)
+        monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 3600.0)
+        with pytest.raises(RankFailed):
+            peer.wait_until_finished(1)
+        ended.set()
