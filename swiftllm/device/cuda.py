@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from swiftllm.device import device as limits
-from swiftllm.device.device import DeviceHung, Graph
+from swiftllm.device import limits
+from swiftllm.device.device import Graph
+from swiftllm.device.limits import DeviceHung
 from swiftllm.machine import GIB, InsufficientMemory, card_share
 
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate

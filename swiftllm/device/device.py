@@ -13,12 +13,6 @@ from typing import Protocol
 
 import torch
 
-ANSWER_S = 60.0  # that a device gets to finish what the host waits for
-
-
-class DeviceHung(RuntimeError):
-    """The device has not finished its work within ``ANSWER_S``, and may never do so."""
-
 
 class Event(Protocol):
     """A mark on a stream."""
@@ -30,7 +24,7 @@ class Event(Protocol):
         """Block until then; the calling thread sleeps, without the GIL.
 
         Raises:
-            DeviceHung: it takes longer than ``ANSWER_S``.
+            DeviceHung: it takes too long; see :mod:`swiftllm.device.limits`.
         """
 
 

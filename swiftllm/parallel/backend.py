@@ -130,6 +130,7 @@ class ShardedBackend(RankBackend):
                 peer.answer("done")
         except BaseException as error:
             why = self._explained(error)
+            self.leave()
             for peer in self._peers:
                 peer.end(at_once=True)
             self._unbind()

@@ -8,12 +8,15 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.providers import ResidentWeights, WeightProvider, read_weights
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
+from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.interface import MakeWorker
 
 
 class RankBackend(TorchBackend):
     """What all ranks have in common. A rank loads alone; it has joined the others before it allocates its KV cache."""
+
+    graphs: LayerGraphs | None = None
 
     def __init__(
         self, config: EngineConfig, shard: Shard, group: Group, make_worker: MakeWorker, hardware: Device

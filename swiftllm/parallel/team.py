@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from swiftllm.device import device as limits
+from swiftllm.device import limits
 from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.channel import ChannelClosed, Message

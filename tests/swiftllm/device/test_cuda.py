@@ -16,7 +16,7 @@ from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.device.device import DeviceHung
+from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.service import EngineService, NewRequest
 from tests.reference.fake_device import FakeCuda
@@ -35,7 +35,7 @@ SYSTEMS = {
 
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 0.05)
+    monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_wait_for_a_gpu_that_hangs_ends_and_later_ones_end_soon(monkeypatch: p
         for _ in range(2):
             with pytest.raises(DeviceHung, match=r"the GPU has not finished its work within 0\.05 s"):
                 stream.mark().synchronize()
-        monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 3600.0)
+        monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 3600.0)
         with pytest.raises(DeviceHung):
             stream.mark().synchronize()
         cuda.is_hung = False  # it was slow

@@ -19,6 +19,8 @@ from swiftllm.parallel.channel import Channel
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.team import Peer
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.interface import AttentionWorker
+from swiftllm.runtime.workers.task import TaskRunner
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_cards import FakeNccl
 from tests.reference.fake_device import FakeCuda
@@ -62,6 +64,20 @@ def test_a_server_of_ranks_with_graphs_recovers_and_shuts_down(model_dir: Path) 
         assert cuda.lost_graphs == cuda.captures == captures
 
 
+def test_a_start_that_fails_after_graphs_were_captured_ends(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[FakeNccl] = []
+    abort = FakeNccl.abort
+    monkeypatch.setattr(FakeNccl, "abort", lambda group: (abort(group), given_up.append(group)))
+
+    def no_worker(runner: TaskRunner) -> AttentionWorker:
+        raise OSError("no more threads")
+
+    with fake_gpu(0) as cuda:
+        with pytest.raises(OSError, match="no more threads"):
+            ShardedBackend(config_of(model_dir), no_worker)
+        assert cuda.captures and len(given_up) == 1
+
+
 def test_a_group_that_nccl_does_not_give_up_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr("swiftllm.parallel.group.LEAVE_S", 0.05)
     over = threading.Event()
@@ -80,7 +96,7 @@ def test_a_group_that_nccl_does_not_give_up_is_left_behind(monkeypatch: pytest.M
 
 def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a rank has nothing to report. Later waits end at once."""
-    monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 0.05)
+    monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 0.05)
     own, its = socket.socketpair()
     ended = threading.Event()
     process = SimpleNamespace(wait=lambda: ended.wait(30.0), pid=0)
@@ -88,7 +104,7 @@ def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeyp
         peer = Peer(1, SimpleNamespace(start=lambda *_: (process, Channel(own))), 1, (), lambda: None)
         with pytest.raises(RankFailed, match=r"rank 1 has finished no CPU attention for 0\.05 s"):
             peer.wait_until_finished(1)
-        monkeypatch.setattr("swiftllm.device.device.ANSWER_S", 3600.0)
+        monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 3600.0)
         with pytest.raises(RankFailed):
             peer.wait_until_finished(1)
         ended.set()

@@ -31,7 +31,6 @@ def test_a_call_that_cannot_be_released_ends_the_process(monkeypatch, call: int,
     monkeypatch.setattr(backend, "RELEASE_S", 0.2)
     driver = ShardedBackend.__new__(ShardedBackend)
     driver._call = call
-    driver.graphs = None
     driver.group = StuckGroup(driver, is_released)
     driver._release()
     assert driver.group.num_left == 1
