@@ -237,7 +237,7 @@ class FakeCuda(TorchDispatchMode):
 
     def _allocate(self, like: torch.Tensor) -> DeviceTensor:
         inner = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        if self.allocated + inner.nbytes > self.total_bytes:
+        if self.allocated + inner.nbytes > self.total_bytes and not self.capturing:
             self._synchronize()  # as torch: streams may be done with memory that was given back
         if self.allocated + inner.nbytes > self.total_bytes:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: no {inner.nbytes} beside {self.allocated} bytes")

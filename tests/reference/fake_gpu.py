@@ -51,9 +51,8 @@ def fake_gpu(
 
     Whoever works on the first one by mistake is found at the end.
     """
-    with pytest.MonkeyPatch.context() as patch, FakeCuda(
-        seed, ignored=ignored, total_bytes=total_bytes
-    ) as cuda:
+    fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
+    with pytest.MonkeyPatch.context() as patch, fake as cuda:
 
         def open_device(name: str, index: int | None = OWN_CARD) -> CudaDevice:
             device = CudaDevice(index, can_capture=can_capture)
