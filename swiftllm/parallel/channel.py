@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from swiftllm.device.threads import DeviceThread
+from swiftllm.threads import DeviceThread
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16

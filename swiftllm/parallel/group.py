@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 
 from swiftllm.device.device import Device
-from swiftllm.device.threads import DeviceThread
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 

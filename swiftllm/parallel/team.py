@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from swiftllm.device import limits
-from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.channel import ChannelClosed, Message
 from swiftllm.parallel.launch import RankLauncher
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 

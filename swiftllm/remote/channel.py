@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import HostDied, TicketTimes
 from swiftllm.remote.frames import (
     HEADER,
@@ -29,6 +28,7 @@ from swiftllm.remote.frames import (
     send_frame,
     set_silence_limit,
 )
+from swiftllm.threads import DeviceThread
 
 MAX_QUEUED_BYTES = 256 << 20  # of frames that are not sent yet
 

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import HostDied
 from swiftllm.remote.channel import Channel, RemoteTicket
 from swiftllm.remote.frames import Header, Kind, as_bytes, connect
 from swiftllm.remote.host import KVShape
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from swiftllm.device.device import Event
-from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.backend import WorkerDied
 from swiftllm.runtime.workers.task import CpuTask, TaskRunner
 from swiftllm.runtime.workers.ticket import TaskTicket
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, TokenLogprob
-from swiftllm.device.threads import DeviceThread
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
 from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
 from swiftllm.server.service.snapshot import Health, Snapshot
 from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, TokenStream
 from swiftllm.server.service.watchdog import Watchdog
+from swiftllm.threads import DeviceThread
 
 __all__ = [
     "Delta",

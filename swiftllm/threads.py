@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 
 class DeviceThread(threading.Thread):
@@ -18,9 +17,10 @@ class DeviceThread(threading.Thread):
 
     def __init__(self, target: Callable[..., Any], *arguments: Any, name: str) -> None:
         super().__init__(target=target, args=arguments, name=name, daemon=True)
-        self._card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        torch = sys.modules.get("torch")  # a command that computes nothing does not load it
+        self._card = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 
     def run(self) -> None:
         if self._card is not None:
-            torch.cuda.set_device(self._card)
+            sys.modules["torch"].cuda.set_device(self._card)
         super().run()
