@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,16 +123,20 @@ def cpu_attention_beside(timer: Timer, config: Any, dtype: torch.dtype, threads:
 
 
 def measure_wake_up(timer: Timer) -> dict[str, float]:
-    """The extra time until a sleeping host notices an event, compared with a spinning host. Pacing must hide it."""
+    """The extra time until the engine's host, which sleeps, notices an event, compared with one that spins. Pacing must
+    hide it."""
     words = torch.zeros(GIB // 16, dtype=torch.int32, device=timer.device)
+    stream = open_device(timer.device.type).compute
 
-    def wait(blocking: bool) -> None:
+    def sleep() -> None:
         words.add_(1)
-        event = torch.cuda.Event(blocking=blocking)
-        event.record()
-        event.synchronize()
+        stream.mark().synchronize()
 
-    asleep, spinning = (timer.median(partial(wait, blocking)) for blocking in (True, False))
+    def spin() -> None:
+        words.add_(1)
+        torch.cuda.current_stream().synchronize()
+
+    asleep, spinning = timer.median(sleep), timer.median(spin)
     return {"us": (asleep - spinning) * 1e6}
 
 

@@ -3,44 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
+from swiftllm.device import limits
 from swiftllm.device.device import Graph
+from swiftllm.device.limits import DeviceHung
 from swiftllm.machine import GIB, InsufficientMemory, card_share
 
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
 GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 1e-4  # between two looks at an event; in between, by what was waited so far
+LATE = 1 / 32  # of the wait
+AGAIN_S = 0.1  # instead of ANSWER_S, while a device that was waited for in vain has not gone on
+
+
+class Silence:
+    """The event of a device that was waited for in vain, if there is one. Later waits then end soon: a recovery has
+    many of them."""
+
+    event: CudaEvent | None = None
+
+    def limit_s(self) -> float:
+        if self.event is not None and self.event.done():
+            self.event = None
+        return limits.ANSWER_S if self.event is None else AGAIN_S
 
 
 class CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Blocking: a waiting thread sleeps instead of taking a core from CPU attention.
-        self._event = torch.cuda.Event(blocking=True)
+    def __init__(self, stream: torch.cuda.Stream, silence: Silence) -> None:
+        self._event = torch.cuda.Event()
         self._event.record(stream)
+        self._silence = silence
 
     def done(self) -> bool:
         return self._event.query()
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        # CUDA's own wait has no limit, and a thread in it cannot be interrupted.
+        start_s, limit_s = time.monotonic(), None
+        while not self._event.query():
+            waited_s = time.monotonic() - start_s
+            limit_s = self._silence.limit_s() if limit_s is None else limit_s
+            if waited_s > limit_s:
+                self._silence.event = self._silence.event or self
+                within = f"within {limits.ANSWER_S:g} s"
+                raise DeviceHung(f"the GPU has not finished its work {within}: it hangs, or waits for another GPU")
+            time.sleep(min(max(FIRST_PAUSE_S, LATE * waited_s), LONGEST_PAUSE_S))
 
 
 class CudaStream:
     """See :class:`Stream`. Torch's allocators, for the device and for pinned host memory, reuse freed memory only after
     the streams recorded on it have passed."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, silence: Silence) -> None:
         self._stream = stream
+        self._silence = silence
 
     def running(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> CudaEvent:
-        return CudaEvent(self._stream)
+        return CudaEvent(self._stream, self._silence)
 
     def wait(self, event: CudaEvent) -> None:
         self._stream.wait_event(event._event)
@@ -68,18 +96,27 @@ class CudaStream:
 class CudaDevice:
     """See :class:`Device`. Threads may use it at the same time, each for its own work."""
 
-    def __init__(self, *, can_capture: bool = True) -> None:
-        """``can_capture=False`` launches every kernel on its own, for debugging and comparisons."""
+    def __init__(self, index: int | None = None, *, can_capture: bool = True) -> None:
+        """The GPU with this index, on which the calling thread works from now on; by default the one it works on.
+
+        ``can_capture=False`` launches every kernel on its own, for debugging and comparisons.
+        """
+        if index is not None:
+            torch.cuda.set_device(index)
+        # Else cuBLAS may add the parts of a sum in 16 bits.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self._silence = Silence()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.can_capture = can_capture
-        self.compute = CudaStream(torch.cuda.default_stream(self.torch_device))
+        self.compute = CudaStream(torch.cuda.default_stream(self.torch_device), self._silence)
         self.to_host, self.to_device, self.swap = (self.new_stream() for _ in range(3))
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
         self.graph_bytes = int(GRAPHS_SHARE * card_share() * torch.cuda.mem_get_info(self.torch_device)[1])
 
     def new_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self.torch_device))
+        return CudaStream(torch.cuda.Stream(self.torch_device), self._silence)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

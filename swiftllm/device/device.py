@@ -21,7 +21,11 @@ class Event(Protocol):
         """Whether all work before the mark is done; never blocks."""
 
     def synchronize(self) -> None:
-        """Block until then; the calling thread sleeps, without the GIL."""
+        """Block until then; the calling thread sleeps, without the GIL.
+
+        Raises:
+            DeviceHung: it takes too long; see :mod:`swiftllm.device.limits`.
+        """
 
 
 class Stream(Protocol):

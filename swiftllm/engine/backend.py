@@ -119,6 +119,10 @@ class Backend(Protocol):
         """Log-probabilities of the tokens sampled since the last call, by id of the requests that ask for them."""
 
     def recover(self) -> None:
-        """Reset after an iteration that raised. Afterwards no work is under way and no K and V are valid."""
+        """Reset after an iteration that raised. Afterwards no work is under way and no K and V are valid.
+
+        Raises:
+            DeviceHung: the GPU does not end the work under way.
+        """
 
     def close(self) -> None: ...

@@ -278,6 +278,9 @@ class Engine:
 
         Waits for CPU attention that may still use blocks. Returns the unfinished requests, oldest first. They keep
         their tokens; :meth:`requeue_request` puts each back in order of arrival, and its K and V are computed again.
+
+        Raises:
+            DeviceHung: the GPU does not end the work under way; later it may.
         """
         self.executor.abandon()
         self.backend.recover()

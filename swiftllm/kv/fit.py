@@ -18,6 +18,7 @@ from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.reference import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
+from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
 
 SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
@@ -154,6 +155,8 @@ def activation_bytes(
     attended = rows * model.num_heads * model.head_dim * itemsize
     qkv = rows * model.qkv_size * itemsize
     held = hidden + qkv + rows * rotary + chunk * context  # residual, Q, K and V, rotary rows, mask
+    if not on_host:  # K and V on their way to the CPU tier
+        held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     own_attention = held + 2 * attended
     pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 REGROUP_TRIES = 3  # a rank may also die while it loads
 RESET_S = 5.0  # that a rank gets to drop its work before it is replaced
+RESTART_S = 600.0  # that a rank gets to load its weights again, and to capture its graphs
 RELEASE_S = 10.0  # that a GPU gets to give up a collective with a rank that has died
 EXIT_STUCK = 70
 
@@ -96,14 +97,14 @@ class ShardedBackend(RankBackend):
             RankFailed: a rank could not start; the message says why.
         """
         size, hardware = config.tensor_parallel, open_device(config.device)
-        on_gpu = hardware.torch_device.type == "cuda"
+        on_gpu = hardware.torch_device.type != "cpu"
         if on_gpu and torch.cuda.device_count() < size:
             raise ValueError(
                 f"tensor_parallel={size} needs as many GPUs and torch sees {torch.cuda.device_count()}: lower it, or "
                 "take device='cpu'"
             )
         shard = Shard(ModelConfig.from_folder(config.model), 0, size)
-        self.group = group = Group(0, size, hardware.torch_device)
+        self.group = group = Group(0, size, hardware)
         division = core_divisions(config, lane_on_cpu=not on_gpu)[0]
         self._threads = most_lane_threads(max(1, usable_cores() // size))
         self._settings = asdict(replace(config, lane_threads=division.lane_threads, cpu_threads=division.cpu_threads))
@@ -130,6 +131,7 @@ class ShardedBackend(RankBackend):
                 peer.answer("done")
         except BaseException as error:
             why = self._explained(error)
+            self.leave()
             for peer in self._peers:
                 peer.end(at_once=True)
             self._unbind()
@@ -155,7 +157,7 @@ class ShardedBackend(RankBackend):
         """As many blocks as fit on every rank. All have loaded their weights by then, so what is left is shared."""
         loaded = [peer.answer("loaded")[0] for peer in self._peers]
         if device_bytes is not None:
-            device_bytes = min(device_bytes, *loaded)
+            device_bytes = min([device_bytes, *loaded])
         host_bytes = available_host_bytes() // self.group.size
         plan = plan_blocks(config, self.kv_bytes_per_block, host_bytes, device_bytes)
         self._admit(self._peers, plan, epoch=0)
@@ -278,6 +280,8 @@ class ShardedBackend(RankBackend):
         Raises:
             RankFailed: a rank could not be replaced in ``REGROUP_TRIES`` tries; the message says why.
         """
+        if not self._is_whole:
+            self.leave()  # the device may wait for a rank, and the host for the device
         super().recover()
         if not (self._is_whole and self._reset()):
             for left in reversed(range(REGROUP_TRIES)):
@@ -304,12 +308,12 @@ class ShardedBackend(RankBackend):
         Raises:
             RankFailed: a rank failed meanwhile. Those that were new have ended, as they may not have begun to serve.
         """
-        self.group.leave()  # releases ranks that wait for this one
+        self.leave()  # releases ranks that wait for this one
         epoch = next(self._epochs)
         stayed: list[Peer] = []
         for index, peer in enumerate(self._peers):
             try:
-                peer.reset(epoch, RESET_S)
+                peer.reset(epoch, RESET_S, leaves=True)
                 stayed.append(peer)
             except RankFailed as failure:
                 logger.warning("starting rank %d again: %s", peer.rank, failure)
@@ -319,13 +323,13 @@ class ShardedBackend(RankBackend):
         fresh = [peer for peer in self._peers if peer not in stayed]
         try:
             for peer in fresh:
-                peer.answer("loaded")
+                peer.answer("loaded", RESTART_S)
             self._admit(fresh, self.kv_plan, epoch)
             for peer in stayed:
                 peer.send("rejoin", epoch)
             self.rejoin(epoch)
             for peer in self._peers:
-                peer.answer("done")
+                peer.answer("done", RESTART_S)
         except Exception as error:
             why = self._explained(error)
             for peer in fresh:
@@ -341,7 +345,7 @@ class ShardedBackend(RankBackend):
         if self.group.fails_by_itself:
             return
         call = self._call
-        self.group.leave()
+        self.leave()
         if not call:  # the next one fails, as it cannot be sent
             return
         time.sleep(RELEASE_S)
@@ -350,7 +354,7 @@ class ShardedBackend(RankBackend):
             os._exit(EXIT_STUCK)
 
     def close(self) -> None:
-        self.group.leave()  # an interrupted call may have left ranks in a collective
+        self.leave()  # an interrupted call may have left ranks in a collective
         for peer in self._peers:
             peer.end()
         super().close()

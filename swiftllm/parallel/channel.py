@@ -14,6 +14,8 @@ import threading
 from collections import deque
 from typing import Any
 
+from swiftllm.threads import DeviceThread
+
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 16
 
@@ -96,7 +98,7 @@ class Channel:
             self.wait_until_closed()
             os._exit(0)
 
-        threading.Thread(target=watch, name="exit-when-closed", daemon=True).start()
+        DeviceThread(watch, name="exit-when-closed").start()
 
     def close(self) -> None:
         self._end.close()

@@ -6,14 +6,21 @@ time, each rank computes alone, so that it can load and measure without waiting 
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 
+from swiftllm.device.device import Device
+from swiftllm.threads import DeviceThread
+
+logger = logging.getLogger(__name__)
+
 HOST = "127.0.0.1"  # all ranks are in one machine
 TIMEOUT = timedelta(seconds=60)  # of a collective, for a rank that is alive and does not answer
+LEAVE_S = 10.0  # that the communicator gets to give up its collectives
 
 
 class Group:
@@ -25,11 +32,11 @@ class Group:
         fails_by_itself: whether a collective raises once another rank has died. Else only :meth:`leave` releases it.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, port: int = 0) -> None:
+    def __init__(self, rank: int, size: int, hardware: Device, port: int = 0) -> None:
         self.rank = rank
         self.size = size
-        self.fails_by_itself = device.type == "cpu"
-        self._device = device
+        self.fails_by_itself = hardware.torch_device.type == "cpu"
+        self._hardware = hardware
         self._store = dist.TCPStore(HOST, port, None, rank == 0, TIMEOUT, wait_for_workers=False)
         self.port = self._store.port
         self._ranks: dist.ProcessGroup | None = None
@@ -37,7 +44,7 @@ class Group:
     def join(self, epoch: int) -> None:
         """Meet the ranks that join the same ``epoch``, a number not used before; returns when all have."""
         store = dist.PrefixStore(f"epoch-{epoch}", self._store)
-        if self._device.type == "cpu":
+        if self.fails_by_itself:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
             options._threads, options._timeout = 1, TIMEOUT
@@ -49,10 +56,29 @@ class Group:
             self.all_agree(True)  # NCCL connects in the first collective, which must not be captured
 
     def leave(self) -> None:
-        """Break off: collectives under way raise, here and on the other ranks. From any thread."""
+        """Break off: collectives under way raise, here and on the other ranks. From any thread.
+
+        No captured graph may hold collectives of this group any more: NCCL waits until none does. It gets ``LEAVE_S``;
+        what it still waits for then is left behind.
+        """
         ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.abort()
+        if ranks is None:
+            return
+        failures: list[BaseException] = []
+
+        def abort() -> None:
+            try:
+                ranks.abort()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = DeviceThread(abort, name="leave-group")
+        thread.start()
+        thread.join(LEAVE_S)
+        if thread.is_alive():
+            logger.error("rank %d leaves the group behind, which is not given up within %g s", self.rank, LEAVE_S)
+        if failures:
+            raise failures[0]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""
@@ -73,11 +99,18 @@ class Group:
         return torch.cat(parts, dim=1)[:, :width].contiguous()
 
     def all_agree(self, is_well: bool) -> bool:
-        """Whether all ranks say so."""
+        """Whether all ranks say so.
+
+        Raises:
+            DeviceHung: a rank does not answer.
+        """
         if self._ranks is None:
             return is_well
-        answer = torch.tensor([int(not is_well)], device=self._device)
-        return not self.all_reduce(answer).item()
+        stream = self._hardware.compute
+        answer = torch.full((1,), int(not is_well), device=self._hardware.torch_device)
+        fetched = stream.fetch(self.all_reduce(answer))
+        stream.mark().synchronize()
+        return not fetched.item()
 
 
 def _on_this_stream(options: dist.AllreduceOptions | GatherOptions) -> dist.AllreduceOptions | GatherOptions:

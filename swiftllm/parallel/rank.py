@@ -7,8 +7,6 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
@@ -65,10 +63,8 @@ class PeerBackend(RankBackend):
     ) -> None:
         """``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own."""
         self._channel = channel
-        if torch.cuda.is_available() and config.device != "cpu":
-            torch.cuda.set_device(rank)
-        hardware = open_device(config.device)
-        group = Group(rank, size, hardware.torch_device, port)
+        hardware = open_device(config.device, rank)
+        group = Group(rank, size, hardware, port)
         shard = Shard(ModelConfig.from_folder(config.model), rank, size)
         super().__init__(config, shard, group, self._make_worker(threaded), hardware)
 
@@ -118,7 +114,7 @@ class Rank:
             except Exception as error:
                 self._is_broken = True
                 self._channel.send("failed", _text(error))
-                self.backend.group.leave()
+                self.backend.leave()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -170,8 +166,12 @@ class Rank:
     def write_blocks(self, num_blocks: int) -> None:
         self.backend.write_blocks(num_blocks, lambda done, what: None)
 
-    def reset(self, epoch: int) -> None:
-        """Drop all work under way. The answer says whether the rank is still in the group."""
+    def reset(self, epoch: int, leaves: bool) -> None:
+        """Drop all work under way. The answer says whether the rank is still in the group, which it may have to leave:
+        its device may wait for a rank that has left."""
+        if leaves:
+            self._is_broken = True
+            self.backend.leave()
         for ticket in self._tickets.values():
             with contextlib.suppress(Exception):  # reported when it happened
                 ticket.wait()
@@ -181,7 +181,7 @@ class Rank:
         self._channel.send("done", epoch, not self._is_broken)
 
     def rejoin(self, epoch: int) -> None:
-        self.backend.group.leave()
+        self.backend.leave()
         self.backend.rejoin(epoch)
         self._is_broken = False
         self._channel.send("done", epoch, True)
@@ -205,7 +205,7 @@ def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
         channel.send("done", epoch, True)
         rank_class(backend, channel).serve()
         backend.close()
-        backend.group.leave()
+        backend.leave()
     except ChannelClosed:  # the driver is gone
         pass
 

@@ -8,12 +8,15 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.providers import ResidentWeights, WeightProvider, read_weights
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
+from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.interface import MakeWorker
 
 
 class RankBackend(TorchBackend):
     """What all ranks have in common. A rank loads alone; it has joined the others before it allocates its KV cache."""
+
+    graphs: LayerGraphs | None = None
 
     def __init__(
         self, config: EngineConfig, shard: Shard, group: Group, make_worker: MakeWorker, hardware: Device
@@ -43,9 +46,13 @@ class RankBackend(TorchBackend):
             self.graphs.all_agree = self.group.all_agree
         super()._capture_graphs()
 
-    def rejoin(self, epoch: int) -> None:
-        """Join the ranks anew, after :meth:`Group.leave`."""
+    def leave(self) -> None:
+        """See :meth:`Group.leave`. Captured graphs go first, since they hold the communicator. From any thread."""
         if self.graphs is not None:
             self.graphs.close()
+        self.group.leave()
+
+    def rejoin(self, epoch: int) -> None:
+        """Join the ranks anew, after :meth:`leave`."""
         self.group.join(epoch)
         self._capture_graphs()

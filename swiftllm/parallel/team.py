@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from swiftllm.device import limits
 from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.channel import ChannelClosed, Message
 from swiftllm.parallel.launch import RankLauncher
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Peer:
         self._is_ending = False
         self._on_death = on_death
         self.process, self.channel = launcher.start(rank, threads, cores)
-        threading.Thread(target=self._watch, name=f"rank-{rank}", daemon=True).start()
+        DeviceThread(self._watch, name=f"rank-{rank}").start()
 
     def _watch(self) -> None:
         status = self.process.wait()
@@ -96,8 +98,15 @@ class Peer:
         return self.finished >= count
 
     def wait_until_finished(self, count: int) -> None:
+        """
+        Raises:
+            RankFailed: it is gone, reports a failure, or finishes nothing for ``ANSWER_S``.
+        """
         while self.finished < count:
-            self.take_in(None)
+            if self.failure is not None:
+                raise RankFailed(self.failure)
+            if not self.take_in(limits.ANSWER_S):
+                self._fail(f"has finished no CPU attention for {limits.ANSWER_S:g} s")
 
     def answer(self, name: str, timeout_s: float | None = None) -> Message:
         """What it answers by this name, without the name.
@@ -117,13 +126,13 @@ class Peer:
             self._fail(f"answers {found} instead of {name}")
         return tuple(values)
 
-    def reset(self, epoch: int, timeout_s: float) -> bool:
-        """Have it drop all work. Returns whether it is still in the group.
+    def reset(self, epoch: int, timeout_s: float, *, leaves: bool = False) -> bool:
+        """Have it drop all work, and leave the group if it ``leaves``. Returns whether it is still in the group.
 
         Raises:
             RankFailed: it is gone, or does not answer in time.
         """
-        self.send("reset", epoch)
+        self.send("reset", epoch, leaves)
         end_s = time.monotonic() + timeout_s
         while True:
             self.failure = None  # of before the reset

@@ -28,6 +28,7 @@ from swiftllm.remote.frames import (
     send_frame,
     set_silence_limit,
 )
+from swiftllm.threads import DeviceThread
 
 MAX_QUEUED_BYTES = 256 << 20  # of frames that are not sent yet
 
@@ -115,7 +116,7 @@ class Channel:
         self.error: str | None = None
         set_silence_limit(connection, SILENCE_S)
         self._threads = [
-            threading.Thread(target=work, name=f"{what}-{name}", daemon=True)
+            DeviceThread(work, name=f"{what}-{name}")
             for what, work in (("send", self._send_all), ("receive", self._receive_all))
         ]
         for thread in self._threads:

@@ -20,6 +20,7 @@ from swiftllm.engine.backend import HostDied
 from swiftllm.remote.channel import Channel, RemoteTicket
 from swiftllm.remote.frames import Header, Kind, as_bytes, connect
 from swiftllm.remote.host import KVShape
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class RemoteCpuTier:
         self._fresh: Channel | None = None
         self._is_lost = False
         self.channel = self._connect()
-        self._keeper = threading.Thread(target=self._keep, name=f"keep-{self.channel.name}", daemon=True)
+        self._keeper = DeviceThread(self._keep, name=f"keep-{self.channel.name}")
         self._keeper.start()
 
     def _connect(self) -> Channel:

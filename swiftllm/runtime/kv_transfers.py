@@ -18,8 +18,10 @@ from swiftllm.device.device import Device, Event
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import CpuTier
+from swiftllm.runtime.pacing import Pacer
 
 CHUNK_BYTES = 16 << 20  # of one transfer of blocks
+SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host
 
 
 class KVTransfers:
@@ -30,6 +32,7 @@ class KVTransfers:
         self._device = device
         self._pools = pools
         self._ops = ops
+        self._stored = Pacer(device.to_host, ahead=SNAPSHOTS - 1)
 
     def swap_blocks(self, swaps: Sequence[Swap]) -> None:
         """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied.
@@ -52,9 +55,11 @@ class KVTransfers:
     def store_rows(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Write K and V, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
         stream = self._device.to_host
+        self._stored.wait()
         kv = self._device.snapshot(kv)
         stream.wait(self._device.compute.mark())
         fetched = stream.fetch(kv)
+        self._stored.launched()
         self.cpu_tier.store(layer, fetched, blocks, offsets, stream.mark())
 
     def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -52,14 +52,12 @@ class TorchBackend:
     read when a lane or cohort opens, and must be long enough for the tokens it is about to compute.
 
     Attributes:
-        hardware: where the linear layers run.
+        hardware, model_config: where the linear layers run; of the whole model.
         graphs, placement: captured graphs, None on a host; where the weights are.
-        model_config: of the whole model.
         device, device_name: the torch device of ``hardware``, and the product's name.
         dtype: of weights, activations and KV cache.
         num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the KV cache; a block's bytes span all layers.
-        cores: threads of a lane on a CPU, and of attention over the CPU tier.
-        cpu_kernel: pacpu's kernel for attention over the CPU tier.
+        cores, cpu_kernel: threads of a lane on a CPU and of attention over the CPU tier; pacpu's kernel for that.
         cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
     """
 
@@ -283,6 +281,8 @@ class TorchBackend:
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
             batch.residual, batch.qkv = residual[rows], qkv[rows]
+            if isinstance(batch, CohortBatch) and len(batches) > 1:  # else it keeps a wide lane's memory while it waits
+                batch.residual, batch.qkv = batch.residual.clone(), batch.qkv.clone()
             start = rows.stop
 
     @torch.inference_mode()
@@ -354,6 +354,7 @@ class TorchBackend:
     def recover(self) -> None:
         self.cpu_tier.recover()
         self._sampler.take_logprobs()
+        self.hardware.compute.mark().synchronize()
 
     def close(self) -> None:
         self.cpu_tier.close()
@@ -361,8 +362,7 @@ class TorchBackend:
             self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
-        """The last boundary, for the rows that get a token and those whose prompt's log-probabilities are asked for:
-        the others are done once their K and V are stored."""
+        """The last boundary, for rows that get tokens or log-probabilities: others are done once K and V are stored."""
         for batch in batches:
             if isinstance(batch, LaneBatch) and batch.scored_rows:
                 self._score_prompts(batch)

@@ -9,13 +9,14 @@ from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from swiftllm.model.llama import LlamaModel
 from swiftllm.ops.interface import ChunkAttention
+from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import Sampler
 
 
 @torch.inference_mode()
 def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
-    """One layer of a lane full of prompts, a chunk at the end of the longest context, decodes of the most requests, and
-    their logits and samples. No KV cache is read or written."""
+    """One layer of a lane full of prompts, with K and V on their way to the CPU tier, a chunk at the end of the longest
+    context, decodes of the most requests, and their logits and samples. No KV cache is read or written."""
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)
@@ -29,6 +30,8 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
+    goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
+    on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     ops.prefill_attention([ChunkAttention(q, k.transpose(0, 1), v.transpose(0, 1), None, attention_out)], scale)
     if sizes.num_layers > 1:
@@ -54,3 +57,4 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
     sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
     sampler.take_logprobs()
+    del on_their_way

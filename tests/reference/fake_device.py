@@ -8,6 +8,9 @@ and a host that waits for an event finds it passed. Whoever forgets to wait read
 range. Memory that is given back is poisoned as soon as the stream it belongs to gets there, or, as torch promises,
 after the streams it was recorded on.
 
+There are two GPUs, and each thread works on the first until it chooses another (``cards``). Memory ends where the GPU's
+does. From :meth:`FakeCuda.hang` on the GPU answers no more.
+
 ``ignored`` names a place in the code whose waits are not carried out: what a test does to see that it would notice.
 """
 
@@ -18,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +30,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
+from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
 
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
 REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-
-
-@torch.inference_mode()
-def poison(tensor: torch.Tensor) -> None:
-    if tensor.dtype is torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else min(1 << 30, torch.iinfo(tensor.dtype).max))
-
-
-class Memory:
-    """An allocation; ends with the last tensor that lies in it."""
-
-    def __init__(self, cuda: FakeCuda, inner: torch.Tensor) -> None:
-        self.readers: set[FakeStream] = set()
-        weakref.finalize(self, cuda.give_back, cuda.current, self.readers, inner)
-
-
-class DeviceTensor(torch.Tensor):
-    """Size and place of a tensor on the device; ``inner`` is what it holds by and by."""
-
-    is_cuda = True
-
-    @staticmethod
-    def __new__(cls, cuda: FakeCuda, inner: torch.Tensor, memory: Memory) -> DeviceTensor:
-        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, device=DEVICE)
-
-    def __init__(self, cuda: FakeCuda, inner: torch.Tensor, memory: Memory) -> None:
-        self.cuda, self.inner, self.memory = cuda, inner, memory
-
-    def record_stream(self, stream: FakeStream) -> None:
-        if not self.cuda.ignores("record_stream"):
-            self.memory.readers.add(stream)
-
-    def tolist(self) -> list:
-        return self.cuda.read(self).tolist()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Hazard(f"{func} outside the fake")
 
 
 class _Again(TorchDispatchMode):
@@ -101,6 +66,10 @@ class FakeCuda(TorchDispatchMode):
         self.workers: list[FakeWorker] = []
         self.capturing = False
         self.random_state: torch.Tensor | None = None
+        self.cards = FakeCards()
+        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
+        self.is_hung = False
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
@@ -113,7 +82,11 @@ class FakeCuda(TorchDispatchMode):
         for name in ("Stream", "default_stream", "stream", "Event", "CUDAGraph", "synchronize", "mem_get_info"):
             self._patches.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         simple = {
-            "current_device": lambda: 0,
+            "current_device": self.cards.current,
+            "set_device": self.cards.choose,
+            "device_count": lambda: CARDS,
+            "get_device_properties": properties,
+            "is_initialized": lambda: True,
             "graph_pool_handle": lambda: None,
             "empty_cache": lambda: None,
             "memory_allocated": lambda device: self.allocated,
@@ -122,6 +95,8 @@ class FakeCuda(TorchDispatchMode):
         }
         for name, function in simple.items():
             self._patches.setattr(torch.cuda, name, function)
+        nccl = type("ProcessGroupNCCL", (FakeNccl,), {"__init__": lambda group, *_: FakeNccl.__init__(group, self)})
+        self._patches.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
         self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
         return super().__enter__()
 
@@ -130,6 +105,7 @@ class FakeCuda(TorchDispatchMode):
         self._patches.undo()
 
     def _Stream(self, device: object = None) -> FakeStream:
+        self.cards.touch()
         self.streams.append(FakeStream(self))
         return self.streams[-1]
 
@@ -138,6 +114,7 @@ class FakeCuda(TorchDispatchMode):
 
     @contextmanager
     def _stream(self, stream: FakeStream) -> Iterator[None]:
+        self.cards.touch()
         outer, self.current = self.current, stream
         try:
             yield
@@ -145,13 +122,17 @@ class FakeCuda(TorchDispatchMode):
             self.current = outer
 
     @contextmanager
-    def another_thread(self) -> Iterator[None]:
-        """What a thread finds that has just started: no inference mode, and the default stream."""
-        with self._stream(self.compute), torch.inference_mode(False), _Again(self):
+    def another_thread(self, card: int) -> Iterator[None]:
+        """What a thread finds that has just started: no inference mode, and the default stream of a GPU."""
+        with self.cards.working_on(card), self._stream(self.compute), torch.inference_mode(False), _Again(self):
             yield
 
+    def hang(self) -> None:
+        """From now on no work on the GPU is ever done, and no event passes."""
+        self.is_hung = True
+
     def _Event(self, blocking: bool = False) -> FakeEvent:
-        return FakeEvent(blocking)
+        return FakeEvent()
 
     def _CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
@@ -167,11 +148,12 @@ class FakeCuda(TorchDispatchMode):
 
     def advance(self) -> None:
         """The host has done something: meanwhile others have, too."""
+        self.cards.touch()
         if self._advancing or self.capturing:
             return
         self._advancing = True
         try:
-            everyone = [*self.streams, *self.workers]
+            everyone = [*([] if self.is_hung else self.streams), *self.workers]
             if self.actions % REDRAW == 0:
                 for one in everyone:
                     one.speed = self.random.choice((0.0, 0.0, 0.5, 3.0, 1000.0))
@@ -184,7 +166,7 @@ class FakeCuda(TorchDispatchMode):
             self._advancing = False
 
     def force(self, event: FakeEvent) -> None:
-        while not event.passed:
+        while not event.passed and not self.is_hung:
             self._pull(event.stream)
 
     def _pull(self, stream: FakeStream) -> None:
@@ -195,6 +177,8 @@ class FakeCuda(TorchDispatchMode):
         stream.step()
 
     def _drain(self, stream: FakeStream) -> None:
+        if self.is_hung:
+            raise Hazard("the host waits for ever: CUDA itself has no limit")
         while stream.queue:
             self._pull(stream)
 
@@ -235,15 +219,28 @@ class FakeCuda(TorchDispatchMode):
         return tensor.inner
 
     def give_back(self, home: FakeStream, readers: set[FakeStream], inner: torch.Tensor) -> None:
-        self.allocated -= inner.nbytes
-        for stream in readers - {home}:
-            event = FakeEvent(blocking=True)
+        others = readers - {home}
+        if not others:
+            self.allocated -= inner.nbytes
+        still_reading = set(others)
+
+        def passed(stream: FakeStream) -> None:
+            still_reading.remove(stream)
+            self.allocated -= 0 if still_reading else inner.nbytes
+
+        for stream in others:
+            stream.put(partial(passed, stream))
+            event = FakeEvent()
             event.record(stream)
             home.put(event)
         home.put(lambda: poison(inner))
 
     def _allocate(self, like: torch.Tensor) -> DeviceTensor:
         inner = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        if self.allocated + inner.nbytes > self.total_bytes and not self.capturing:
+            self._synchronize()  # as torch: streams may be done with memory that was given back
+        if self.allocated + inner.nbytes > self.total_bytes:
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: no {inner.nbytes} beside {self.allocated} bytes")
         poison(inner)
         self.allocated += inner.nbytes
         self.peak = max(self.peak, self.allocated)

@@ -12,11 +12,14 @@ import torch
 import apex.placement.measured
 import apex.systems
 import pacpu
+import swiftllm.parallel.backend
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.reference import ReferenceOps
 from tests.reference.fake_device import FakeCuda
-from tests.reference.fake_streams import DEVICE, FakeWorker
+from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
+
+OWN_CARD = 1
 
 
 class FakeOps(ReferenceOps):
@@ -41,17 +44,25 @@ class FakeOps(ReferenceOps):
 
 
 @contextmanager
-def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None) -> Iterator[FakeCuda]:
-    """Inside, backends compute on a fake GPU, and engines have their CPU attention done by its worker."""
-    with pytest.MonkeyPatch.context() as patch, FakeCuda(seed, ignored=ignored) as cuda:
+def fake_gpu(
+    seed: int, *, can_capture: bool = True, ignored: str | None = None, total_bytes: int = 1 << 30
+) -> Iterator[FakeCuda]:
+    """Inside, backends compute on the second of two fake GPUs, and engines have their CPU attention done by its worker.
 
-        def open_device(name: str) -> CudaDevice:
-            device = CudaDevice(can_capture=can_capture)
+    Whoever works on the first one by mistake is found at the end.
+    """
+    fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
+    with pytest.MonkeyPatch.context() as patch, fake as cuda:
+
+        def open_device(name: str, index: int | None = OWN_CARD) -> CudaDevice:
+            device = CudaDevice(index, can_capture=can_capture)
             device.torch_device = DEVICE
             return device
 
-        for module in (swiftllm.runtime.torch_backend, apex.placement.measured):
+        for module in (swiftllm.runtime.torch_backend, swiftllm.parallel.backend, apex.placement.measured):
             patch.setattr(module, "open_device", open_device)
-            patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
+            patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda), raising=False)
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         yield cuda
+        if cuda.cards.contexts != {OWN_CARD}:
+            raise Hazard(f"the process has contexts on GPUs {cuda.cards.contexts}, and computes on {OWN_CARD}")

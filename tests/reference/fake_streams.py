@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from swiftllm.runtime.workers.task import CpuTask, TaskRunner
 from swiftllm.runtime.workers.ticket import TaskTicket
 
 if TYPE_CHECKING:
+    from tests.reference.fake_cards import FakeNccl
     from tests.reference.fake_device import FakeCuda
 
 DEVICE = torch.device("meta")
@@ -25,12 +27,12 @@ class Hazard(AssertionError):
 
 
 class FakeEvent:
-    def __init__(self, blocking: bool = False) -> None:
-        assert blocking, "an event that spins takes a core from CPU attention"
+    def __init__(self) -> None:
         self.stream: FakeStream | None = None
         self.passed = False
 
     def record(self, stream: FakeStream) -> None:
+        stream.cuda.cards.touch()
         self.stream = stream
         stream.put(self._pass)
 
@@ -38,16 +40,19 @@ class FakeEvent:
         self.passed = True
 
     def query(self) -> bool:
-        self.stream.cuda.refuse_while_capturing("asks for an event")
-        self.stream.cuda.advance()
+        """The engine waits by asking until it is so, in ``CudaEvent.synchronize``: it is answered when it is so."""
+        cuda = self.stream.cuda
+        cuda.refuse_while_capturing("asks for an event")
+        cuda.advance()
+        if sys._getframe(1).f_code.co_name != "synchronize":
+            return self.passed
+        if cuda.ignores("synchronize"):
+            return True
+        cuda.force(self)
         return self.passed
 
     def synchronize(self) -> None:
-        cuda = self.stream.cuda
-        cuda.refuse_while_capturing("waits for an event")
-        cuda.advance()
-        if not cuda.ignores("synchronize"):
-            cuda.force(self)
+        raise Hazard("CUDA's own wait has no limit")
 
 
 class FakeStream:
@@ -89,6 +94,9 @@ class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.work: list[Callable[[], None]] = []
+        self.communicators: set[FakeNccl] = set()
+        cuda.cards.touch()
+        cuda.graphs.add(self)
         weakref.finalize(self, cuda.lose_graph)
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
@@ -104,6 +112,7 @@ class FakeGraph:
 
     def capture_end(self) -> None:
         self.cuda.capturing = False
+        self.communicators, self.cuda.captured_in = self.cuda.captured_in, set()
         assert not any(isinstance(work, FakeEvent) for work in self.stream.queue)
         self.work = list(self.stream.queue)
         self.stream.queue.clear()
@@ -151,6 +160,7 @@ class FakeWorker:
         self.speed = 0.0
         self.tickets: deque[FakeTicket] = deque()
         self.at_work = False
+        self.card = cuda.cards.current()  # as its thread's, see DeviceThread
         cuda.workers.append(self)
 
     def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> FakeTicket:
@@ -164,7 +174,7 @@ class FakeWorker:
             return False
         self.at_work = True
         try:
-            with self.cuda.another_thread():
+            with self.cuda.another_thread(self.card):
                 self.tickets.popleft().run(self.runner)
         finally:
             self.at_work = False
@@ -173,6 +183,9 @@ class FakeWorker:
     def finish(self, ticket: FakeTicket) -> None:
         while not ticket.is_over():
             assert self.step(), "a task waits for itself"
+
+    def start_again(self) -> None:
+        """It never ends."""
 
     def close(self) -> None:
         while self.step():

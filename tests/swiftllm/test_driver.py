@@ -32,7 +32,7 @@ def driver(folder: Path, text: str | None) -> NvidiaDriver:
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_driver_older_than_the_build_needs_is_an_error_that_says_so(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no GPU") as told:
-        open_device(name, driver(tmp_path, PROPRIETARY))
+        open_device(name, driver=driver(tmp_path, PROPRIETARY))
     for word in ("535.183.01", f"torch {torch.__version__}", "CUDA 13.0", "install driver 580", "--device cpu"):
         assert word in str(told.value)
 
@@ -52,7 +52,7 @@ def test_the_remedy_fits_the_driver_and_the_build(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(ValueError) as told:
-        open_device("auto", driver(tmp_path, text))
+        open_device("auto", driver=driver(tmp_path, text))
     assert remedy in str(told.value)
 
 
@@ -60,10 +60,10 @@ def test_the_cpu_is_taken_when_asked_for_and_where_there_is_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = driver(tmp_path, PROPRIETARY)
-    assert isinstance(open_device("cpu", old), HostDevice)
-    assert isinstance(open_device("auto", NvidiaDriver(tmp_path / "none", tmp_path / "none")), HostDevice)
+    assert isinstance(open_device("cpu", driver=old), HostDevice)
+    assert isinstance(open_device("auto", driver=NvidiaDriver(tmp_path / "none", tmp_path / "none")), HostDevice)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert isinstance(open_device("auto", old), HostDevice), "who hides the GPUs means the CPU"
+    assert isinstance(open_device("auto", driver=old), HostDevice), "who hides the GPUs means the CPU"
 
 
 def test_the_doctor_says_the_same(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from swiftllm.device.device import Event
 from swiftllm.engine.backend import WorkerDied
 from swiftllm.runtime.workers.task import CpuTask, TaskRunner
 from swiftllm.runtime.workers.ticket import TaskTicket
+from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class CpuWorker:
 
     def _start(self) -> None:
         self._queue: SimpleQueue[WorkerTicket | str] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=[self._queue], name="cpu-attention", daemon=True)
+        self._thread = DeviceThread(self._work, self._queue, name="cpu-attention")
         self._is_gone = False
         self._thread.start()
 

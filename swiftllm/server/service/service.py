@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Que
 from swiftllm.server.service.snapshot import Health, Snapshot
 from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, TokenStream
 from swiftllm.server.service.watchdog import Watchdog
+from swiftllm.threads import DeviceThread
 
 __all__ = [
     "Delta",
@@ -101,8 +101,8 @@ class EngineService:
         self._watchdog = Watchdog(engine, self._open_requests, self._loop, clock, limits.stall_timeout_s)
         self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
         self._threads = [
-            threading.Thread(target=self._loop.run, name="engine", daemon=True),
-            threading.Thread(target=self._watchdog.run, name="watchdog", daemon=True),
+            DeviceThread(self._loop.run, name="engine"),
+            DeviceThread(self._watchdog.run, name="watchdog"),
         ]
 
     def start(self) -> None:

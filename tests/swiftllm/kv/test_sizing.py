@@ -169,6 +169,55 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
         assert 0.5 * widest < taken <= widest
 
 
+def prompts_of(driver: BackendDriver, tier: Tier, count: int, length: int) -> list[LaneItem]:
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    requests = [driver.admit(f"{tier.value} prompt {i}", [5] * length, tier, sampling) for i in range(count)]
+    return [LaneItem(request, 0, length, tier, True) for request in requests]
+
+
+def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(tiny_model_dir):
+    """Each waits for its attention after it has ridden one boundary, while the next full lane crosses."""
+    config = EngineConfig(
+        str(tiny_model_dir()), dtype="float32", num_cpu_blocks=64, max_num_batched_tokens=2048, max_num_seqs=16,
+        max_model_len=256,
+    )  # fmt: skip
+    with fake_gpu(0, can_capture=False, total_bytes=64 * MIB):
+        driver = BackendDriver(TorchBackend(config))
+        backend, lane, cohorts = driver.backend, prompts_of(driver, Tier.GPU, 8, 254), []
+        riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, SamplingParams(max_tokens=2)) for i in range(8)]
+        driver.prefill(riders)
+        for rider in riders:
+            cohorts.append(backend.open_cohort([rider]))
+            backend.boundary(-1, [backend.open_lane(lane), cohorts[-1]])
+        assert len(driver.run(lane)) == len(lane)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, seed):
+    """However late its K and V are copied to the host."""
+    config = EngineConfig(
+        str(tiny_model_dir(num_hidden_layers=8, intermediate_size=512, num_key_value_heads=4)), dtype="float32",
+        num_gpu_blocks=1, num_cpu_blocks=100, max_num_batched_tokens=1024, max_num_seqs=16, max_model_len=66,
+    )  # fmt: skip
+    with fake_gpu(seed, can_capture=False) as cuda:
+        backend = TorchBackend(config)
+        driver = BackendDriver(backend)
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, sampling) for i in range(4)]
+        driver.prefill(riders)
+        lane = prompts_of(driver, Tier.CPU, 16, 64)
+
+        def peak(work) -> int:
+            torch.cuda.synchronize()
+            before = cuda.peak = cuda.allocated
+            work()
+            return cuda.peak - before
+
+        widest = peak(lambda: widest_iteration(backend._model, backend._sampler, config, torch.float32))
+        taken = peak(lambda: driver.run(lane, riders))
+        assert taken <= widest
+
+
 def test_a_gpu_too_small_for_activations_says_so(tiny_model_dir):
     with pytest.raises(InsufficientMemory, match="lower max_num_batched_tokens"):
         gpu_blocks(tiny_model_dir(), 2 * MIB, max_num_batched_tokens=4096)

@@ -41,6 +41,7 @@ class FakeChannel(Channel):
 
     def __init__(self, cuda: FakeCuda, *connection: Any) -> None:
         self.cuda, self.speed, self.at_work = cuda, 0.0, False
+        self.card = cuda.cards.current()  # as its threads', see DeviceThread
         super().__init__(*connection)
         cuda.workers.append(self)
 
@@ -59,7 +60,7 @@ class FakeChannel(Channel):
             return False
         self.at_work = True
         try:
-            with self.cuda.another_thread():
+            with self.cuda.another_thread(self.card):
                 frame = self._queue.get()
                 if frame.arrived is not None:
                     frame.arrived.synchronize()

@@ -175,7 +175,7 @@ def test_what_leaves_a_graphs_memory_is_copied_first(model_dir, expected, monkey
 
 def recorded(cuda: FakeCuda) -> FakeEvent:
     """Passes when the device has done all that was launched before."""
-    event = FakeEvent(blocking=True)
+    event = FakeEvent()
     event.record(cuda.compute)
     return event
 

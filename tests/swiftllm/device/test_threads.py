@@ -1,0 +1,93 @@
+"""Each thread of a process works on the process's GPU: CUDA gives a new thread the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import swiftllm
+from swiftllm.device.cuda import CudaDevice
+from swiftllm.parallel.team import Peer
+from swiftllm.remote.channel import Channel
+from swiftllm.remote.frames import HEADER, Header, Kind
+from swiftllm.runtime.workers.task import RowsWrite
+from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.server.service.service import EngineService
+from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_engine import fake_engine
+from tests.swiftllm.server.serving import make_requests, read_all
+
+PATIENCE_S = 30.0
+NOTHING = torch.zeros(1)
+
+
+def attend(device: CudaDevice) -> None:
+    """The worker waits for its inputs and sends its result back."""
+    worker = CpuWorker(SimpleNamespace(run_task=lambda task: None))
+    task = RowsWrite(0, NOTHING, NOTHING, NOTHING)
+    worker.submit(task, device.to_host.mark(), lambda: device.to_device.mark()).wait()
+    worker.close()
+
+
+def attend_elsewhere(device: CudaDevice) -> None:
+    """A thread sends to another host what has arrived from the GPU."""
+    own, other = socket.socketpair()
+    with own, other:
+        channel = Channel(own, "other", 1)
+        channel.post(Header(Kind.DROP), lambda: (), 0, device.to_host.mark())
+        assert len(other.recv(HEADER.size)) == HEADER.size
+        own.shutdown(socket.SHUT_RDWR)
+        assert channel.wait_dead(PATIENCE_S)
+
+
+def serve(device: CudaDevice) -> None:
+    """The engine's thread launches work."""
+    service = EngineService(fake_engine("swiftllm", num_gpu_blocks=16, num_cpu_blocks=16))
+    launch = SimpleNamespace(on_step=lambda *_: device.compute.mark(), on_finish=lambda *_: None)
+    service.add_observer(launch)
+    service.start()
+
+    async def client() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await read_all(service.submit(make_requests(1)))
+
+    asyncio.run(client())
+    service.close()
+
+
+def lose_a_rank(device: CudaDevice) -> None:
+    """Whoever notices that another rank has died gives up the collectives with it."""
+    noticed = threading.Event()
+    process = SimpleNamespace(wait=lambda: 1, pid=0)
+    launcher = SimpleNamespace(start=lambda *_: (process, None))
+    Peer(1, launcher, 1, (), lambda: (device.compute.mark(), noticed.set()))
+    assert noticed.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("work", [attend, attend_elsewhere, serve, lose_a_rank])
+def test_a_second_gpu_s_process_takes_no_memory_of_the_first(work: Callable[[CudaDevice], None]) -> None:
+    with FakeCuda(0) as cuda:
+        torch.cuda.set_device(1)
+        work(CudaDevice())
+        assert cuda.cards.contexts == {1}
+
+
+WITHOUT_GPU = {"remote/host.py", "ray/hosts.py"}  # processes that attend on a CPU
+
+
+def test_all_threads_begin_on_the_gpu_of_the_one_that_starts_them() -> None:
+    """Those that reach no GPU too, which may reach one tomorrow."""
+    (package,) = swiftllm.__path__
+    others = {
+        str(path.relative_to(package))
+        for path in Path(package).rglob("*.py")
+        if "threading.Thread(" in path.read_text() and path.name != "threads.py"
+    }
+    assert others == WITHOUT_GPU
