@@ -57,6 +57,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 # bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/weights.md).
 MOST_QUANTISED_ROWS = 512
 MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
+# On sm_90 the assembler aims at five programs per multiprocessor with tiles of 32 rows, and spills two registers for it
+# (Triton 3.7). It is told to be content with four. Other tiles and chips need no limit, and some have to exceed this.
+SPILLING_TILE, ITS_REGISTERS = (90, 32), 128
 DEQUANTISED_COLUMNS_TILE = 128
 
 
@@ -131,7 +134,7 @@ class TritonOps(ReferenceOps):
             quantised_linear_kernel, (*grid, splits),
             x, *_quantised_tensors(matrix), partial, _row_stride(x), rows, per_split,
             matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile,
-            num_warps=4,
+            num_warps=4, max_registers=ITS_REGISTERS if (self._capability, rows_tile) == SPILLING_TILE else None,
         )  # fmt: skip
         _launch(
             combine_splits_kernel, (rows, cdiv(columns, COLUMNS_TILE)),
@@ -287,9 +290,17 @@ def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor, ...]:
     return matrix.codes, matrix.scales, matrix.zeros, matrix.codes if matrix.runs is None else matrix.runs
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+) -> None:
     # Fused multiply-adds are explicit because Triton's default is about to change.
-    kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    kernel[grid](*arguments, **options, maxnreg=max_registers)
 
 
 def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor, gather: bool) -> None:
