@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.task import TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
 
 
@@ -87,3 +91,17 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
         assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outside_a_server_too(tiny_model_dir):
+    """Python's default is 5 ms, more than a layer takes. It is set before the worker's thread exists."""
+    config = EngineConfig(str(tiny_model_dir()), device="cpu", dtype="float32", num_gpu_blocks=1, num_cpu_blocks=1)
+    seen: list[float] = []
+
+    def make_worker(runner: TaskRunner) -> InlineWorker:
+        seen.append(sys.getswitchinterval())
+        return InlineWorker(runner)
+
+    sys.setswitchinterval(0.005)
+    TorchBackend(config, make_worker)
+    assert seen == [pytest.approx(0.001)]
