@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
 
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
@@ -88,7 +89,7 @@ class _Again(TorchDispatchMode):
 
 class FakeCuda(TorchDispatchMode):
     """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``attended``, rows
-    and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory."""
+    and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory; ``kernels``."""
 
     def __init__(self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30) -> None:
         super().__init__()
@@ -99,6 +100,7 @@ class FakeCuda(TorchDispatchMode):
         self.compute = self.current = FakeStream(self)
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []
+        self.kernels = Kernels(self)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0

@@ -12,22 +12,35 @@ import torch
 import apex.placement.measured
 import apex.systems
 import pacpu
+import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.reference import ReferenceOps
 from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_kernels import with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker
 
 
 class FakeOps(ReferenceOps):
-    """Decode attention as a kernel of its own, which like Triton's passes over empty rows."""
+    """Decode attention as a kernel of its own, which like Triton's passes over empty rows. Of the other operations
+    it is noted which of Triton's kernels they are."""
 
     takes_empty_rows = True
+    rms_norm = with_triton("rms_norm")
+    add_rms_norm_ = with_triton("add_rms_norm_")
+    norm_heads_ = with_triton("norm_heads_")
+    rotary_ = with_triton("rotary_")
+    silu_and_mul = with_triton("silu_and_mul")
+    store_kv = with_triton("store_kv")
+    gather_blocks = with_triton("gather_blocks")
+    scatter_blocks = with_triton("scatter_blocks")
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
+        self.cuda.kernels.launch_as_triton("decode_attention", q, k, v, kv_layer, block_tables, seq_lens, out, scale)
+
         def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
             self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
@@ -54,4 +67,5 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
             patch.setattr(module, "open_device", open_device)
             patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
+        patch.setattr(triton_ops, "_launch", cuda.kernels.launch)
         yield cuda
