@@ -56,7 +56,8 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
         lens = zeros(requests, dtype=torch.int32)
         out = zeros(requests, sizes.num_heads, sizes.head_dim)
-        ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
+        for columns in (tables, tables[:, :1]):  # many splits of a context, and a single one
+            ops.decode_attention(q[:requests], k[:requests], v[:requests], block, columns, lens, out, scale)
         del tables, out
 
     model.weights.enter(sizes.num_layers - 1)

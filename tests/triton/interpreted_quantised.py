@@ -141,6 +141,6 @@ def test_no_rows_are_no_work() -> None:
 
 @pytest.mark.parametrize("blocks, tiles", [(1, 1), (32, 1), (86, 32), (112, 2000)])
 def test_splits_are_long_enough_to_pay(blocks, tiles) -> None:
-    per_split = blocks_per_split(blocks, tiles, num_multiprocessors=16)
+    per_split = blocks_per_split(blocks, tiles, programs=64)
     assert per_split >= MIN_SPLIT_BLOCKS
     assert tiles < 64 or per_split >= blocks

@@ -51,7 +51,13 @@ COMBINE_TILE = 16
 # A split is long enough that its partial result (one fp32 head per 128 keys and values) is small beside its reads, and
 # short enough that every multiprocessor has some programs.
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# Programs of 4 warps that a multiprocessor has registers for, with up to 128 per thread. Shared memory may hold fewer.
+MOST_PROGRAMS = 4
+# What a program takes of it at most, as compiled: decode attention, and the 4-bit product by the rows of its tile.
+# ``tests/triton/compiled*.py`` hold these against the compiler.
+DOT_SHARED_BYTES, LANES_SHARED_BYTES = 38 << 10, 16 << 10
+QUANTISED_SHARED_BYTES = {16: 25 << 10, 32: 33 << 10, 64: 43 << 10}
+LEAST_SHARED_BYTES = 64 << 10  # of a multiprocessor: sm_75
 # With more rows than this, writing the matrix out in full and multiplying it by a library is faster: reading and
 # writing it are then a small part of the work. Where that begins was not measured (benchmarks/bench_gpu.py does). By
 # bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/weights.md).
@@ -72,11 +78,18 @@ class TritonOps(ReferenceOps):
     takes_empty_rows = True
 
     def __init__(
-        self, device: torch.device, capability: int, num_multiprocessors: int, library: LibraryLinears | None = None
+        self,
+        device: torch.device,
+        capability: int,
+        num_multiprocessors: int,
+        library: LibraryLinears | None = None,
+        shared_bytes: int = LEAST_SHARED_BYTES,
     ) -> None:
-        """``capability`` is the GPU's compute capability, 75 for sm_75. ``num_multiprocessors`` decides how many splits
-        a decode has. ``library`` multiplies 4-bit matrices where Triton has no tensor cores."""
+        """``capability`` is the GPU's compute capability, 75 for sm_75. The number of multiprocessors and the shared
+        memory of each decide how many splits a decode has. ``library`` multiplies 4-bit matrices where Triton has no
+        tensor cores."""
         self._library = library
+        self._shared_bytes = shared_bytes
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
@@ -88,7 +101,8 @@ class TritonOps(ReferenceOps):
 
     @property
     def in_place(self) -> MakesLinears:
-        return self if self._library is None else TritonOps(self._device, self._capability, self._num_multiprocessors)
+        about = self._device, self._capability, self._num_multiprocessors
+        return self if self._library is None else TritonOps(*about, shared_bytes=self._shared_bytes)
 
     @property
     def by_library(self) -> str | None:
@@ -127,7 +141,8 @@ class TritonOps(ReferenceOps):
         rows_tile, columns_tile = linear_tiles(rows)
         grid = cdiv(rows, rows_tile), cdiv(columns, columns_tile)
         blocks = cdiv(matrix.in_features, BLOCK_INPUTS)
-        per_split = blocks_per_split(blocks, grid[0] * grid[1], self._num_multiprocessors)
+        programs = self._programs_at_once(QUANTISED_SHARED_BYTES[rows_tile])
+        per_split = blocks_per_split(blocks, grid[0] * grid[1], programs)
         splits = cdiv(blocks, per_split)
         partial = torch.empty((splits, rows, columns), dtype=torch.float32, device=x.device)
         _launch(
@@ -231,23 +246,29 @@ class TritonOps(ReferenceOps):
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
-        split_tokens = tokens_per_split(rows * num_kv_heads, context, self._num_multiprocessors)
-        num_splits = cdiv(context, split_tokens)
-        partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
         if q.dtype.itemsize == 2 and self._capability >= TENSOR_CORES:
             kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
-            tile = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile)
+            tile, shared_bytes = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile), DOT_SHARED_BYTES
         else:
             kernel, group_tile = decode_partials_lanes_kernel, next_power_of_2(group)
             tile = max(1, 2 * TILE_ELEMENTS // (q.dtype.itemsize * group_tile * dim_tile))
+            shared_bytes = LANES_SHARED_BYTES
+        split_tokens = tokens_per_split(rows * num_kv_heads, context, self._programs_at_once(shared_bytes))
+        num_splits = cdiv(context, split_tokens)
+        partial_out, partial_lse, is_one = out, out, num_splits == 1  # which the first kernel then writes by itself
+        if not is_one:
+            partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+            partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
         _launch(
             kernel, (num_splits, num_kv_heads, rows),
             q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
-            _row_stride(q), _row_stride(k), _row_stride(v), block_tables.stride(0), num_splits, split_tokens,
-            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile,
+            _row_stride(q), _row_stride(k), _row_stride(v), _row_stride(out), block_tables.stride(0),
+            num_splits, split_tokens,
+            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one,
             num_warps=4, num_stages=DOT_STAGES,
         )  # fmt: skip
+        if is_one:
+            return
         _launch(
             decode_combine_kernel, (heads, rows),
             partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
@@ -255,10 +276,15 @@ class TritonOps(ReferenceOps):
             num_warps=4,
         )  # fmt: skip
 
+    def _programs_at_once(self, shared_bytes: int) -> int:
+        """How many programs the GPU runs at a time, each with so many bytes of shared memory."""
+        return self._num_multiprocessors * max(1, min(MOST_PROGRAMS, self._shared_bytes // shared_bytes))
 
-def tokens_per_split(num_sequences: int, context: int, num_multiprocessors: int) -> int:
-    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens."""
-    wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_sequences)
+
+def tokens_per_split(num_sequences: int, context: int, programs: int) -> int:
+    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens, on a GPU that runs so
+    many programs at once."""
+    wanted_splits = cdiv(programs, num_sequences)
     tokens = next_power_of_2(cdiv(context, wanted_splits))
     return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
 
@@ -269,9 +295,10 @@ def linear_tiles(rows: int) -> tuple[int, int]:
     return rows_tile, 64 if rows_tile == 64 else 128
 
 
-def blocks_per_split(blocks: int, tiles: int, num_multiprocessors: int) -> int:
-    """How many of a matrix's blocks of inputs one split computes, with so many tiles of rows and outputs."""
-    wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, tiles)
+def blocks_per_split(blocks: int, tiles: int, programs: int) -> int:
+    """How many of a matrix's blocks of inputs one split computes, with so many tiles of rows and outputs, on a GPU that
+    runs so many programs at once."""
+    wanted_splits = cdiv(programs, tiles)
     return max(cdiv(blocks, wanted_splits), MIN_SPLIT_BLOCKS)
 
 
