@@ -25,7 +25,12 @@ from swiftllm.ops.triton.attention import (
     decode_partials_lanes_kernel,
 )
 from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
-from swiftllm.ops.triton.quantised import combine_splits_kernel, dequantise_kernel, quantised_linear_kernel
+from swiftllm.ops.triton.quantised import (
+    combine_splits_kernel,
+    dequantise_kernel,
+    quantised_linear_kernel,
+    summed_rows_kernel,
+)
 from swiftllm.ops.triton.rows import (
     add_rms_norm_kernel,
     norm_heads_kernel,
@@ -62,6 +67,8 @@ LEAST_SHARED_BYTES = 64 << 10  # of a multiprocessor: sm_75
 # writing it are then a small part of the work. Where that begins was not measured (benchmarks/bench_gpu.py does). By
 # bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/weights.md).
 MOST_QUANTISED_ROWS = 512
+MOST_SUMMED_ROWS = 4  # without tensor cores: by multiply-adds, each code is unpacked once for all rows
+SUMMED_COLUMNS_TILE = 32  # 64 would spill
 MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
 # On sm_90 the assembler aims at five programs per multiprocessor with tiles of 32 rows, and spills two registers for it
 # (Triton 3.7). It is told to be content with four. Other tiles and chips need no limit, and some have to exceed this.
@@ -111,19 +118,19 @@ class TritonOps(ReferenceOps):
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
             return linear
-        multiplies_codes = self._capability >= TENSOR_CORES and matrix.dtype.itemsize == 2
         if self._capability < TENSOR_CORES:
             warnings.warn(
                 f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in "
-                "full before each multiplication. They save memory, but a step of few rows takes about 2.3 times as "
-                f"long as with 16-bit weights{'' if installed_version() else f'. In float16 {how_to_install()}'}",
+                f"full before each multiplication of more than {MOST_SUMMED_ROWS} rows. They save memory, but a step "
+                "of few more takes about 2.3 times as long as with 16-bit weights"
+                f"{'' if installed_version() else f'. In float16 {how_to_install()}'}",
                 stacklevel=2,
             )
 
         def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             if matrix.order is not None:
                 x = x.index_select(1, matrix.order)
-            if multiplies_codes and x.shape[0] <= self.most_quantised_rows:
+            if x.shape[0] <= (self.most_quantised_rows if self._has_tensor_cores(x) else MOST_SUMMED_ROWS):
                 return self._multiply_codes(x, matrix, bias, out)
             dense = _dequantise_transposed(matrix)
             return torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
@@ -138,15 +145,19 @@ class TritonOps(ReferenceOps):
             out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         if not rows:
             return out
-        rows_tile, columns_tile = linear_tiles(rows)
+        if self._has_tensor_cores(x):
+            kernel, (rows_tile, columns_tile) = quantised_linear_kernel, linear_tiles(rows)
+            programs = self._programs_at_once(QUANTISED_SHARED_BYTES[rows_tile])
+        else:
+            kernel, rows_tile, columns_tile = summed_rows_kernel, next_power_of_2(rows), SUMMED_COLUMNS_TILE
+            programs = self._programs_at_once(LANES_SHARED_BYTES)
         grid = cdiv(rows, rows_tile), cdiv(columns, columns_tile)
         blocks = cdiv(matrix.in_features, BLOCK_INPUTS)
-        programs = self._programs_at_once(QUANTISED_SHARED_BYTES[rows_tile])
         per_split = blocks_per_split(blocks, grid[0] * grid[1], programs)
         splits = cdiv(blocks, per_split)
         partial = torch.empty((splits, rows, columns), dtype=torch.float32, device=x.device)
         _launch(
-            quantised_linear_kernel, (*grid, splits),
+            kernel, (*grid, splits),
             x, *_quantised_tensors(matrix), partial, _row_stride(x), rows, per_split,
             matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile,
             num_warps=4, max_registers=ITS_REGISTERS if (self._capability, rows_tile) == SPILLING_TILE else None,
@@ -246,7 +257,7 @@ class TritonOps(ReferenceOps):
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
-        if q.dtype.itemsize == 2 and self._capability >= TENSOR_CORES:
+        if self._has_tensor_cores(q):
             kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
             tile, shared_bytes = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile), DOT_SHARED_BYTES
         else:
@@ -275,6 +286,10 @@ class TritonOps(ReferenceOps):
             heads, head_dim, dim_tile, COMBINE_TILE,
             num_warps=4,
         )  # fmt: skip
+
+    def _has_tensor_cores(self, x: torch.Tensor) -> bool:
+        """Whether Triton multiplies numbers of this dtype on them."""
+        return self._capability >= TENSOR_CORES and x.dtype.itemsize == 2
 
     def _programs_at_once(self, shared_bytes: int) -> int:
         """How many programs the GPU runs at a time, each with so many bytes of shared memory."""
