@@ -341,6 +341,8 @@ class FakeCuda(TorchDispatchMode):
         shapes = func(*shape_args, **({**shape_kwargs, "device": "meta"} if "device" in kwargs else shape_kwargs))
         if "device" in kwargs:
             inner_kwargs["device"] = "cpu"
+        if not schema.returns:  # it writes to all of a list
+            return self._enqueue(lambda: func(*inner_args, **inner_kwargs))
         if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):
             self._enqueue(lambda: func(*inner_args, **inner_kwargs))
             return kwargs["out"] if "out" in kwargs else args[0]
