@@ -16,6 +16,7 @@ import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.reference import ReferenceOps
+from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_kernels import with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker
@@ -54,8 +55,13 @@ class FakeOps(ReferenceOps):
 
 
 @contextmanager
-def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None) -> Iterator[FakeCuda]:
-    """Inside, backends compute on a fake GPU, and engines have their CPU attention done by its worker."""
+def fake_gpu(
+    seed: int, *, can_capture: bool = True, ignored: str | None = None, measure_cores: bool = False
+) -> Iterator[FakeCuda]:
+    """Inside, backends compute on a fake GPU, and engines have their CPU attention done by its worker.
+
+    The threads of that are chosen by measuring, as on a GPU, only with ``measure_cores``.
+    """
     with pytest.MonkeyPatch.context() as patch, FakeCuda(seed, ignored=ignored) as cuda:
 
         def open_device(name: str) -> CudaDevice:
@@ -68,4 +74,6 @@ def fake_gpu(seed: int, *, can_capture: bool = True, ignored: str | None = None)
             patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         patch.setattr(triton_ops, "_launch", cuda.kernels.launch)
+        if not measure_cores:
+            patch.setattr(apex.systems, "core_divisions", lambda *about, **lane: core_divisions(*about, **lane)[:1])
         yield cuda

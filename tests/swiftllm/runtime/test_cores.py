@@ -24,8 +24,11 @@ def nothing_is_asked_for(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def threads(num_cores: int, monkeypatch, lane_on_cpu: bool = True, **asked: int) -> list[tuple[int, int]]:
+def threads(
+    num_cores: int, monkeypatch, lane_on_cpu: bool = True, physical: int = 64, **asked: int
+) -> list[tuple[int, int]]:
     monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+    monkeypatch.setattr(cores, "physical_cores", lambda: physical)
     divisions = core_divisions(EngineConfig("folder", **asked), lane_on_cpu=lane_on_cpu)
     return [(division.lane_threads, division.cpu_threads) for division in divisions]
 
@@ -45,11 +48,17 @@ def test_openmp_threads_that_are_asked_for_bound_the_lane(monkeypatch, asked, ex
     assert threads(16, monkeypatch) == (expected or [(16, 16), (8, 8), (4, 12)])
 
 
-def test_nothing_is_left_to_choose_when_threads_are_given_or_a_gpu_computes_the_lane(monkeypatch):
+def test_beside_a_gpu_cpu_attention_may_leave_the_second_threads_of_cores_alone(monkeypatch):
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8) == [(1, 15), (1, 7), (1, 8)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=16) == [(1, 15), (1, 8)]
+    assert threads(2, monkeypatch, lane_on_cpu=False, physical=1) == [(1, 1)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 7), (1, 3), (1, 4)]
+
+
+def test_nothing_is_left_to_choose_when_threads_are_given(monkeypatch):
     assert threads(16, monkeypatch, lane_threads=6) == [(6, 10)]
     assert threads(16, monkeypatch, lane_threads=16) == [(16, 16)]
     assert threads(16, monkeypatch, lane_threads=6, cpu_threads=2) == [(6, 2)]
-    assert threads(16, monkeypatch, lane_on_cpu=False) == [(1, 15)]
     assert threads(16, monkeypatch, lane_on_cpu=False, lane_threads=6, cpu_threads=8) == [(1, 8)]
     assert threads(1, monkeypatch, lane_on_cpu=False) == [(1, 1)]
 
