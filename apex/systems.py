@@ -92,7 +92,8 @@ def open_backend(
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
     backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
     with closed_on_failure(backend):
-        divisions = core_divisions(config, lane_on_cpu=backend.device.type == "cpu")
-        if len(divisions) > 1 and backend.num_gpu_blocks + backend.num_cpu_blocks:
+        lane_on_cpu = backend.device.type == "cpu"
+        divisions = core_divisions(config, lane_on_cpu=lane_on_cpu)
+        if len(divisions) > 1 and (backend.num_cpu_blocks or (lane_on_cpu and backend.num_gpu_blocks)):
             backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
     return backend

@@ -32,6 +32,11 @@ def _first_sibling(core: int, system: Path) -> int:
         return core
 
 
+def count_physical(cores: Collection[int], system: Path = SYSTEM) -> int:
+    """How many cores these are if hardware threads of one core count once."""
+    return len({_first_sibling(core, system) for core in cores})
+
+
 def node_of_device(bus_id: str, system: Path = SYSTEM) -> int | None:
     """The NUMA node of a PCI device such as ``0000:65:00.0``; None: the kernel knows of none."""
     try:

@@ -1,4 +1,4 @@
-"""Measures which division of the cores decodes fastest, where a CPU computes the lane as well as CPU attention.
+"""Measures which division of the cores between the lane and CPU attention decodes fastest.
 
 Future requests are unknown, so two loads count alike: the GPU tier full, and both tiers full. With both tiers full the
 scheduler may leave the CPU tier alone, so the faster of the two rates counts for that load. Whole iterations are run: a
@@ -131,11 +131,19 @@ def measure_divisions(
 
 def fastest(divisions: Sequence[CoreDivision], rates: Sequence[DecodeRates]) -> CoreDivision:
     """The division that decodes fastest, with the measurement as its reason."""
+    lanes_differ = len({division.lane_threads for division in divisions}) > 1
+
+    def named(division: CoreDivision) -> str:
+        return counted(division.lane_threads if lanes_differ else division.cpu_threads)
+
     best = max(range(len(divisions)), key=lambda i: rates[i].score)
     winner = [f"{load} full {rate:.0f} tokens/s" for load, rate in rates[best].by_load().items()]
     others = [
-        f"with {counted(division.lane_threads)} " + " and ".join(f"{rate:.0f}" for rate in rates[i].by_load().values())
+        f"with {named(division)} " + " and ".join(f"{rate:.0f}" for rate in rates[i].by_load().values())
         for i, division in enumerate(divisions)
         if i != best
     ]
-    return replace(divisions[best], reason=f"measured: {', '.join(winner)}; {', '.join(others)}")
+    measured = f"measured: {', '.join(winner)}; {', '.join(others)}"
+    if not lanes_differ:
+        measured = f"{divisions[best].reason}; CPU attention has {named(divisions[best])}, {measured}"
+    return replace(divisions[best], reason=measured)

@@ -1,6 +1,7 @@
 // The driver of all kernels. The batch's contexts are laid end to end, request by request, and cut into parts of equal
-// numbers of blocks, one per thread (flash-decoding; NEO's split, section 3.3). A stretch that a cut leaves incomplete is
-// kept as a partial softmax state and merged at the end.
+// numbers of blocks (flash-decoding; NEO's split, section 3.3). There are up to four parts per thread, so that a thread
+// that shares its core leaves its last parts to the others. A stretch that a cut leaves incomplete is kept as a partial
+// softmax state and merged at the end.
 //
 // A segment spans all KV heads if the kernel can use that, for a block's heads lie together and memory is fastest in its
 // own order. Otherwise, and where there are few blocks for the threads, the heads are divided into slices, one behind the
@@ -22,7 +23,8 @@ namespace {
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // With fewer, parts could not be nearly equal: a part is a whole number of blocks.
-constexpr int64_t min_blocks_per_thread = 8;
+constexpr int64_t min_blocks_per_part = 8;
+constexpr int64_t most_parts_per_thread = 4;
 
 // A position in the work laid end to end.
 struct Cursor {
@@ -51,7 +53,7 @@ public:
         for (int i = 0; i < p_.batch; ++i) blocks += blocks_of(i);
         while (num_slices_ < p_.num_kv_heads &&
                (!kernel.spans_kv_heads || p_.num_kv_heads % num_slices_ != 0 ||
-                blocks * num_slices_ < min_blocks_per_thread * p_.num_threads))
+                blocks * num_slices_ < min_blocks_per_part * p_.num_threads))
             ++num_slices_;
         kv_heads_ = p_.num_kv_heads / num_slices_;
         heads_ = kv_heads_ * group_;
@@ -60,12 +62,12 @@ public:
 
     void run() {
         store_new_tokens();
-        const int num_parts = static_cast<int>(std::min<int64_t>(p_.num_threads, total_blocks_));
+        const int num_parts = static_cast<int>(std::min(parts(), total_blocks_));
         const size_t floats_per_part = 2 * queries_floats() + 3 * state_floats();
         static thread_local Scratch scratch;
         float* memory = scratch.at_least(num_parts * floats_per_part);
         std::vector<Partial> partials(num_parts > 1 ? 2 * num_parts : 0);
-        run_parts(num_parts, [&](int part) {
+        run_phases(1, &num_parts, std::min(p_.num_threads, num_parts), [&](int, int part) {
             run_part(total_blocks_ * part / num_parts, total_blocks_ * (part + 1) / num_parts,
                      memory + part * floats_per_part, partials.data() + (num_parts > 1 ? 2 * part : 0));
         });
@@ -74,6 +76,12 @@ public:
 
 private:
     int64_t blocks_of(int request) const { return div_up(p_.seq_lens[request], p_.block_size); }
+
+    int64_t parts() const {
+        if (p_.num_threads == 1) return 1;
+        const int64_t whole = total_blocks_ / min_blocks_per_part;
+        return std::clamp<int64_t>(whole, p_.num_threads, most_parts_per_thread * p_.num_threads);
+    }
 
     void store_new_tokens() const {
         for (int i = 0; i < p_.batch; ++i) {

@@ -35,10 +35,12 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
     if why := why_no_triton(capability):
         warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
         return ReferenceOps()
-    from swiftllm.ops.triton.ops import TENSOR_CORES, TritonOps
+    from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TENSOR_CORES, TritonOps
 
     multiplies = capability < TENSOR_CORES and dtype is torch.float16 and installed_version() is not None
-    return TritonOps(device, capability, gpu.multi_processor_count, LibraryLinears() if multiplies else None)
+    shared_bytes = getattr(gpu, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)  # older torch does not tell
+    library = LibraryLinears() if multiplies else None
+    return TritonOps(device, capability, gpu.multi_processor_count, library, shared_bytes)
 
 
 def why_no_triton(capability: int) -> str | None:

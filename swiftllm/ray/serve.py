@@ -6,7 +6,6 @@ serve run swiftllm.ray.serve:application model=meta-llama/Llama-3.1-8B system=ap
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from pydantic import TypeAdapter
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.hub import model_folder
-from swiftllm.server.run import SWITCH_INTERVAL_S
 from swiftllm.server.settings import ServerSettings
 
 try:
@@ -76,7 +74,6 @@ def start_engine(system: str, config: EngineConfig) -> ASGIApp:
     from swiftllm.systems import build_engine
 
     engine = build_engine(system, replace(config, model=str(model_folder(config.model))))
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = EngineService(engine)
     service.start()
     return create_app(service, ServerSettings())

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from swiftllm.config import EngineConfig
-from swiftllm.machine import usable_cores
+from swiftllm.machine import allowed_cores, usable_cores
+from swiftllm.topology import count_physical
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,28 @@ def most_lane_threads(cores: int) -> int:
     return max(1, min(cores, int(asked))) if asked.isdigit() else cores
 
 
+def physical_cores() -> int:
+    """Of those that this process may use: hardware threads of one core count once."""
+    return count_physical(allowed_cores())
+
+
 def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivision]:
     """The divisions to choose from, the one with most lane threads first; a single one if there is no choice.
 
     A lane on a CPU has all cores, half of them or a quarter, since its linear layers are mostly the larger part of the
     work. The worker has the rest. If the lane has all cores, the worker has them too: each sleeps while it waits for
     the other, and the system schedules the excess threads. OMP_NUM_THREADS, if set, bounds the lane.
+
+    Beside a GPU one thread launches. The worker has all other hardware threads, or leaves a physical core to that
+    thread, or has half of the hardware threads: attention waits for memory, so a core's second thread may add little.
     Each rank of several divides an equal share of the cores.
     """
     cores = max(1, usable_cores() // config.tensor_parallel)
     if not lane_on_cpu:
-        lanes, reason = [1], "a GPU computes it"
-    elif config.lane_threads is not None:
+        physical = min(cores, max(1, physical_cores() // config.tensor_parallel))
+        workers = [config.cpu_threads] if config.cpu_threads else [cores - 1, physical - 1, cores // 2]
+        return [CoreDivision(1, worker, "a GPU computes it") for worker in dict.fromkeys(max(1, n) for n in workers)]
+    if config.lane_threads is not None:
         lanes, reason = [config.lane_threads], "as asked for"
     else:
         most = most_lane_threads(cores)

@@ -83,14 +83,15 @@ class Frame:
                 setattr(lane, name, getattr(lane, name).clone())
         self._lane = lambda: None
 
-    def copy_in(self, batch: Rows, rows: slice) -> None:
-        """Copy the inputs of a batch's next boundary into these rows."""
-        self.rotary_rows[rows].copy_(batch.rotary_rows)
-        if batch.residual is None:
-            self.token_ids[rows].copy_(batch.token_ids)
-        else:
-            self.residual[rows].copy_(batch.residual)
-            self.attention_out[rows].copy_(batch.attention_out)
+    def inputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the inputs of a batch's next boundary go, and what they are."""
+        names = ("rotary_rows", "token_ids") if batch.residual is None else ("rotary_rows", "residual", "attention_out")
+        return [(getattr(self, name)[rows], getattr(batch, name)) for name in names]
+
+    def outputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """New memory of a batch for the outputs of its boundary, and where these are."""
+        batch.residual, batch.qkv = (torch.empty_like(place[rows]) for place in (self.residual, self.qkv))
+        return [(batch.residual, self.residual[rows]), (batch.qkv, self.qkv[rows])]
 
 
 WHOLE = -2  # instead of a layer: all layers, for a lane alone
@@ -187,8 +188,7 @@ class LayerGraphs:
             return False
         frame, bucket, riders = placed
         self._run(GraphKey(frame, layer, bucket, 0))
-        for batch, rows in riders:
-            batch.residual, batch.qkv = frame.residual[rows].clone(), frame.qkv[rows].clone()
+        _copy([pair for rider in riders for pair in frame.outputs(*rider)])
         return True
 
     def last_boundary(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -245,9 +245,9 @@ class LayerGraphs:
         for batch in batches:
             if batch is not lane:
                 rows = slice(first, first + batch.num_rows)
-                frame.copy_in(batch, rows)
                 riders.append((batch, rows))
                 first = rows.stop
+        _copy([pair for rider in riders for pair in frame.inputs(*rider)])
         return frame, bucket, riders
 
     def _capture_rows(self, rows: int) -> None:
@@ -307,6 +307,13 @@ class LayerGraphs:
             self._model.enter(residual, rotary_rows, out=qkv)
         else:
             self._model.cross(layer, attention_out, residual, rotary_rows, out=qkv)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy contiguous sources to their targets, all with one launch: torch fuses copies of one dtype."""
+    if pairs:
+        targets, sources = ([tensor.view(torch.int32) for tensor in side] for side in zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources)
 
 
 @contextmanager

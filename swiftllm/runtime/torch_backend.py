@@ -32,6 +32,7 @@ from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
 from swiftllm.runtime.dtype_and_kernel import device_name, resolve_dtype, resolve_kernel
 from swiftllm.runtime.graphs import LayerGraphs
+from swiftllm.runtime.interpreter import share_interpreter
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.widest_iteration import widest_iteration
@@ -75,6 +76,7 @@ class TorchBackend:
             FileNotFoundError, ValueError: the model folder is incomplete or of an unsupported kind.
             InsufficientMemory: the model or the KV cache asked for does not fit.
         """
+        share_interpreter()
         self.hardware = hardware or open_device(config.device)
         self.device = self.hardware.torch_device
         self.dtype = resolve_dtype(config, self.device)
@@ -165,8 +167,7 @@ class TorchBackend:
         if isinstance(self._ops, CpuOps):
             torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
             self._ops.num_threads = division.lane_threads
-        else:
-            # Torch copies in host memory here. More threads would spin after each copy on the worker's cores.
+        else:  # torch copies in host memory: more threads would spin after each copy on the worker's cores
             torch.set_num_threads(division.lane_threads)
             self._ops.num_threads = division.cpu_threads
 
@@ -384,8 +385,7 @@ class TorchBackend:
         self._prompt_scorer.score_prompts(lane.prompts, partial(self._prompt_logits, lane))
 
     def _prompt_logits(self, lane: LaneBatch, rows: slice) -> torch.Tensor:
-        # Of a copy, since the lane has yet to cross this boundary.
-        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())
+        return self._model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # of a copy
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""

@@ -1,4 +1,8 @@
-"""The widest iteration that a configuration allows, run to measure the memory it takes."""
+"""The widest iteration that a configuration allows, run to measure the memory it takes.
+
+It is also the first launch of the kernels that serving needs: Triton compiles each then, in a second or so. Captured
+graphs need some in further forms, and launch those themselves before they are captured.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from swiftllm.sampling.sampler import Sampler
 @torch.inference_mode()
 def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
     """One layer of a lane full of prompts, with K and V on their way to the CPU tier, a chunk at the end of the longest
-    context, decodes of the most requests, and their logits and samples. No KV cache is read or written."""
+    context, decodes of the most requests, and their logits and samples. One block takes the place of the KV cache."""
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)
@@ -43,13 +47,20 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, mask, attention_out[:chunk])], scale)
     del gathered, keys_values
 
+    block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
+    slot = zeros(1, dtype=torch.int64)
+    ops.store_kv(k[:1], v[:1], block, slot, slot)
+    staged = torch.empty_like(block[None])
+    ops.gather_blocks(block[None], slot, staged)
+    ops.scatter_blocks(staged, block[None], slot)
+
     if ops.takes_empty_rows:
         requests = min(config.max_num_seqs, rows)
         tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
-        block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
         lens = zeros(requests, dtype=torch.int32)
         out = zeros(requests, sizes.num_heads, sizes.head_dim)
-        ops.decode_attention(q[:requests], k[:requests], v[:requests], block, tables, lens, out, scale)
+        for columns in (tables, tables[:, :1]):  # many splits of a context, and a single one
+            ops.decode_attention(q[:requests], k[:requests], v[:requests], block, columns, lens, out, scale)
         del tables, out
 
     model.weights.enter(sizes.num_layers - 1)

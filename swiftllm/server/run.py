@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import signal
-import sys
 from types import FrameType
 
 import uvicorn
@@ -20,9 +19,6 @@ from swiftllm.server.observe.status import IterationRecorder
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
-# The engine's thread launches a layer's work and sleeps, over and over. It may wake up while the event loop serves a
-# step's tokens. With Python's default of 5 ms it, and the device, would wait that long for the interpreter's lock.
-SWITCH_INTERVAL_S = 0.001
 # Connections that wait to be accepted. Linux bounds it by net.core.somaxconn, and drops what comes beyond. The client
 # then tries again after a second.
 MAX_UNACCEPTED = 65_535
@@ -93,8 +89,6 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
     """
     server = make_server(service, settings, recorder)
     raise_open_file_limit()
-    switch_interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with without_full_collections():
         service.start()
         try:
@@ -102,7 +96,6 @@ def run_server(service: EngineService, settings: ServerSettings, recorder: Itera
             has_failed = service.health.status == "failed"
         finally:
             service.close()
-            sys.setswitchinterval(switch_interval_s)
     if has_failed:
         raise SystemExit(EXIT_FAILED)
 

@@ -55,6 +55,16 @@ def test_any_number_of_threads(kernel, isa, dtype):
         case.check(kernel=kernel, num_threads=num_threads)
 
 
+def test_the_work_is_cut_finer_than_threads_so_that_one_that_shares_its_core_is_not_waited_for():
+    """64 blocks are eight parts for two threads and for eight, which shows in the last bits of the sums."""
+    case = make_case(torch.float32, num_heads=4, num_kv_heads=1, seq_lens=(64 * 16,))
+    outs = []
+    for num_threads in (1, 2, 8):
+        case.run(num_threads=num_threads)
+        outs.append(case.out.clone())
+    assert torch.equal(outs[1], outs[2]) and not torch.equal(outs[0], outs[1])
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 6, 7])
 def test_few_blocks_for_many_threads(num_kv_heads):
     """KV heads are divided between the threads, in slices of any size."""

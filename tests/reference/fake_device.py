@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
+from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
 
@@ -53,7 +54,7 @@ class _Again(TorchDispatchMode):
 
 class FakeCuda(TorchDispatchMode):
     """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``attended``, rows
-    and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory."""
+    and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory; ``kernels``."""
 
     def __init__(self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30) -> None:
         super().__init__()
@@ -64,6 +65,7 @@ class FakeCuda(TorchDispatchMode):
         self.compute = self.current = FakeStream(self)
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []
+        self.kernels = Kernels(self)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
         self.cards = FakeCards()
@@ -336,6 +338,8 @@ class FakeCuda(TorchDispatchMode):
         shapes = func(*shape_args, **({**shape_kwargs, "device": "meta"} if "device" in kwargs else shape_kwargs))
         if "device" in kwargs:
             inner_kwargs["device"] = "cpu"
+        if not schema.returns:  # it writes to all of a list
+            return self._enqueue(lambda: func(*inner_args, **inner_kwargs))
         if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):
             self._enqueue(lambda: func(*inner_args, **inner_kwargs))
             return kwargs["out"] if "out" in kwargs else args[0]

@@ -12,25 +12,39 @@ import torch
 import apex.placement.measured
 import apex.systems
 import pacpu
+import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.parallel.backend
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.reference import ReferenceOps
+from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_kernels import with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
 
 OWN_CARD = 1
 
 
 class FakeOps(ReferenceOps):
-    """Decode attention as a kernel of its own, which like Triton's passes over empty rows."""
+    """Decode attention as a kernel of its own, which like Triton's passes over empty rows. Of the other operations
+    it is noted which of Triton's kernels they are."""
 
     takes_empty_rows = True
+    rms_norm = with_triton("rms_norm")
+    add_rms_norm_ = with_triton("add_rms_norm_")
+    norm_heads_ = with_triton("norm_heads_")
+    rotary_ = with_triton("rotary_")
+    silu_and_mul = with_triton("silu_and_mul")
+    store_kv = with_triton("store_kv")
+    gather_blocks = with_triton("gather_blocks")
+    scatter_blocks = with_triton("scatter_blocks")
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
+        self.cuda.kernels.launch_as_triton("decode_attention", q, k, v, kv_layer, block_tables, seq_lens, out, scale)
+
         def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
             self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
@@ -45,11 +59,17 @@ class FakeOps(ReferenceOps):
 
 @contextmanager
 def fake_gpu(
-    seed: int, *, can_capture: bool = True, ignored: str | None = None, total_bytes: int = 1 << 30
+    seed: int,
+    *,
+    can_capture: bool = True,
+    ignored: str | None = None,
+    total_bytes: int = 1 << 30,
+    measure_cores: bool = False,
 ) -> Iterator[FakeCuda]:
     """Inside, backends compute on the second of two fake GPUs, and engines have their CPU attention done by its worker.
 
-    Whoever works on the first one by mistake is found at the end.
+    The threads of that are chosen by measuring, as on a GPU, only with ``measure_cores``. Whoever works on the first
+    GPU by mistake is found at the end.
     """
     fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
     with pytest.MonkeyPatch.context() as patch, fake as cuda:
@@ -63,6 +83,9 @@ def fake_gpu(
             patch.setattr(module, "open_device", open_device)
             patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda), raising=False)
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
+        patch.setattr(triton_ops, "_launch", cuda.kernels.launch)
+        if not measure_cores:
+            patch.setattr(apex.systems, "core_divisions", lambda *about, **lane: core_divisions(*about, **lane)[:1])
         yield cuda
         if cuda.cards.contexts != {OWN_CARD}:
             raise Hazard(f"the process has contexts on GPUs {cuda.cards.contexts}, and computes on {OWN_CARD}")

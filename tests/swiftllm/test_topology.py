@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm import machine
-from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, numa_nodes, parse_cores
+from swiftllm.topology import cores_of_ranks, count_physical, describe_cores, node_of_device, numa_nodes, parse_cores
 
 
 def tree(folder: Path, nodes: Mapping[int, str], cards: Sequence[int] = (), siblings: Sequence[str] = ()) -> Path:
@@ -67,6 +67,12 @@ def test_hardware_threads_of_a_core_stay_together(tmp_path) -> None:
     system = tree(tmp_path, {0: "0-7"}, (0, 0), siblings=("0,4", "1,5", "2,6", "3,7"))
     assert numa_nodes(system) == {0: [0, 4, 1, 5, 2, 6, 3, 7]}
     assert divided(system, "0-7", 2) == ["0-1,4-5", "2-3,6-7"]
+
+
+def test_hardware_threads_of_a_core_count_once(tmp_path) -> None:
+    system = tree(tmp_path, {0: "0-7"}, siblings=("0,4", "1,5", "2,6", "3,7"))
+    assert [count_physical(cores, system) for cores in (range(8), (0, 4), (0, 1, 5), ())] == [4, 1, 2, 0]
+    assert count_physical(range(8), tmp_path / "nothing") == 8
 
 
 def test_lists_of_cores() -> None:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from swiftllm.ops.triton import attention as triton_attention
 from swiftllm.ops.triton import cache as triton_cache
 from swiftllm.ops.triton import rows as triton_rows
-from swiftllm.ops.triton.ops import TritonOps
+from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, TritonOps
 
 # Most that one program may have, in KiB (compute capabilities in the CUDA programming guide).
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227}
@@ -31,6 +31,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TARGETS = [
     (capability, dtype) for capability in SHARED_KIB for dtype in DTYPES if (capability, dtype) != (75, DTYPES[1])
 ]
+# What the number of programs that run at once is derived from.
+EXPECTED_SHARED_BYTES = {
+    "decode_partials_dot_kernel": DOT_SHARED_BYTES,
+    "decode_partials_lanes_kernel": LANES_SHARED_BYTES,
+}
 HOST = torch.device("cpu")
 NUM_MULTIPROCESSORS = 72
 
@@ -82,11 +87,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
     driver.set_active(None)
 
 
-def decode(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) -> None:
+def decode(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3, blocks: int = 70) -> None:
+    """With a context of ``blocks``: of several splits by default."""
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     q, k, v = torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
-    tables, lens = torch.zeros(rows, 7, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    lens = torch.ones(rows, dtype=torch.int32)
     layer = torch.empty(4, kv_heads, 2, 16, head_dim, dtype=dtype)
+    tables = torch.zeros(rows, blocks, dtype=torch.int32)
     ops.decode_attention(q, k, v, layer, tables, lens, torch.empty_like(q.contiguous()), head_dim**-0.5)
 
 
@@ -105,6 +112,7 @@ def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) 
     ops.gather_blocks(pool, slots, staging)
     ops.scatter_blocks(staging, pool, slots)
     decode(ops, shape, dtype)
+    decode(ops, shape, dtype, blocks=7)
 
 
 def resource_usage(kernel: triton.compiler.CompiledKernel, folder: Path) -> dict[str, int]:
@@ -136,6 +144,7 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
         assert shared <= SHARED_KIB[capability] * 1024, name
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
         assert on_tensor_cores == uses_dot, f"{name}: tl.dot {uses_dot}, tensor-core instructions {on_tensor_cores}"
+        assert shared <= EXPECTED_SHARED_BYTES.get(name, shared), f"{name} takes more: fewer run at a time"
         names.add(name)
 
     of_other_targets = {"decode_partials_lanes_kernel", "decode_partials_dot_kernel"} - names

@@ -10,7 +10,7 @@ from triton.runtime import driver
 
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton import quantised as triton_quantised
-from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps
+from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, QUANTISED_SHARED_BYTES, TritonOps
 from tests.triton.compiled import (
     HOST,
     LLAMA_8B,
@@ -23,7 +23,7 @@ from tests.triton.compiled import (
 
 __all__ = ["compiled"]  # the fixture
 
-ROWS = (1, 32, 33, MOST_QUANTISED_ROWS + 1)  # each tile, and the matrix written out
+ROWS = (1, 2, 3, 32, 33, MOST_QUANTISED_ROWS + 1)  # each tile, and the matrix written out
 # bfloat16 differs in conversions alone.
 TARGETS = [(capability, torch.float16) for capability in SHARED_KIB] + [(80, torch.bfloat16)]
 
@@ -56,6 +56,8 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path, monkeypatc
         assert shared <= SHARED_KIB[capability] * 1024, name
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
         assert on_tensor_cores == (name == "quantised_linear_kernel"), name
+        if name == "quantised_linear_kernel" and capability < 90:  # where tiles of 64 rows take 61 KiB of 228
+            assert shared <= max(QUANTISED_SHARED_BYTES.values()), "fewer programs run at a time than expected"
         names.add(name)
     every = {name for name in vars(triton_quantised) if name.endswith("_kernel")}
-    assert names == (every if capability >= 80 and dtype.itemsize == 2 else {"dequantise_kernel"})
+    assert names == every - {"summed_rows_kernel" if capability >= 80 else "quantised_linear_kernel"}

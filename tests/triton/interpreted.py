@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import swiftllm.ops.triton.ops as triton_ops
 from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
@@ -180,6 +181,29 @@ def test_decode_attention(dtype, capability, shape):
     assert_close(out, expected, dtype)
 
 
+@pytest.mark.parametrize("dtype, capability", PATHS, ids=str)
+def test_contexts_of_one_split_take_one_kernel_and_have_the_bits_of_two(dtype, capability, monkeypatch):
+    launched: list[str] = []
+    launch = triton_ops._launch
+
+    def counted(kernel, *arguments, **options) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(triton_ops, "_launch", counted)
+    seq_lens = torch.tensor([1, MIN_SPLIT_TOKENS, 0, 37], dtype=torch.int32)
+    q, k, v = strided_rows(4, 8, 64, dtype=dtype).split((4, 2, 2), dim=1)
+    kv_layer = torch.randn(40, 2, 2, 16, 64).to(dtype)
+    outs = []
+    for blocks in (MIN_SPLIT_TOKENS // 16, 2 * MIN_SPLIT_TOKENS // 16):  # the wider table has room for a second split
+        tables = torch.full((4, blocks), 2**30, dtype=torch.int32)
+        tables[:, : MIN_SPLIT_TOKENS // 16] = torch.arange(32).view(4, 8)
+        outs.append(torch.empty(4, 4, 64, dtype=dtype))
+        make_ops(capability).decode_attention(q, k, v, kv_layer.clone(), tables, seq_lens, outs[-1], 0.125)
+    assert torch.equal(*outs) and not outs[0][2].any() and outs[0][3].any()
+    assert launched.count("decode_combine_kernel") == 1 and len(launched) == 3
+
+
 @pytest.mark.parametrize("capability", [75, 80])
 def test_rows_without_context_are_left_out(capability):
     """A batch may be padded to the size of a captured graph with rows of length 0."""
@@ -226,5 +250,20 @@ def test_rows_that_do_not_lie_together_are_refused():
 
 @pytest.mark.parametrize("sequences, context", [(1, 64), (8, 832), (512, 1024), (160, 20_000), (4096, 131_072)])
 def test_splits_are_long_enough_to_pay_and_cover_the_context(sequences, context):
-    tokens = tokens_per_split(sequences, context, num_multiprocessors=16)
+    tokens = tokens_per_split(sequences, context, programs=64)
     assert tokens.bit_count() == 1 and MIN_SPLIT_TOKENS <= tokens <= MAX_SPLIT_TOKENS
+
+
+def test_a_decode_has_as_many_splits_as_programs_find_shared_memory(monkeypatch):
+    """A multiprocessor of an A10 holds two programs of this kernel, one of an A100 four."""
+    grids: dict[int, int] = {}
+    rows, tables = torch.empty(1, 24, 128, dtype=torch.float16), torch.zeros(1, 1024, dtype=torch.int32)
+    layer = torch.empty(1, 8, 2, 16, 128, dtype=torch.float16)
+    for shared_kib in (100, 164):
+        monkeypatch.setattr(
+            triton_ops, "_launch", lambda kernel, grid, *_, kib=shared_kib, **__: grids.setdefault(kib, grid[0])
+        )
+        ops = TritonOps(HOST, 80, num_multiprocessors=64, shared_bytes=shared_kib << 10)
+        q, k, v = rows.split((8, 8, 8), dim=1)
+        ops.decode_attention(q, k, v, layer, tables, torch.zeros(1, dtype=torch.int32), torch.empty_like(q), 0.1)
+    assert grids == {100: 16, 164: 32}

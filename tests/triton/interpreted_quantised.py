@@ -109,7 +109,7 @@ def test_products_with_a_part_whose_groups_are_not_full(rows) -> None:
 
 @pytest.mark.parametrize(
     "capability, dtype, rows",
-    [(80, torch.float16, MOST_QUANTISED_ROWS + 1), (75, torch.float16, 3), (80, torch.float32, 3)],
+    [(80, torch.float16, MOST_QUANTISED_ROWS + 1), (75, torch.float16, 5), (80, torch.float32, 5)],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
@@ -123,13 +123,29 @@ def test_products_with_the_matrix_written_out(capability, dtype, rows) -> None:
         assert_close(reference(x), product(x, matrix, bias), dtype)
 
 
+@pytest.mark.parametrize("capability, dtype", [(75, torch.float16), (80, torch.float32)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
+def test_very_few_rows_need_no_written_matrix_without_tensor_cores(capability, dtype, rows, monkeypatch) -> None:
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, lambda *_, name=name, **__: pytest.fail(f"torch.{name} of a written matrix"))
+    for ordered in (False, True):
+        matrix = random_matrix(136, 304 if ordered else 208, 16, dtype, torch.float16, ordered)
+        x, bias = strided(rows, matrix.in_features, dtype), torch.randn(136).to(dtype)
+        linear = TritonOps(HOST, capability, 2).make_quantised_linear(matrix, bias)
+        assert_close(linear(x), product(x, matrix, bias), dtype)
+    part = part_of_ordered_matrix(72, 200, 7, dtype)
+    x = strided(rows, 200, dtype)
+    assert_close(TritonOps(HOST, capability, 2).make_quantised_linear(part, None)(x), product(x, part, None), dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_the_written_matrix_is_the_reference_to_the_bit(dtype, monkeypatch) -> None:
     matrix = random_matrix(136, 208, 16, dtype, torch.float16)
     written: list[torch.Tensor] = []
     monkeypatch.setattr(torch, "mm", lambda x, dense, out: written.append(dense))
     with pytest.warns(UserWarning, match="2.3 times as long"):
-        TritonOps(HOST, 75, 2).make_quantised_linear(matrix, None)(torch.zeros(1, 208, dtype=dtype))
+        TritonOps(HOST, 75, 2).make_quantised_linear(matrix, None)(torch.zeros(5, 208, dtype=dtype))
     assert torch.equal(written[0].t(), matrix.dequantise())
 
 
@@ -141,6 +157,6 @@ def test_no_rows_are_no_work() -> None:
 
 @pytest.mark.parametrize("blocks, tiles", [(1, 1), (32, 1), (86, 32), (112, 2000)])
 def test_splits_are_long_enough_to_pay(blocks, tiles) -> None:
-    per_split = blocks_per_split(blocks, tiles, num_multiprocessors=16)
+    per_split = blocks_per_split(blocks, tiles, programs=64)
     assert per_split >= MIN_SPLIT_BLOCKS
     assert tiles < 64 or per_split >= blocks

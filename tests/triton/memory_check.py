@@ -20,7 +20,12 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, _get_np_dtype
 
-NOBODY, SEVERAL = -1, -2
+from tests.reference.reserved_memory import reserved
+
+NOBODY, SEVERAL = 0, -1  # programs have numbers from 1 on
+
+
+LARGE = 1 << 26  # elements of a storage
 
 
 class MemoryFault(AssertionError):
@@ -28,34 +33,52 @@ class MemoryFault(AssertionError):
 
 
 class Region:
-    """One storage a launch was given: which of its elements are in a tensor, and which program has touched each."""
+    """One storage a launch was given: which of its elements are in a tensor, and which program has touched each.
+
+    It may be larger than memory. Then a tensor in it is contiguous, and what is not touched takes none here either.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.names: list[str] = []
         self.start, self.stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         self.itemsize = tensor.dtype.itemsize
-        self.given = torch.zeros(storage.nbytes() // self.itemsize, dtype=torch.bool)
-        self.writer, self.reader, self.reading_lane = (np.full(len(self.given), NOBODY, np.int64) for _ in range(3))
+        self.num_elements = storage.nbytes() // self.itemsize
+        self.given = torch.zeros(self.num_elements if self.num_elements < LARGE else 0, dtype=torch.bool)
+        self.large: list[range] = []
+        self.writer, self.reader, self.reading_lane = (_zeros(self.num_elements) for _ in range(3))
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         assert tensor.dtype.itemsize == self.itemsize, f"{name} is seen with another size of elements as well"
         self.names.append(name)
-        self.given.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        if self.num_elements < LARGE:
+            self.given.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        else:
+            assert tensor.is_contiguous()
+            self.large.append(range(tensor.storage_offset(), tensor.storage_offset() + tensor.numel()))
 
     def elements(self, addresses: np.ndarray) -> np.ndarray:
         """Their numbers in the storage."""
         bytes_in = addresses - self.start
         elements = bytes_in // self.itemsize
-        inside = (elements >= 0) & (elements < len(self.given))
-        if not inside.all() or not self.given.numpy()[elements].all():
+        inside = (elements >= 0) & (elements < self.num_elements)
+        if not inside.all() or not self.are_given(elements):
             raise MemoryFault(f"outside {self}")
         if (bytes_in % self.itemsize).any():
             raise MemoryFault(f"between two elements of {self}")
         return elements
 
+    def are_given(self, elements: np.ndarray) -> bool:
+        if self.num_elements < LARGE:
+            return bool(self.given.numpy()[elements].all())
+        return any(part.start <= elements.min() and elements.max() < part.stop for part in self.large)
+
     def __str__(self) -> str:
         return " and ".join(self.names)
+
+
+def _zeros(count: int) -> np.ndarray:
+    return np.zeros(count, np.int64) if count < LARGE else reserved(count, dtype=torch.int64).numpy()
 
 
 class Launch:
@@ -135,4 +158,6 @@ def watch_memory() -> None:
         masked_store(self, ptrs, value, mask, *rest)
 
     GridExecutor.__call__, InterpreterBuilder.set_grid_idx = watched_execute, next_program
+    # It would copy each storage onto itself: host tensors are computed on where they are.
+    GridExecutor._restore_args_dev = lambda *_: None
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = watched_load, watched_store

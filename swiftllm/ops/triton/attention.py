@@ -5,9 +5,12 @@ Layout: one KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``,
 
 A program of the first kernel computes one KV head of one request over one split: ``split_tokens`` of its context.
 Splits have a fixed length, so a long request gets more programs, not longer ones. Programs beyond a request's context
-return at once. The newest token is not read from the cache. The program whose split contains it takes its K and V from
-this step's rows, starts its running softmax with them, and stores them. No program reads a slot that another one
-writes, and slots beyond a context are never read.
+return at once. If no context is longer than one split (``ONE_SPLIT``), the first kernel writes the output itself, to
+the bit what the second would make of it.
+
+The newest token is not read from the cache. The program whose split contains it takes its K and V from this step's
+rows, starts its running softmax with them, and stores them. No program reads a slot that another one writes, and slots
+beyond a context are never read.
 
 Two formulations of the same sum (Flash-Decoding, with the running maximum in units of log2):
 
@@ -36,34 +39,59 @@ def _store_newest(
     tl.store(kv_layer + slot + BLOCK_SIZE * HEAD_DIM + dims, value, mask=dims < HEAD_DIM)
 
 
+@triton.jit
+def _store_nothing(out, row, heads, in_group, dims, out_stride, HEAD_DIM: tl.constexpr):
+    """The output of a row without tokens is zero."""
+    at = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(at, tl.zeros(in_group.shape, tl.float32), mask=in_group)
+
+
+@triton.jit
+def _store_result(
+    result, log2_sum, partial_out, partial_lse, row, heads, split, in_group, group, dims, out_stride, num_splits,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write a group's result of one split, ``[GROUP_TILE, DIM_TILE]``, as the output or as one of its parts."""
+    if ONE_SPLIT:
+        at = partial_out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(at, result, mask=in_group)
+    else:
+        partial = (row * NUM_HEADS + heads) * num_splits + split
+        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], result, mask=in_group)
+        tl.store(partial_lse + partial, log2_sum, mask=group < GROUP)
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_partials_dot_kernel(
     q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
-    q_stride, k_stride, v_stride, table_stride, num_splits, split_tokens,
+    q_stride, k_stride, v_stride, out_stride, table_stride, num_splits, split_tokens,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, ONE_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(num_splits, NUM_KV_HEADS, rows)``.
 
     ``block_tables`` int32 ``[rows, table_stride]``; ``seq_lens`` int32, including the newest token; ``scale_log2`` is
     the softmax scale times log2(e). Writes float32 ``partial_out [rows, num_heads, num_splits, HEAD_DIM]``, normalised,
     and ``partial_lse [rows, num_heads, num_splits]``, log2 of the sum of exponentials, for the splits that hold tokens.
-    Tiles are powers of two: ``GROUP_TILE >= 16``, ``TILE >= 16``.
+    With ``ONE_SPLIT`` (``num_splits`` is 1) ``partial_out`` is the output, its rows ``out_stride`` elements apart, and
+    there is no ``partial_lse``. Tiles are powers of two: ``GROUP_TILE >= 16``, ``TILE >= 16``.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     first = split * split_tokens
-    if first >= seq_len:
-        return
-    newest = seq_len - 1
-    is_last = newest < first + split_tokens
-    stop = tl.minimum(first + split_tokens, newest)
-
     group = tl.arange(0, GROUP_TILE)
     dims = tl.arange(0, DIM_TILE)
     in_head = dims < HEAD_DIM
     heads = kv_head * GROUP + group
     in_group = (group < GROUP)[:, None] & in_head[None, :]
+    if first >= seq_len:
+        if ONE_SPLIT:
+            _store_nothing(partial_out, row, heads, in_group, dims, out_stride, HEAD_DIM)
+        return
+    newest = seq_len - 1
+    is_last = newest < first + split_tokens
+    stop = tl.minimum(first + split_tokens, newest)
+
     queries = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group, other=0.0)
     key = tl.load(k + row * k_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
     value = tl.load(v + row * v_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
@@ -91,9 +119,11 @@ def decode_partials_dot_kernel(
         attended = tl.dot(weights.to(values.dtype), values, attended * correction[:, None])
         peak = new_peak
 
-    partial = (row * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
-    tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], attended / total[:, None], mask=in_group)
-    tl.store(partial_lse + partial, peak + tl.log2(total), mask=group < GROUP)
+    _store_result(
+        attended / total[:, None], peak + tl.log2(total), partial_out, partial_lse,
+        row, heads, split, in_group, group, dims, out_stride, num_splits,
+        NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, ONE_SPLIT,
+    )  # fmt: skip
     if is_last:
         _store_newest(
             key, value, kv_layer, block_tables, row, kv_head, newest, table_stride, dims,
@@ -104,25 +134,27 @@ def decode_partials_dot_kernel(
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_partials_lanes_kernel(
     q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
-    q_stride, k_stride, v_stride, table_stride, num_splits, split_tokens,
+    q_stride, k_stride, v_stride, out_stride, table_stride, num_splits, split_tokens,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+    GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, ONE_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """As ``decode_partials_dot_kernel``, with float32 multiply-adds; tiles of 1 and more."""
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     first = split * split_tokens
-    if first >= seq_len:
-        return
-    newest = seq_len - 1
-    is_last = newest < first + split_tokens
-    stop = tl.minimum(first + split_tokens, newest)
-
     group = tl.arange(0, GROUP_TILE)
     dims = tl.arange(0, DIM_TILE)
     in_head = dims < HEAD_DIM
     heads = kv_head * GROUP + group
     in_group = (group < GROUP)[:, None] & in_head[None, :]
+    if first >= seq_len:
+        if ONE_SPLIT:
+            _store_nothing(partial_out, row, heads, in_group, dims, out_stride, HEAD_DIM)
+        return
+    newest = seq_len - 1
+    is_last = newest < first + split_tokens
+    stop = tl.minimum(first + split_tokens, newest)
+
     queries = tl.load(q + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=in_group, other=0.0)
     queries = queries.to(tl.float32) * scale_log2
     key = tl.load(k + row * k_stride + kv_head * HEAD_DIM + dims, mask=in_head, other=0.0)
@@ -158,9 +190,11 @@ def decode_partials_lanes_kernel(
     shares = tl.exp2(peak - group_peak[:, None])
     group_total = tl.sum(total * shares, 1)
     out = tl.sum(attended * shares[:, :, None], 1) / group_total[:, None]
-    partial = (row * (NUM_KV_HEADS * GROUP) + heads) * num_splits + split
-    tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], out, mask=in_group)
-    tl.store(partial_lse + partial, group_peak + tl.log2(group_total), mask=group < GROUP)
+    _store_result(
+        out, group_peak + tl.log2(group_total), partial_out, partial_lse,
+        row, heads, split, in_group, group, dims, out_stride, num_splits,
+        NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, ONE_SPLIT,
+    )  # fmt: skip
     if is_last:
         _store_newest(
             key, value, kv_layer, block_tables, row, kv_head, newest, table_stride, dims,

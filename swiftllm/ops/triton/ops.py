@@ -25,7 +25,12 @@ from swiftllm.ops.triton.attention import (
     decode_partials_lanes_kernel,
 )
 from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
-from swiftllm.ops.triton.quantised import combine_splits_kernel, dequantise_kernel, quantised_linear_kernel
+from swiftllm.ops.triton.quantised import (
+    combine_splits_kernel,
+    dequantise_kernel,
+    quantised_linear_kernel,
+    summed_rows_kernel,
+)
 from swiftllm.ops.triton.rows import (
     add_rms_norm_kernel,
     norm_heads_kernel,
@@ -51,12 +56,23 @@ COMBINE_TILE = 16
 # A split is long enough that its partial result (one fp32 head per 128 keys and values) is small beside its reads, and
 # short enough that every multiprocessor has some programs.
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# Programs of 4 warps that a multiprocessor has registers for, with up to 128 per thread. Shared memory may hold fewer.
+MOST_PROGRAMS = 4
+# What a program takes of it at most, as compiled: decode attention, and the 4-bit product by the rows of its tile.
+# ``tests/triton/compiled*.py`` hold these against the compiler.
+DOT_SHARED_BYTES, LANES_SHARED_BYTES = 38 << 10, 16 << 10
+QUANTISED_SHARED_BYTES = {16: 25 << 10, 32: 33 << 10, 64: 43 << 10}
+LEAST_SHARED_BYTES = 64 << 10  # of a multiprocessor: sm_75
 # With more rows than this, writing the matrix out in full and multiplying it by a library is faster: reading and
 # writing it are then a small part of the work. Where that begins was not measured (benchmarks/bench_gpu.py does). By
 # bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/weights.md).
 MOST_QUANTISED_ROWS = 512
+MOST_SUMMED_ROWS = 4  # without tensor cores: by multiply-adds, each code is unpacked once for all rows
+SUMMED_COLUMNS_TILE = 32  # 64 would spill
 MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
+# On sm_90 the assembler aims at five programs per multiprocessor with tiles of 32 rows, and spills two registers for it
+# (Triton 3.7). It is told to be content with four. Other tiles and chips need no limit, and some have to exceed this.
+SPILLING_TILE, ITS_REGISTERS = (90, 32), 128
 DEQUANTISED_COLUMNS_TILE = 128
 
 
@@ -69,11 +85,18 @@ class TritonOps(ReferenceOps):
     takes_empty_rows = True
 
     def __init__(
-        self, device: torch.device, capability: int, num_multiprocessors: int, library: LibraryLinears | None = None
+        self,
+        device: torch.device,
+        capability: int,
+        num_multiprocessors: int,
+        library: LibraryLinears | None = None,
+        shared_bytes: int = LEAST_SHARED_BYTES,
     ) -> None:
-        """``capability`` is the GPU's compute capability, 75 for sm_75. ``num_multiprocessors`` decides how many splits
-        a decode has. ``library`` multiplies 4-bit matrices where Triton has no tensor cores."""
+        """``capability`` is the GPU's compute capability, 75 for sm_75. The number of multiprocessors and the shared
+        memory of each decide how many splits a decode has. ``library`` multiplies 4-bit matrices where Triton has no
+        tensor cores."""
         self._library = library
+        self._shared_bytes = shared_bytes
         self._device = device
         self._capability = capability
         self._num_multiprocessors = num_multiprocessors
@@ -85,7 +108,8 @@ class TritonOps(ReferenceOps):
 
     @property
     def in_place(self) -> MakesLinears:
-        return self if self._library is None else TritonOps(self._device, self._capability, self._num_multiprocessors)
+        about = self._device, self._capability, self._num_multiprocessors
+        return self if self._library is None else TritonOps(*about, shared_bytes=self._shared_bytes)
 
     @property
     def by_library(self) -> str | None:
@@ -94,19 +118,19 @@ class TritonOps(ReferenceOps):
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
             return linear
-        multiplies_codes = self._capability >= TENSOR_CORES and matrix.dtype.itemsize == 2
         if self._capability < TENSOR_CORES:
             warnings.warn(
                 f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in "
-                "full before each multiplication. They save memory, but a step of few rows takes about 2.3 times as "
-                f"long as with 16-bit weights{'' if installed_version() else f'. In float16 {how_to_install()}'}",
+                f"full before each multiplication of more than {MOST_SUMMED_ROWS} rows. They save memory, but a step "
+                "of few more takes about 2.3 times as long as with 16-bit weights"
+                f"{'' if installed_version() else f'. In float16 {how_to_install()}'}",
                 stacklevel=2,
             )
 
         def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             if matrix.order is not None:
                 x = x.index_select(1, matrix.order)
-            if multiplies_codes and x.shape[0] <= self.most_quantised_rows:
+            if x.shape[0] <= (self.most_quantised_rows if self._has_tensor_cores(x) else MOST_SUMMED_ROWS):
                 return self._multiply_codes(x, matrix, bias, out)
             dense = _dequantise_transposed(matrix)
             return torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
@@ -121,17 +145,22 @@ class TritonOps(ReferenceOps):
             out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         if not rows:
             return out
-        rows_tile, columns_tile = linear_tiles(rows)
+        if self._has_tensor_cores(x):
+            kernel, (rows_tile, columns_tile) = quantised_linear_kernel, linear_tiles(rows)
+            programs = self._programs_at_once(QUANTISED_SHARED_BYTES[rows_tile])
+        else:
+            kernel, rows_tile, columns_tile = summed_rows_kernel, next_power_of_2(rows), SUMMED_COLUMNS_TILE
+            programs = self._programs_at_once(LANES_SHARED_BYTES)
         grid = cdiv(rows, rows_tile), cdiv(columns, columns_tile)
         blocks = cdiv(matrix.in_features, BLOCK_INPUTS)
-        per_split = blocks_per_split(blocks, grid[0] * grid[1], self._num_multiprocessors)
+        per_split = blocks_per_split(blocks, grid[0] * grid[1], programs)
         splits = cdiv(blocks, per_split)
         partial = torch.empty((splits, rows, columns), dtype=torch.float32, device=x.device)
         _launch(
-            quantised_linear_kernel, (*grid, splits),
+            kernel, (*grid, splits),
             x, *_quantised_tensors(matrix), partial, _row_stride(x), rows, per_split,
             matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile,
-            num_warps=4,
+            num_warps=4, max_registers=ITS_REGISTERS if (self._capability, rows_tile) == SPILLING_TILE else None,
         )  # fmt: skip
         _launch(
             combine_splits_kernel, (rows, cdiv(columns, COLUMNS_TILE)),
@@ -228,23 +257,29 @@ class TritonOps(ReferenceOps):
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
-        split_tokens = tokens_per_split(rows * num_kv_heads, context, self._num_multiprocessors)
-        num_splits = cdiv(context, split_tokens)
-        partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
-        if q.dtype.itemsize == 2 and self._capability >= TENSOR_CORES:
+        if self._has_tensor_cores(q):
             kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
-            tile = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile)
+            tile, shared_bytes = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile), DOT_SHARED_BYTES
         else:
             kernel, group_tile = decode_partials_lanes_kernel, next_power_of_2(group)
             tile = max(1, 2 * TILE_ELEMENTS // (q.dtype.itemsize * group_tile * dim_tile))
+            shared_bytes = LANES_SHARED_BYTES
+        split_tokens = tokens_per_split(rows * num_kv_heads, context, self._programs_at_once(shared_bytes))
+        num_splits = cdiv(context, split_tokens)
+        partial_out, partial_lse, is_one = out, out, num_splits == 1  # which the first kernel then writes by itself
+        if not is_one:
+            partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+            partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
         _launch(
             kernel, (num_splits, num_kv_heads, rows),
             q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
-            _row_stride(q), _row_stride(k), _row_stride(v), block_tables.stride(0), num_splits, split_tokens,
-            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile,
+            _row_stride(q), _row_stride(k), _row_stride(v), _row_stride(out), block_tables.stride(0),
+            num_splits, split_tokens,
+            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one,
             num_warps=4, num_stages=DOT_STAGES,
         )  # fmt: skip
+        if is_one:
+            return
         _launch(
             decode_combine_kernel, (heads, rows),
             partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
@@ -252,10 +287,19 @@ class TritonOps(ReferenceOps):
             num_warps=4,
         )  # fmt: skip
 
+    def _has_tensor_cores(self, x: torch.Tensor) -> bool:
+        """Whether Triton multiplies numbers of this dtype on them."""
+        return self._capability >= TENSOR_CORES and x.dtype.itemsize == 2
 
-def tokens_per_split(num_sequences: int, context: int, num_multiprocessors: int) -> int:
-    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens."""
-    wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_sequences)
+    def _programs_at_once(self, shared_bytes: int) -> int:
+        """How many programs the GPU runs at a time, each with so many bytes of shared memory."""
+        return self._num_multiprocessors * max(1, min(MOST_PROGRAMS, self._shared_bytes // shared_bytes))
+
+
+def tokens_per_split(num_sequences: int, context: int, programs: int) -> int:
+    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens, on a GPU that runs so
+    many programs at once."""
+    wanted_splits = cdiv(programs, num_sequences)
     tokens = next_power_of_2(cdiv(context, wanted_splits))
     return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
 
@@ -266,9 +310,10 @@ def linear_tiles(rows: int) -> tuple[int, int]:
     return rows_tile, 64 if rows_tile == 64 else 128
 
 
-def blocks_per_split(blocks: int, tiles: int, num_multiprocessors: int) -> int:
-    """How many of a matrix's blocks of inputs one split computes, with so many tiles of rows and outputs."""
-    wanted_splits = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, tiles)
+def blocks_per_split(blocks: int, tiles: int, programs: int) -> int:
+    """How many of a matrix's blocks of inputs one split computes, with so many tiles of rows and outputs, on a GPU that
+    runs so many programs at once."""
+    wanted_splits = cdiv(programs, tiles)
     return max(cdiv(blocks, wanted_splits), MIN_SPLIT_BLOCKS)
 
 
@@ -287,9 +332,17 @@ def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor, ...]:
     return matrix.codes, matrix.scales, matrix.zeros, matrix.codes if matrix.runs is None else matrix.runs
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3) -> None:
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+) -> None:
     # Fused multiply-adds are explicit because Triton's default is about to change.
-    kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    kernel[grid](*arguments, **options, maxnreg=max_registers)
 
 
 def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor, gather: bool) -> None:

@@ -8,7 +8,9 @@ without a conversion: or-ed into the mantissa of 2^23 they are that number plus 
 With few rows there are few tiles, and splits fill the GPU. Each writes its own partial sums, which
 ``combine_splits_kernel`` adds in a fixed order, so a result does not depend on which program ends first.
 
-``dequantise_kernel`` writes the matrix out, for many rows and for GPUs on which Triton has no tensor cores: a library
+``summed_rows_kernel`` does the same by multiply-adds, for very few rows where Triton has no tensor cores.
+
+``dequantise_kernel`` writes the matrix out, for many rows, and for more than very few on such a GPU: a library
 multiplies then.
 
 In the kernels, 16 is ``BLOCK_WORDS`` of that layout, 8 ``CODES_PER_WORD``, 4 ``BITS`` and 128 ``BLOCK_INPUTS``.
@@ -74,6 +76,45 @@ def quantised_linear_kernel(
 
     at = (split * num_rows + rows).to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(partial + at, sums, mask=in_batch[:, None] & in_matrix[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
+def summed_rows_kernel(
+    x, codes, scales, zeros, runs, partial, x_stride, num_rows, blocks_per_split,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr,
+    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+):  # fmt: skip
+    """As ``quantised_linear_kernel``, without ``tl.dot``; grid ``(1, output tiles, splits)``.
+
+    ``ROWS_TILE`` is a power of two, all rows in one tile. Each of the 16 inputs of a shift has sums of its own, which
+    are added up after the loop: so the loop has no exchange between threads.
+    """
+    rows = tl.arange(0, ROWS_TILE)
+    columns = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
+    split = tl.program_id(2)
+    in_matrix, in_batch = columns < OUT, rows < num_rows
+    depth = tl.arange(0, 16)
+    num_blocks: tl.constexpr = (IN + 128 - 1) // 128
+    first = split * blocks_per_split
+    stop = tl.minimum(first + blocks_per_split, num_blocks)
+    rows_at = x + rows.to(tl.int64)[:, None] * x_stride
+
+    sums = tl.zeros([ROWS_TILE, 16, COLUMNS_TILE], tl.float32)
+    for block in tl.range(first, stop):
+        words_at = codes + (block * 16 + depth).to(tl.int64)[:, None] * OUT + columns[None, :]
+        words = tl.load(words_at, mask=in_matrix[None, :], other=0)
+        for shift in tl.static_range(8):
+            start = block * 128 + shift * 16
+            inputs = start + depth
+            in_row = inputs < IN
+            values = tl.load(rows_at + inputs[None, :], mask=in_batch[:, None] & in_row[None, :], other=0.0)
+            group = _group(runs, start, IN, GROUP, HAS_RUNS)  # the values of padded inputs are 0
+            weights = _weights(words, scales, zeros, group, columns, in_matrix, shift, OUT)
+            weights = weights.to(values.dtype).to(tl.float32)  # those of the matrix written out
+            sums += values.to(tl.float32)[:, :, None] * weights[None, :, :]
+
+    at = (split * num_rows + rows).to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(partial + at, tl.sum(sums, 1), mask=in_batch[:, None] & in_matrix[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from swiftllm.core.request import Tier
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.scheduling.scheduler import SchedulerLimits
+from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
 
 ALL, HALF = CoreDivision(4, 4, ""), CoreDivision(2, 2, "")
@@ -189,3 +191,26 @@ def test_what_is_measured_reads_memory_that_has_been_written(model_dir):
             pool.fill_(torch.nan)
         make_workbench(config(model_dir), backend)
         assert not any(pool.isnan().any() for pool in backend.kv_pools.tensors.values())
+
+
+def test_beside_a_gpu_the_threads_of_cpu_attention_are_measured_once_and_told(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cores, "physical_cores", lambda: 2)
+    sizes = {"num_gpu_blocks": 12, "num_cpu_blocks": 36, "max_num_seqs": 8, "max_model_len": 64}
+    options = EngineConfig(str(model_dir), dtype="float32", **sizes)
+    with fake_gpu(0, can_capture=False, measure_cores=True):
+        open_backend(options).close()
+        ((path, rates),) = kept_rates(tmp_path).items()
+        assert len(rates) == 3 and all(rate["both_tiers"] > 0.0 for rate in rates)
+        keep_rates(path, 1.0, 2.0, 1.5)
+        with closing(open_backend(options)) as backend:
+            assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (1, 1)
+        told = "1 thread (a GPU computes it; CPU attention has 1 thread, measured: GPU tier full 2 tokens/s"
+        assert backend.cores.describe_lane().startswith(told)
+        with closing(open_backend(replace(options, cpu_threads=2))) as backend:
+            assert backend.cores.reason == "a GPU computes it"
+        with closing(open_backend(replace(options, num_cpu_blocks=0))) as backend:
+            assert backend.cores.cpu_threads == 3
+    assert len(kept_rates(tmp_path)) == 1

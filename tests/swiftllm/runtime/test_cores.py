@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.task import TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
 
 
@@ -20,8 +24,11 @@ def nothing_is_asked_for(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def threads(num_cores: int, monkeypatch, lane_on_cpu: bool = True, **asked: int) -> list[tuple[int, int]]:
+def threads(
+    num_cores: int, monkeypatch, lane_on_cpu: bool = True, physical: int = 64, **asked: int
+) -> list[tuple[int, int]]:
     monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+    monkeypatch.setattr(cores, "physical_cores", lambda: physical)
     divisions = core_divisions(EngineConfig("folder", **asked), lane_on_cpu=lane_on_cpu)
     return [(division.lane_threads, division.cpu_threads) for division in divisions]
 
@@ -41,11 +48,17 @@ def test_openmp_threads_that_are_asked_for_bound_the_lane(monkeypatch, asked, ex
     assert threads(16, monkeypatch) == (expected or [(16, 16), (8, 8), (4, 12)])
 
 
-def test_nothing_is_left_to_choose_when_threads_are_given_or_a_gpu_computes_the_lane(monkeypatch):
+def test_beside_a_gpu_cpu_attention_may_leave_the_second_threads_of_cores_alone(monkeypatch):
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8) == [(1, 15), (1, 7), (1, 8)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=16) == [(1, 15), (1, 8)]
+    assert threads(2, monkeypatch, lane_on_cpu=False, physical=1) == [(1, 1)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 7), (1, 3), (1, 4)]
+
+
+def test_nothing_is_left_to_choose_when_threads_are_given(monkeypatch):
     assert threads(16, monkeypatch, lane_threads=6) == [(6, 10)]
     assert threads(16, monkeypatch, lane_threads=16) == [(16, 16)]
     assert threads(16, monkeypatch, lane_threads=6, cpu_threads=2) == [(6, 2)]
-    assert threads(16, monkeypatch, lane_on_cpu=False) == [(1, 15)]
     assert threads(16, monkeypatch, lane_on_cpu=False, lane_threads=6, cpu_threads=8) == [(1, 8)]
     assert threads(1, monkeypatch, lane_on_cpu=False) == [(1, 1)]
 
@@ -87,3 +100,17 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
         assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outside_a_server_too(tiny_model_dir):
+    """Python's default is 5 ms, more than a layer takes. It is set before the worker's thread exists."""
+    config = EngineConfig(str(tiny_model_dir()), device="cpu", dtype="float32", num_gpu_blocks=1, num_cpu_blocks=1)
+    seen: list[float] = []
+
+    def make_worker(runner: TaskRunner) -> InlineWorker:
+        seen.append(sys.getswitchinterval())
+        return InlineWorker(runner)
+
+    sys.setswitchinterval(0.005)
+    TorchBackend(config, make_worker)
+    assert seen == [pytest.approx(0.001)]

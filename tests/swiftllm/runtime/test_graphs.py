@@ -9,6 +9,8 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
@@ -17,7 +19,7 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver
-from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_device import DeviceTensor, FakeCuda
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
 
@@ -49,6 +51,19 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
+class CopyCounter(TorchDispatchMode):
+    """Copies within the device, as they are launched; those in graphs are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves(args)):
+            self.copies += [str(func)] if "copy" in str(func) or "clone" in str(func) else []
+        return func(*args, **(kwargs or {}))
+
+
 def attended(cuda: FakeCuda) -> Counter:
     """Rows and blocks of the decode attentions that the device has computed since the last call."""
     torch.cuda.synchronize()
@@ -78,8 +93,8 @@ def test_buckets_end_where_the_configuration_does(model_dir):
     """Each bucket's attention is computed once, on empty contexts, before it is captured."""
     with fake_gpu(0) as cuda:
         make_driver(model_dir, cuda, max_num_seqs=5)
-        widest_iteration = (5, 25)
-        assert attended(cuda).keys() - {widest_iteration} == set(product((1, 2, 4, 8), (16, 64)))
+        widest_iterations = {(5, 25), (5, 1)}
+        assert attended(cuda).keys() - widest_iterations == set(product((1, 2, 4, 8), (16, 64)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -267,3 +282,18 @@ def test_closing_gives_the_graphs_back(model_dir):
     with fake_gpu(0) as cuda:
         make_driver(model_dir, cuda).backend.close()
         assert cuda.lost_graphs == cuda.captures > 0
+
+
+def test_riders_are_copied_into_a_boundary_at_once_and_out_of_it_at_once(model_dir):
+    """However many there are: two launches beside the graph's, not five each."""
+    with fake_gpu(0) as cuda:
+        driver = make_driver(model_dir, cuda)
+        lane, riders = admit(driver, (4, 9)), admit(driver, (6, 18, 11), Tier.CPU)
+        driver.prefill([*lane, *riders])
+        backend = driver.backend
+        batches = [backend.open_lane(decode_items(lane)), *(backend.open_cohort([rider]) for rider in riders)]
+        backend.boundary(-1, batches)
+        torch.cuda.synchronize()
+        with CopyCounter() as counter:
+            backend.boundary(0, batches)
+        assert len(counter.copies) == 2, counter.copies

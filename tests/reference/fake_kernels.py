@@ -1,0 +1,78 @@
+"""Which kernels a GPU has been asked for. Triton compiles and loads a kernel at its first launch, in a second or so. A
+graph's capture does not allow that.
+
+The CUDA made of Python computes with the torch reference. Beside it the engine's own :class:`TritonOps` is called with
+tensors that have no content, and what it would launch is noted here, told apart as Triton does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.triton.ops import TritonOps
+from tests.reference.fake_streams import DEVICE
+
+if TYPE_CHECKING:
+    from tests.reference.fake_device import FakeCuda
+
+CAPABILITY, NUM_MULTIPROCESSORS = 86, 72
+ALIGNED = 16  # bytes, or a multiple of a number: Triton compiles another kernel for what is not
+
+
+class Kernels:
+    """Attribute: ``compiled``, the name of each kernel that was launched for the first time, in order."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.compiled: list[str] = []
+        self._cuda = cuda
+        self._known: set[object] = set()
+        self._ops = TritonOps(DEVICE, CAPABILITY, NUM_MULTIPROCESSORS)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Takes the place of the launch itself."""
+        params = zip(kernel.params, arguments, strict=True)
+        key = (kernel.fn.__name__, *(_kind(param, argument) for param, argument in params), *options.items())
+        if key not in self._known:
+            self._cuda.refuse_while_capturing(f"launches {kernel.fn.__name__} for the first time")
+            self._known.add(key)
+            self.compiled.append(kernel.fn.__name__)
+
+    def launch_as_triton(self, operation: str, *arguments: Any) -> None:
+        """Launch what the engine's operation launches on a GPU."""
+        with _disable_current_modes():
+            getattr(self._ops, operation)(*tree_map_only(torch.Tensor, _without_content, arguments))
+
+
+def with_triton(operation: str) -> Callable[..., Any]:
+    """The reference's operation, which notes the kernels of Triton's where it computes on the device."""
+
+    def on_device(self: Any, *arguments: Any) -> Any:
+        if any(isinstance(x, torch.Tensor) and x.device == DEVICE for x in arguments[:1]):
+            self.cuda.kernels.launch_as_triton(operation, *arguments)
+        return getattr(ReferenceOps, operation)(self, *arguments)
+
+    return on_device
+
+
+def _kind(param: Any, argument: Any) -> object:
+    """What of an argument decides which kernel is compiled."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.storage_offset() * argument.itemsize % ALIGNED == 0
+    if param.is_constexpr:
+        return argument
+    if isinstance(argument, int):
+        width = argument.bit_length() > 31
+        return width if param.do_not_specialize else (width, argument == 1, argument % ALIGNED == 0)
+    return type(argument)
+
+
+def _without_content(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    storage = torch.empty(max(0, size), dtype=tensor.dtype, device="meta")
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,48 @@
+"""Kernels are compiled and loaded at their first launch: before a capture, which does not allow it, and before serving,
+which would stand still meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.runtime.torch_backend import TorchBackend
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import OWN_CARD, FakeOps, fake_gpu
+from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
+
+
+def test_a_kernel_first_launched_in_a_capture_is_seen():
+    with fake_gpu(0) as cuda:
+        torch.cuda.set_device(OWN_CARD)
+        ops, stream = FakeOps(cuda), torch.cuda.Stream()
+        rows, more = (torch.zeros(2, size, dtype=torch.float32, device=DEVICE) for size in (64, 96))
+        ops.silu_and_mul(rows)
+        with torch.cuda.stream(stream):
+            cuda.capturing = True
+            ops.silu_and_mul(rows)
+            with pytest.raises(Hazard, match="launches silu_and_mul_kernel for the first time"):
+                ops.silu_and_mul(more)
+            cuda.capturing = False
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_capture):
+    """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
+    model_dir = tiny_model_dir(num_hidden_layers=2)
+    config = EngineConfig(str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_seqs=6)
+    how = SamplingParams(max_tokens=4, ignore_eos=True)
+    with fake_gpu(0, can_capture=can_capture) as cuda:
+        driver = BackendDriver(TorchBackend(config, partial(FakeWorker, cuda)))
+        at_start = list(cuda.kernels.compiled)
+        requests = [driver.admit(f"r{i}", [3 + i] * (9 + 5 * i), list(Tier)[i % 2], how) for i in range(4)]
+        driver.prefill(requests, 11)
+        driver.decode(requests)
+        driver.decode([request for request in requests if request.tier is Tier.CPU])
+        driver.move(requests)
+        driver.decode(requests)
+    assert cuda.kernels.compiled[len(at_start) :] == [] and "silu_and_mul_kernel" in at_start
