@@ -149,22 +149,29 @@ class RemoteCpuTier:
         # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
         self._post(Kind.STORE, layer, len(kv), blocks, offsets, kv.contiguous(), arrived=arrived)
 
-    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        shape = self._shape
-        out = torch.empty((2, shape.num_kv_heads, num_tokens, shape.head_dim), dtype=shape.torch_dtype)
-        self.channel.ask(
-            Header(Kind.LOAD, layer, num_tokens), partial(_buffers, blocks), blocks.nbytes, as_bytes(out)
-        ).wait()
-        return out
+    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> RemoteTicket:
+        header = Header(Kind.LOAD, layer, out.shape[2])
+        return self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(out))
 
-    def put(self, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
+    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
         with _in_swap():
-            self._post(Kind.PUT, 0, len(blocks), blocks, content, arrived=arrived)
+            self._post(Kind.PUT, layers.start, len(blocks), blocks, content, arrived=arrived)
 
-    def get(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
-        header = Header(Kind.GET, b=len(blocks))
+    def get(
+        self,
+        layers: range,
+        blocks: torch.Tensor,
+        content: torch.Tensor,
+        send_back: Callable[[], None] | None = None,
+    ) -> RemoteTicket:
+        """Waits for the answer: a host that dies later leaves nothing of a swap unknown."""
+        header = Header(Kind.GET, layers.start, len(blocks))
+        buffers = partial(_buffers, blocks, torch.tensor([layers.stop]))
         with _in_swap():
-            self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(content)).wait()
+            num_bytes = blocks.nbytes + torch.int64.itemsize
+            ticket = self.channel.ask(header, buffers, num_bytes, as_bytes(content), send_back=send_back)
+            ticket.wait()
+        return ticket
 
     def _post(self, kind: Kind, a: int, b: int, *tensors: torch.Tensor, arrived: Event | None = None) -> None:
         num_bytes = sum(tensor.nbytes for tensor in tensors)

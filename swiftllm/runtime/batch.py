@@ -16,6 +16,7 @@ import torch
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
 from swiftllm.runtime.description import Chunk, CohortDescription, LaneDescription
+from swiftllm.runtime.kv_transfers import LoadedContext
 from swiftllm.sampling.logprobs import PromptRows
 
 
@@ -48,13 +49,15 @@ class Rows:
 
 @dataclass
 class PrefillChunk:
-    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the
-    context and ``mask`` is its attention mask."""
+    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the context and ``mask`` is its
+    attention mask. ``earlier`` is the earlier context in the layer that comes next, where it comes from the CPU tier.
+    """
 
     rows: slice
     context_len: int
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
+    earlier: LoadedContext | None = None
 
     @property
     def start(self) -> int:
@@ -91,6 +94,11 @@ class LaneBatch(Rows):
     decodes: DecodeGroup | None = None
     scored_rows: tuple[slice, ...] = ()
     prompts: tuple[PromptRows, ...] = ()
+
+    def resumed_on_cpu(self) -> list[PrefillChunk]:
+        """Chunks whose earlier context is in the CPU tier."""
+        groups = [group for group in self.prefills if group.tier is Tier.CPU]
+        return [chunk for group in groups for chunk in group.chunks if chunk.blocks is not None]
 
 
 @dataclass(eq=False, kw_only=True)

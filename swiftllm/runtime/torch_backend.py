@@ -70,7 +70,8 @@ class TorchBackend:
         hardware: Device | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
+        """``make_worker`` makes the worker that runs CPU attention and writes to the CPU tier, and another one that
+        reads the tier for the GPU; default: both at once, on the calling thread.
         ``hardware`` replaces the device that ``config.device`` names. ``placement``: by default all on the device.
 
         Raises:
@@ -104,7 +105,7 @@ class TorchBackend:
         self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_pools.num_blocks.get, (Tier.GPU, Tier.CPU))
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._runner = TaskRunner(
-            self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
+            self.kv_pools.tensors[Tier.CPU], kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
         )
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
@@ -112,9 +113,9 @@ class TorchBackend:
         )
         self._capture_graphs()
         # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
-        self._worker = make_worker(self._runner)
-        pool, about = self.kv_pools.tensors[Tier.CPU], {"num_heads": sizes.num_heads, "scale": self._scale}
-        self.cpu_tier: CpuTier = LocalCpuTier(pool, self._ops, self._runner, self._worker, **about)
+        self._worker, self._reader = make_worker(self._runner), make_worker(self._runner)
+        about = {"num_heads": sizes.num_heads, "num_kv_heads": sizes.num_kv_heads, "scale": self._scale}
+        self.cpu_tier: CpuTier = LocalCpuTier(self._runner, self._worker, self._reader, **about)
         self.attention_hosts: AttentionHosts | None = None
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self.cpu_tier)
 
@@ -182,7 +183,7 @@ class TorchBackend:
 
     @property
     def worker_restarts(self) -> int:
-        return self._worker.restarts
+        return self._worker.restarts + self._reader.restarts
 
     @property
     def dtype_name(self) -> str:
@@ -226,7 +227,10 @@ class TorchBackend:
 
     @torch.inference_mode()
     def build_lane(self, description: LaneDescription) -> LaneBatch:
-        return self._builder.open_lane(description)
+        lane = self._builder.open_lane(description)
+        for chunk in lane.resumed_on_cpu():
+            chunk.earlier = self._transfers.load_context(0, chunk.blocks, chunk.start)
+        return lane
 
     @torch.inference_mode()
     def build_cohort(self, description: CohortDescription) -> CohortBatch:
@@ -287,6 +291,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
+        self._transfers.await_swaps(layer)
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
@@ -298,7 +303,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
-        if self.graphs is None or not self.placement.is_all_resident:
+        # Layer by layer, the first layers hide what is left of swaps.
+        if self.graphs is None or not self.placement.is_all_resident or self._transfers.are_swaps_awaited:
             return None
         self._pacer.wait()
         crossed = self.graphs.whole_iteration(lane)
@@ -323,7 +329,9 @@ class TorchBackend:
             for chunk in group.chunks:
                 context = None
                 if chunk.blocks is not None:
-                    earlier = self._transfers.load_context(layer, chunk.blocks, chunk.start)
+                    earlier = chunk.earlier.on_device()
+                    if layer + 1 < self.num_layers:  # the host gathers it while the device computes
+                        chunk.earlier = self._transfers.load_context(layer + 1, chunk.blocks, chunk.start)
                     own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
                     context = torch.cat([earlier, own], dim=2)
                 contexts.append(context)
@@ -353,6 +361,7 @@ class TorchBackend:
 
     def recover(self) -> None:
         self.cpu_tier.recover()
+        self._transfers.forget_swaps()
         self._sampler.take_logprobs()
 
     def close(self) -> None:

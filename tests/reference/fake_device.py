@@ -17,13 +17,13 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
@@ -147,7 +147,8 @@ class FakeCuda(TorchDispatchMode):
     @contextmanager
     def another_thread(self) -> Iterator[None]:
         """What a thread finds that has just started: no inference mode, and the default stream."""
-        with self._stream(self.compute), torch.inference_mode(False), _Again(self):
+        is_off = not any(isinstance(mode, (FakeCuda, _Again)) for mode in _get_current_dispatch_mode_stack())
+        with self._stream(self.compute), torch.inference_mode(False), _Again(self) if is_off else nullcontext():
             yield
 
     def _Event(self, blocking: bool = False) -> FakeEvent:
