@@ -95,11 +95,6 @@ class LaneBatch(Rows):
     scored_rows: tuple[slice, ...] = ()
     prompts: tuple[PromptRows, ...] = ()
 
-    def resumed_on_cpu(self) -> list[PrefillChunk]:
-        """Chunks whose earlier context is in the CPU tier."""
-        groups = [group for group in self.prefills if group.tier is Tier.CPU]
-        return [chunk for group in groups for chunk in group.chunks if chunk.blocks is not None]
-
 
 @dataclass(eq=False, kw_only=True)
 class CohortBatch(Rows):
@@ -214,6 +209,10 @@ class BatchBuilder:
             at_tier(torch.cat(row_offsets)),
             chunks,
         )
+
+
+def concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _tables(values: bytes, rows: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from swiftllm.runtime.batch import LaneBatch, PrefillChunk
 
 CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 
@@ -94,8 +98,8 @@ class KVTransfers:
             self._moved.append(moved)
 
     @property
-    def are_swaps_awaited(self) -> bool:
-        """Whether :meth:`await_swaps` has anything left to wait for, as far as was asked."""
+    def has_swaps(self) -> bool:
+        """Whether :meth:`await_swaps` was not yet called for all layers of the last swaps."""
         return bool(self._moved)
 
     def await_swaps(self, layer: int | None = None) -> None:
@@ -122,6 +126,26 @@ class KVTransfers:
         stream.wait(self._device.compute.mark())
         fetched = stream.fetch(kv)
         self.cpu_tier.store(layer, fetched, blocks, offsets, stream.mark())
+
+    def load_first_layer(self, lane: LaneBatch) -> None:
+        """Begin to gather what :meth:`take_context` gives in the first layer."""
+        for group in lane.prefills:
+            for chunk in group.chunks:
+                if group.tier is Tier.CPU and chunk.blocks is not None:
+                    chunk.earlier = self.load_context(0, chunk.blocks, chunk.start)
+
+    def take_context(self, layer: int, chunk: PrefillChunk, own: torch.Tensor) -> torch.Tensor | None:
+        """The chunk's context on the device: the earlier one in the CPU tier, and its ``own [2, num_kv_heads, rows,
+        head_dim]``. None without an earlier one.
+
+        Layers come in order: while the device computes this one, the host gathers the next.
+        """
+        if chunk.earlier is None:
+            return None
+        context = torch.cat([chunk.earlier.on_device(), own], dim=2)
+        if layer + 1 < len(self._pools.layers[Tier.GPU]):
+            chunk.earlier = self.load_context(layer + 1, chunk.blocks, chunk.start)
+        return context
 
     def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> LoadedContext:
         """Begin to gather K and V of a request's first tokens from the CPU tier. This thread copies nothing."""

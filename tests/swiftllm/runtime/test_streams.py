@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ HOW = (
     {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     {"frequency_penalty": 1.0, "presence_penalty": 0.5},
 )
+BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of one layer
 LENGTHS = (9, 30, 18, 21, 14, 13)
 Drive = Callable[[BackendDriver], list[Request]]
 
@@ -43,6 +44,14 @@ Drive = Callable[[BackendDriver], list[Request]]
 @pytest.fixture(scope="module")
 def model_dir(tiny_model_dir) -> Path:
     return tiny_model_dir(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_transfers() -> Iterator[None]:
+    """Of swaps: a layer, and two blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swiftllm.runtime.kv_transfers.CHUNK_BYTES", 2 * BLOCK_BYTES)
+        yield
 
 
 def sampling(index: int) -> SamplingParams:
