@@ -61,7 +61,8 @@ def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: in
     qkv, out = torch.randn(rows, 8 + 4, 32).bfloat16(), torch.empty(rows, 8, 32, dtype=torch.bfloat16)
     for layer in range(2):
         assert tier.attend(layer, opened, qkv, out, ARRIVED).wait() > 0
-    tier.get(range(2), blocks[:1], torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16))  # for the counters to be final
+    one = torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16)
+    tier.get(range(2), blocks[:1], one)  # for the counters to be final
     asked, answered = 16 + HEADER.size, 2 * 2 * 2 * 16 * 32 * 2 + HEADER.size
     assert 0 < tier.channel.bytes_sent - sent - asked - 2 * qkv.nbytes <= 2 * 64
     assert 0 < tier.channel.bytes_received - received - answered - 2 * out.nbytes <= 2 * 64
