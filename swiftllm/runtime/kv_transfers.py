@@ -92,10 +92,10 @@ class KVTransfers:
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
         for first in range(0, num_layers, at_once):
             moved = _Moved(range(first, min(first + at_once, num_layers)))
+            self._moved.append(moved)  # first: what has begun is waited for even if the rest raises
             for piece in pieces:
                 move = self._move_out if piece.source is Tier.GPU else self._move_in
                 move(piece, moved)
-            self._moved.append(moved)
 
     @property
     def has_swaps(self) -> bool:
