@@ -11,6 +11,7 @@ thread sleeps for a layer, as it does while a GPU computes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def main() -> None:
     tier = LocalCpuTier(
         runner, CpuWorker(runner), CpuWorker(runner), num_heads=1, num_kv_heads=args.kv_heads, scale=1.0
     )
-    transfers = KVTransfers(HostDevice(), pools, ops, tier)
+    transfers = KVTransfers(HostOfBuffers(pinned), pools, ops, tier)
     asked = transfers, args.layers, blocks, args.tokens, args.layer_ms / 1e3
     seconds = sorted(launching_s(*asked) for _ in range(args.rounds))
     ahead_s = seconds[args.rounds // 2]
@@ -97,6 +98,16 @@ def main() -> None:
         lambda: rows.scatter_blocks(staging, pool, blocks, **threads),
         args.rounds,
     )
+
+
+class HostOfBuffers(HostDevice):
+    """Gives the same few buffers again and again, as torch does with pinned memory that is free again."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._buffers = itertools.cycle([torch.ones_like(like) for _ in range(3)])
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return next(self._buffers)
 
 
 def launching_s(
