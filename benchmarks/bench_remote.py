@@ -35,7 +35,6 @@ import torch
 
 from apex.cli.parser import parse_options
 from swiftllm.device.host import HostDevice
-from swiftllm.ops.cpu import CpuOps
 from swiftllm.remote.frames import SECRET_VARIABLE
 from swiftllm.remote.host import AttentionHost, KVShape
 from swiftllm.remote.tier import RemoteCpuTier
@@ -68,8 +67,8 @@ class DelayedHost(AttentionHost):
 
     delay_s = 0.0
 
-    def make_runner(self, pool: torch.Tensor, ops: CpuOps, kernel: str) -> TaskRunner:
-        runner = super().make_runner(pool, ops, kernel)
+    def make_runner(self, pool: torch.Tensor, kernel: str) -> TaskRunner:
+        runner = super().make_runner(pool, kernel)
         inner = runner.run_task
 
         def run_task(task: CpuTask) -> None:

@@ -16,6 +16,8 @@ __all__ = [
     "Crossing",
     "PackedCodes",
     "argmax",
+    "gather_blocks",
+    "gather_kv",
     "has_prompt_attention",
     "linear",
     "linear_is_fastest",
@@ -25,6 +27,7 @@ __all__ = [
     "prompt_attention",
     "rms_norm",
     "rotary",
+    "scatter_blocks",
     "silu_and_mul",
     "store_kv",
 ]
@@ -246,3 +249,30 @@ def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_th
         blocks, offsets: int64 `[rows]`. No two rows have the same slot.
     """
     _pacpu.store_kv(k, v, kv_cache, blocks, offsets, num_threads)
+
+
+def gather_kv(kv_cache: Any, blocks: Any, out: Any, *, num_threads: int = 1) -> None:
+    """Copy K and V of a request's first tokens out of its blocks; bits are kept.
+
+    Args:
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous.
+        blocks: int64 `[blocks]`, the request's in order; those beyond the tokens are not read.
+        out: `[2, num_kv_heads, tokens, head_dim]`, contiguous; overwritten.
+    """
+    _pacpu.gather_kv(kv_cache, blocks, out, num_threads)
+
+
+def gather_blocks(pool: Any, blocks: Any, staging: Any, *, num_threads: int = 1) -> None:
+    """Copy whole blocks of all layers into a buffer; bits are kept.
+
+    Args:
+        pool: `[num_layers, num_blocks, ...]`, contiguous.
+        blocks: int64 `[blocks]`.
+        staging: `[num_layers, blocks, ...]`, contiguous; overwritten.
+    """
+    _pacpu.gather_blocks(pool, blocks, staging, num_threads)
+
+
+def scatter_blocks(staging: Any, pool: Any, blocks: Any, *, num_threads: int = 1) -> None:
+    """The reverse of `gather_blocks`: the blocks, all different, are overwritten."""
+    _pacpu.scatter_blocks(staging, pool, blocks, num_threads)

@@ -165,12 +165,16 @@ class Workbench:
         back = Swap(request, Tier.CPU, tuple(cpu), tuple(gpu))
 
         def sample() -> float:
-            seconds = self._time_s(lambda: self.backend.swap([out]))
+            seconds = self._time_s(lambda: self._swap(out))
             # Swapping back waits for the worker's writes. Otherwise the prefill measured next would wait for them.
-            self.backend.swap([back])
+            self._swap(back)
             return seconds
 
         return sample
+
+    def _swap(self, swap: Swap) -> None:
+        self.backend.swap([swap])
+        self.backend.await_swaps()
 
     def host_work(self, requests: int) -> TimedOperation:
         """The host's work in an iteration of decodes: scheduling, opening the lane, layer loop, taking tokens in."""

@@ -10,7 +10,8 @@ Resources:
   layer, logits and sampling, for the rows that get a token.
 - Host: its work per iteration and per request, and submitting tickets, delay the lane.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
-- PCIe, one link each way. The lane waits for swaps. With an :class:`Interconnect`, which gives their sizes, q, k, v go
+- PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
+  With an :class:`Interconnect`, which gives their sizes, q, k, v go
   to the host and outputs back; without one the profile's CPU attention includes these transfers.
 - Weights: all on the GPU, unless a placement is given (``apex/simulator/weight_path.py``). Then a streamed boundary
   waits for its copy. A boundary of the CPU is a task of the CPU worker, for which the lane waits.
@@ -29,7 +30,7 @@ from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
 from apex.simulator.weight_path import PlacedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
-from swiftllm.engine.backend import TicketTimes
+from swiftllm.engine.backend import SwapTimes, TicketTimes
 from swiftllm.model.placement import Place
 
 PLACEHOLDER_TOKEN = 0
@@ -127,6 +128,7 @@ class SimulatedBackend:
         self._to_host = Link()
         self._to_gpu = Link() if weights is None else StreamingLink(interconnect.bytes_per_s)
         self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
+        self._swaps: SwapTimes | None = None  # what a lane may still have to wait for
         self._weights = weights
         self._stream = None if weights is None else WeightStream(weights, self._to_gpu, self._worker)
 
@@ -214,6 +216,10 @@ class SimulatedBackend:
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
+        if self._swaps is not None:
+            self.clock_s = max(self.clock_s, self._swaps.ready_s(layer))
+            if layer == self._last:
+                self._swaps = None
         self._run(lane.attention_s)
 
     def whole_iteration(self, lane: SimulatedBatch) -> None:
@@ -248,17 +254,23 @@ class SimulatedBackend:
         self._cpu_busy_s += busy_s
         return busy_s
 
-    def swap(self, swaps: Sequence[Swap]) -> None:
+    def swap(self, swaps: Sequence[Swap]) -> SwapTimes | None:
         """Every iteration begins here, with or without swaps."""
         self.clock_s += self._iteration_s
         if not swaps:
-            return
+            return None
+        if self._swaps is not None:  # no lane has waited for them
+            self.clock_s = max(self.clock_s, self._swaps.end_s)
         self._worker.return_outputs(self.clock_s)
+        first_s, last_s = float("inf"), self.clock_s
         for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
             if blocks:
-                start_s, self.clock_s = link.book_transfer(self.clock_s, self._model.swap_s(blocks))
-                self._worker.slow_down(start_s, self.clock_s)
+                start_s, last_s = link.book_transfer(last_s, self._model.swap_s(blocks))
+                self._worker.slow_down(start_s, last_s)
+                first_s = min(first_s, start_s)
+        self._swaps = SwapTimes(min(first_s, last_s), last_s, self.num_layers)
+        return self._swaps
 
     # -- without state or results -----------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def chart_rows(timeline: Timeline) -> list[Row]:
     slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
     letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
     rows = [
-        Row("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.OTHER)),
+        Row("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
         Row("lane:\nattention", (Kind.ATTENTION,)),
         *(Row(f"cohort {letters[slot]}:\nown steps", (Kind.STEP,), slot) for slot in slots),
         Row("CPU:\nattention", (Kind.CPU_ATTENTION,)),
@@ -180,7 +180,7 @@ def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outl
 def box_style(span: Span) -> tuple[str, str | None]:
     """Fill colour and hatching."""
     lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
-    if span.kind is Kind.WAIT:
+    if span.kind in (Kind.WAIT, Kind.SWAP_WAIT):
         return "#FFFFFF", "////"
     if span.kind in lane:
         return lane[span.kind], None
@@ -193,7 +193,7 @@ def cohort_colour(slot: int) -> str:
 
 def box_text(span: Span, num_layers: int, room: float) -> str:
     """The longest text of a box that fits ``room`` points; empty if none does."""
-    if span.kind in (Kind.WAIT, Kind.OTHER):
+    if span.kind in (Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER):
         return ""
     letters = "+".join(tag.letter for tag in span.cohorts)
     layer = {-1: "E", num_layers - 1: "L"}.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None

@@ -16,7 +16,7 @@ from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
 
 ROWS = (
-    ("Lane: linear layers", (Kind.LINEAR, Kind.WAIT, Kind.OTHER)),
+    ("Lane: linear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
     ("Lane: attention", (Kind.ATTENTION,)),
     ("CPU requests: linear layers", (Kind.STEP,)),
     ("CPU worker: attention", (Kind.CPU_ATTENTION,)),

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
-from swiftllm.engine.backend import Backend, Batch, Ticket
+from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
 from swiftllm.engine.executor import Cohort, OverlapExecutor
 
 
@@ -99,6 +99,7 @@ class RecordingBackend:
         self.outstanding: dict[int, RecordedTicket] = {}
         self.lane_layer = -1  # the boundary that the lane crosses next
         self.indexes = itertools.count()
+        self._swaps: SwapTimes | None = None  # those that the lane may have to wait for
         self._cohort_numbers = itertools.count()
         self._slots: WeakValueDictionary[int, RecordedBatch] = WeakValueDictionary()
 
@@ -115,10 +116,11 @@ class RecordingBackend:
 
     def record_span(
         self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cohorts: tuple[CohortTag, ...] = (),
-        after: tuple[int, ...] = (),
+        after: tuple[int, ...] = (), end_s: float | None = None,
     ) -> int | None:  # fmt: skip
-        """Record a span from ``start_s`` to now; returns its index, or None for one of no duration."""
-        end_s = self.inner.now()
+        """Record a span from ``start_s`` to ``end_s``, by default now; returns its index, or None for one of no
+        duration."""
+        end_s = self.inner.now() if end_s is None else end_s
         if end_s <= start_s:
             return None
         index = next(self.indexes)
@@ -127,9 +129,12 @@ class RecordingBackend:
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         start_s = self.now()
-        self.inner.swap(swaps)
-        tokens = sum(swap.request.num_computed_tokens for swap in swaps)
-        self.record_span(Kind.SWAP if swaps else Kind.OTHER, start_s, None, SpanWork(0, len(swaps), tokens))
+        self._swaps = times = self.inner.swap(swaps)
+        end_s, tokens = self.now(), sum(swap.request.num_computed_tokens for swap in swaps)
+        self.record_span(Kind.OTHER, start_s, None, work := SpanWork(0, len(swaps), tokens))
+        if swaps:
+            copied = (start_s, end_s) if times is None else (times.start_s, times.end_s)
+            self.record_span(Kind.SWAP, copied[0], None, work, end_s=copied[1])
 
     def open_lane(self, items: Sequence[LaneItem]) -> RecordedBatch:
         start_s = self.now()
@@ -174,8 +179,10 @@ class RecordingBackend:
 
     def gpu_attention(self, layer: int, lane: RecordedBatch) -> None:
         start_s = self.now()
+        ready_s = start_s if self._swaps is None else self._swaps.ready_s(layer)
         self.inner.gpu_attention(layer, lane.inner)
-        self.record_span(Kind.ATTENTION, start_s, layer, lane.work)
+        self.record_span(Kind.SWAP_WAIT, start_s, layer, lane.work, end_s=ready_s)
+        self.record_span(Kind.ATTENTION, max(start_s, ready_s), layer, lane.work)
 
     def whole_iteration(self, lane: RecordedBatch) -> None:
         """Declined, so that the executor goes layer by layer and each operation is recorded."""

@@ -12,21 +12,25 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a span is. Spans of the first six kinds follow one another on the lane's thread."""
+    """What a span is. Spans of the first six kinds follow one another on the lane's thread.
+
+    On hardware the host does not know when swapped blocks are copied: there a swap's span is the time to begin it.
+    """
 
     LINEAR = "lane: linear layers"
     ATTENTION = "lane: attention"
     STEP = "cohorts: own steps"
     WAIT = "lane waits"
-    SWAP = "swaps"
+    SWAP_WAIT = "lane waits for swapped blocks"
     OTHER = "host work"  # making batches, submitting cohorts to the CPU worker
     CPU_ATTENTION = "CPU attention"
     TO_HOST = "PCIe to host"
     TO_GPU = "PCIe to GPU"
+    SWAP = "swaps"
 
     @property
     def is_lane(self) -> bool:
-        return self not in (Kind.CPU_ATTENTION, Kind.TO_HOST, Kind.TO_GPU)
+        return self not in (Kind.CPU_ATTENTION, Kind.TO_HOST, Kind.TO_GPU, Kind.SWAP)
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ def span_name(span: Span, num_layers: int) -> str:
         return f"attention {span.layer}"
     if span.kind is Kind.SWAP:
         return f"swap of {span.work.requests}"
+    if span.kind is Kind.SWAP_WAIT:
+        return f"waits for swapped blocks of layer {span.layer}"
     if span.kind is Kind.OTHER:
         return "hand-over" if span.layer is not None else "preparation"
     what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}

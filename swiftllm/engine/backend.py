@@ -48,6 +48,19 @@ class TicketTimes:
     to_gpu: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True)
+class SwapTimes:
+    """Start and end of an iteration's swaps, in seconds of the backend's clock. Layers are copied one by one."""
+
+    start_s: float
+    end_s: float
+    num_layers: int
+
+    def ready_s(self, layer: int) -> float:
+        """When the blocks of a layer are copied."""
+        return self.start_s + (layer + 1) / self.num_layers * (self.end_s - self.start_s)
+
+
 class Ticket(Protocol):
     """One CPU attention task under way."""
 
@@ -85,8 +98,10 @@ class Backend(Protocol):
     def now(self) -> float:
         """Seconds of the backend's clock: real time, or virtual time in a simulation."""
 
-    def swap(self, swaps: Sequence[Swap]) -> None:
-        """Copy blocks between the tiers. The source blocks may be reused after this returns."""
+    def swap(self, swaps: Sequence[Swap]) -> SwapTimes | None:
+        """Begin to copy blocks between the tiers; what is asked of this backend afterwards finds them copied, and may
+        reuse the source blocks. A lane's attention waits for the part of its layer. Returns the times of the copies
+        where they are known beforehand."""
 
     def open_lane(self, items: Sequence[LaneItem]) -> Batch: ...
 

@@ -90,6 +90,17 @@ class CpuOps(ReferenceOps):
     ) -> None:
         rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
 
+    def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
+        out = kv_layer.new_empty((2, kv_layer.shape[1], context_len, kv_layer.shape[-1]))
+        rows.gather_kv(kv_layer, blocks, out, num_threads=self.num_threads)
+        return out
+
+    def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        rows.gather_blocks(pool, blocks, staging, num_threads=self.num_threads)
+
+    def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        rows.scatter_blocks(staging, pool, blocks, num_threads=self.num_threads)
+
     def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
         if not chunks or not _is_ours(chunks[0].q.dtype) or not rows.has_prompt_attention():
             return super().prefill_attention(chunks, scale)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-PROTOCOL = 1
+PROTOCOL = 2
 SECRET_VARIABLE = "APEX_HOST_SECRET"
 NONCE_BYTES = 16
 HEARTBEAT_S = 1.0
@@ -40,8 +40,8 @@ class Kind(enum.IntEnum):
     DROP = 6  # b id
     ATTEND = 7  # a layer, b id; qkv
     STORE = 8  # a layer, b rows; blocks, offsets, kv
-    PUT = 9  # b blocks; blocks, content
-    GET = 10  # b blocks; blocks
+    PUT = 9  # a first layer, b blocks; blocks, content of as many layers as there are bytes for
+    GET = 10  # a first layer, b blocks; blocks, the layer after the last
     LOAD = 11  # a layer, b tokens; blocks
     ECHO = 12  # b bytes of the answer; anything
     MEASURE = 13  # answered with JSON: what the host's memory can do

@@ -129,26 +129,38 @@ class AttentionHosts:
         for tier, rows, start in self._runs(blocks):
             tier.store(layer, kv[rows], blocks[rows] - start, offsets[rows], arrived)
 
-    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> Ticket:
         ((tier, _, start),) = self._runs(blocks)
-        return tier.load(layer, blocks - start, num_tokens)
+        return tier.load(layer, blocks - start, out)
 
-    def put(self, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
+    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
         for tier, rows, start in self._runs(blocks):
             part = content
             if rows != slice(0, len(blocks)):
                 arrived.synchronize()
                 part = content[:, rows].contiguous()
-            tier.put(part, blocks[rows] - start, arrived)
+            tier.put(layers, part, blocks[rows] - start, arrived)
 
-    def get(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
-        for tier, rows, start in self._runs(blocks):
-            if rows == slice(0, len(blocks)):
-                tier.get(blocks - start, content)
-            else:
-                part = torch.empty_like(content[:, rows], memory_format=torch.contiguous_format)
-                tier.get(blocks[rows] - start, part)
+    def get(
+        self,
+        layers: range,
+        blocks: torch.Tensor,
+        content: torch.Tensor,
+        send_back: Callable[[], None] | None = None,
+    ) -> Ticket:
+        runs = list(self._runs(blocks))
+        if len(runs) == 1:
+            return runs[0][0].get(layers, blocks - runs[0][2], content, send_back)
+        joined = JoinedTicket(len(runs), send_back)
+        for tier, rows, start in runs:
+            part = torch.empty_like(content[:, rows], memory_format=torch.contiguous_format)
+
+            def place(rows: slice = rows, part: torch.Tensor = part) -> None:
                 content[:, rows] = part
+                joined.part_done()
+
+            joined.parts.append(tier.get(layers, blocks[rows] - start, part, place))
+        return joined
 
     def recover(self) -> None:
         for tier in self._tiers:
@@ -162,7 +174,7 @@ class AttentionHosts:
 
 
 class JoinedTicket:
-    """The tickets of a cohort's parts in several homes, as one: ready when all are.
+    """The tickets of parts in several homes, as one: ready when all are.
 
     Attributes:
         parts: tickets of the parts under way.

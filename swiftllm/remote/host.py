@@ -22,7 +22,6 @@ import pacpu
 from swiftllm.kv.pools import host_tensor
 from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
-from swiftllm.ops.cpu import CpuOps
 from swiftllm.read_limit import read_limit
 from swiftllm.remote.frames import (
     HANDSHAKE_S,
@@ -45,7 +44,15 @@ from swiftllm.remote.frames import (
     set_up,
 )
 from swiftllm.runtime.prefetch import use_fastest_prefetch
-from swiftllm.runtime.workers.task import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
+from swiftllm.runtime.workers.task import (
+    AttentionTask,
+    BlocksRead,
+    BlocksWrite,
+    ContextRead,
+    CpuTask,
+    RowsWrite,
+    TaskRunner,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +153,9 @@ class AttentionHost:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def make_runner(self, pool: torch.Tensor, ops: CpuOps, kernel: str) -> TaskRunner:
+    def make_runner(self, pool: torch.Tensor, kernel: str) -> TaskRunner:
         """What computes the tasks of an engine."""
-        return TaskRunner(pool, ops, kernel=kernel, num_threads=self.num_threads)
+        return TaskRunner(pool, kernel=kernel, num_threads=self.num_threads)
 
     def _serve(self, connection: socket.socket, name: str) -> None:
         self._connections.add(connection)
@@ -216,13 +223,11 @@ class AttentionHost:
         except (ValueError, OSError) as error:
             send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
             raise
-        ops = CpuOps(kernel)
-        ops.num_threads = self.num_threads
         about = {"num_blocks": num_blocks, "threads": self.num_threads, "kernel": kernel, "isa": pacpu.isa()}
         send_json(connection, Kind.WELCOME, about)
         logger.warning("%s stores %s KV blocks of %s bytes here", name, num_blocks, shape.bytes_per_block)
         try:
-            Session(connection, Store(shape, pool, ops, self.make_runner(pool, ops, kernel)), self.num_threads).run()
+            Session(connection, Store(shape, pool, self.make_runner(pool, kernel)), self.num_threads).run()
         finally:
             logger.warning("%s has left", name)
 
@@ -233,7 +238,6 @@ class Store:
 
     shape: KVShape
     pool: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]
-    ops: CpuOps
     runner: TaskRunner
 
 
@@ -350,14 +354,17 @@ class Session:
                 kv = kv.view(shape.torch_dtype).view(header.b, 2 * shape.num_kv_heads, shape.head_dim)
                 self._run(RowsWrite(header.a, kv, blocks, offsets))
             case Kind.PUT:
-                content = rest.view(shape.torch_dtype).view(shape.num_layers, header.b, *block)
-                self._run(BlocksWrite(content, blocks))
+                content = rest.view(shape.torch_dtype).view(-1, header.b, *block)
+                self._run(BlocksWrite(range(header.a, header.a + len(content)), content, blocks))
             case Kind.GET:
-                content = torch.empty((shape.num_layers, header.b, *block), dtype=shape.torch_dtype)
-                store.ops.gather_blocks(store.pool, blocks, content)
+                layers = range(header.a, int(rest.view(torch.int64)))
+                content = torch.empty((len(layers), header.b, *block), dtype=shape.torch_dtype)
+                self._run(BlocksRead(layers, blocks, content))
                 return content
             case Kind.LOAD:
-                return store.ops.gather_kv(store.pool[header.a], blocks, header.b).contiguous()
+                out = torch.empty((2, shape.num_kv_heads, header.b, shape.head_dim), dtype=shape.torch_dtype)
+                self._run(ContextRead(header.a, blocks, out))
+                return out
             case _:
                 raise ValueError(f"unknown frame {header.kind}")
         return None

@@ -154,31 +154,50 @@ class RemoteCpuTier:
         # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
         self._post(Kind.STORE, layer, len(kv), blocks, offsets, kv.contiguous(), arrived=arrived)
 
-    def load(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        shape = self._shape
-        out = torch.empty((2, shape.num_kv_heads, num_tokens, shape.head_dim), dtype=shape.torch_dtype)
-        self.channel.ask(
-            Header(Kind.LOAD, layer, num_tokens), partial(_buffers, blocks), blocks.nbytes, as_bytes(out)
-        ).wait()
-        return out
+    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> RemoteTicket:
+        header = Header(Kind.LOAD, layer, out.shape[2])
+        return self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(out))
 
-    def put(self, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
+    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
         with _in_swap():
-            self._post(Kind.PUT, 0, len(blocks), blocks, content, arrived=arrived)
+            self._post(Kind.PUT, layers.start, len(blocks), blocks, content, arrived=arrived)
 
-    def get(self, blocks: torch.Tensor, content: torch.Tensor) -> None:
+    def get(
+        self,
+        layers: range,
+        blocks: torch.Tensor,
+        content: torch.Tensor,
+        send_back: Callable[[], None] | None = None,
+    ) -> RemoteTicket:
+        """Waits for the answer, if :meth:`fetch` has not brought it: a host that dies later leaves nothing of a swap
+        unknown."""
         ids = blocks.tolist()
         with _in_swap():
-            if self.has_fetched(ids):
-                for index, (ticket, block) in enumerate(map(self._fetched.pop, ids)):
-                    ticket.wait()
-                    content[:, index] = block
-            else:
-                self._ask_for(blocks, content).wait()
+            if not self.has_fetched(ids):
+                ticket = self._ask_for(layers, blocks, content, send_back)
+                ticket.wait()
+                return ticket
+            for index, block in enumerate(ids):
+                ticket, kept = self._fetched[block]
+                ticket.wait()
+                content[:, index] = kept[layers.start : layers.stop]
+        if layers.stop == self._shape.num_layers:
+            self.drop_fetched(ids)
+        if send_back is not None:
+            send_back()
+        return ticket
 
-    def _ask_for(self, blocks: torch.Tensor, content: torch.Tensor) -> RemoteTicket:
-        header = Header(Kind.GET, b=len(blocks))
-        return self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(content))
+    def _ask_for(
+        self,
+        layers: range,
+        blocks: torch.Tensor,
+        content: torch.Tensor,
+        send_back: Callable[[], None] | None = None,
+    ) -> RemoteTicket:
+        header = Header(Kind.GET, layers.start, len(blocks))
+        buffers = partial(_buffers, blocks, torch.tensor([layers.stop]))
+        num_bytes = blocks.nbytes + torch.int64.itemsize
+        return self.channel.ask(header, buffers, num_bytes, as_bytes(content), send_back=send_back)
 
     def fetch(self, blocks: Sequence[int]) -> None:
         """Begin to read whole blocks, for a later :meth:`get`. Their death is told by :meth:`take_died`."""
@@ -189,7 +208,8 @@ class RemoteCpuTier:
             sizes = shape.num_layers, len(some), shape.num_kv_heads, 2, shape.block_size, shape.head_dim
             content = torch.empty(sizes, dtype=shape.torch_dtype)
             with contextlib.suppress(HostDied):
-                ticket = self._ask_for(torch.tensor(some, dtype=torch.int64), content)
+                ids = torch.tensor(some, dtype=torch.int64)
+                ticket = self._ask_for(range(shape.num_layers), ids, content)
                 self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
 
     def has_fetched(self, blocks: Sequence[int]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
 from swiftllm.runtime.description import Chunk, CohortDescription, LaneDescription
+from swiftllm.runtime.kv_transfers import LoadedContext
 from swiftllm.sampling.logprobs import PromptRows
 
 
@@ -48,13 +49,15 @@ class Rows:
 
 @dataclass
 class PrefillChunk:
-    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the
-    context and ``mask`` is its attention mask."""
+    """Rows of one request. With earlier context ``blocks``, on the tier's device, hold the context and ``mask`` is its
+    attention mask. ``earlier`` is the earlier context in the layer that comes next, where it comes from the CPU tier.
+    """
 
     rows: slice
     context_len: int
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
+    earlier: LoadedContext | None = None
 
     @property
     def start(self) -> int:
@@ -206,6 +209,10 @@ class BatchBuilder:
             at_tier(torch.cat(row_offsets)),
             chunks,
         )
+
+
+def concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _tables(values: bytes, rows: int) -> torch.Tensor:

@@ -2,26 +2,69 @@
 CPU tier, layer by layer.
 
 The CPU tier's memory is not pinned. What comes from a GPU arrives in pinned memory, from where the tier takes it: so
-it is in order with the attention that reads it.
+it is in order with the attention that reads it. What goes to a GPU is gathered into pinned memory by the tier's
+threads.
+
+Swaps go layer by layer too, and the lane's layer waits for its own part alone: see :meth:`KVTransfers.await_swaps`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
-from swiftllm.device.device import Device, Event
+from swiftllm.device.device import Device, Event, Stream
+from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.pacing import Pacer
 
-CHUNK_BYTES = 16 << 20  # of one transfer of blocks
+if TYPE_CHECKING:
+    from swiftllm.runtime.batch import LaneBatch, PrefillChunk
+
+CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host
+
+
+@dataclass(frozen=True)
+class LoadedContext:
+    """K and V of a request's first tokens, on their way from the CPU tier into ``pinned`` memory."""
+
+    pinned: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]
+    gathered: Ticket
+    compute: Stream
+
+    def on_device(self) -> torch.Tensor:
+        """The same on the device, for later work there. Waits for the tier."""
+        self.gathered.wait()
+        return self.compute.send(self.pinned)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks that move in the same direction, for one transfer a layer; those of the GPU tier are on the device."""
+
+    source: Tier
+    sources: torch.Tensor  # int64 [blocks]
+    targets: torch.Tensor
+
+
+@dataclass
+class _Moved:
+    """A part of the swaps: some layers of all blocks. ``tickets`` are of what the host gathers."""
+
+    layers: range
+    tickets: list[Ticket] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class KVTransfers:
@@ -33,24 +76,51 @@ class KVTransfers:
         self._pools = pools
         self._ops = ops
         self._stored = Pacer(device.to_host, ahead=SNAPSHOTS - 1)
+        self._moved: deque[_Moved] = deque()  # what no work on the device waits for yet, by layer
 
     def swap_blocks(self, swaps: Sequence[Swap]) -> None:
-        """Copy blocks between the tiers, in the order given: a later swap may fill blocks an earlier one emptied.
+        """Begin to copy blocks between the tiers, as if in the order given: a later swap may fill blocks that an
+        earlier one emptied, and takes none that an earlier one filled.
 
-        Later work on the device finds the copies, and may overwrite the sources. So may the host, through this object
-        or the attention worker.
+        What is done to the CPU tier afterwards finds the copies, and may overwrite the sources. So may work on the
+        device, layer by layer, after :meth:`await_swaps`.
         """
         if not swaps:
             return
-        compute, stream = self._device.compute, self._device.swap
-        stream.wait(compute.mark())  # all earlier writes of sources and reads of targets are done
-        moved = None
-        for source, run in groupby(swaps, key=lambda swap: swap.source):
-            move = self._move_out if source is Tier.GPU else self._move_in
-            for chunk in self._chunks(run):
-                moved = move(*chunk)
-        if moved is not None:
-            compute.wait(moved)
+        self.await_swaps()
+        self._device.swap.wait(self._device.compute.mark())  # earlier writes of sources and reads of targets are done
+        num_layers, num_blocks = len(self._pools.layers[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
+        layer_bytes = self._pools.bytes_per_block // num_layers
+        at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
+        pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
+        for first in range(0, num_layers, at_once):
+            moved = _Moved(range(first, min(first + at_once, num_layers)))
+            self._moved.append(moved)  # first: what has begun is waited for even if the rest raises
+            for piece in pieces:
+                move = self._move_out if piece.source is Tier.GPU else self._move_in
+                move(piece, moved)
+
+    @property
+    def has_swaps(self) -> bool:
+        """Whether :meth:`await_swaps` was not yet called for all layers of the last swaps."""
+        return bool(self._moved)
+
+    def await_swaps(self, layer: int | None = None) -> None:
+        """Later work on the device finds what swaps put into the layers up to this one (None: into all), and may
+        overwrite what they took out. The host waits until what it gathers for them is on its way."""
+        while self._moved and (layer is None or self._moved[0].layers.start <= layer):
+            moved = self._moved.popleft()
+            for ticket in moved.tickets:
+                ticket.wait()
+            for event in moved.events:
+                self._device.compute.wait(event)
+
+    def forget_swaps(self) -> None:
+        """The same for swaps that may have failed."""
+        while self._moved:
+            with contextlib.suppress(Exception):
+                self.await_swaps()
+        self._device.compute.wait(self._device.swap.mark())
 
     def store_rows(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Write K and V, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
@@ -62,37 +132,68 @@ class KVTransfers:
         self._stored.launched()
         self.cpu_tier.store(layer, fetched, blocks, offsets, stream.mark())
 
-    def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """K and V of a request's first tokens from the CPU tier, ``[2, num_kv_heads, num_tokens, head_dim]``."""
-        return self._device.compute.send(self.cpu_tier.load(layer, blocks, num_tokens))
+    def load_first_layer(self, lane: LaneBatch) -> None:
+        """Begin to gather what :meth:`take_context` gives in the first layer."""
+        for group in lane.prefills:
+            for chunk in group.chunks:
+                if group.tier is Tier.CPU and chunk.blocks is not None:
+                    chunk.earlier = self.load_context(0, chunk.blocks, chunk.start)
 
-    def _move_out(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
-        """Returns when the source blocks may be overwritten."""
-        stream, pool = self._device.swap, self._pools.tensors[Tier.GPU]
-        with stream.running():
-            staged = torch.empty(self._shape(len(sources)), dtype=pool.dtype, device=pool.device)
-            self._ops.gather_blocks(pool, stream.send(sources), staged)
-        gathered = stream.mark()
-        fetched = stream.fetch(staged)
-        self.cpu_tier.put(fetched, targets, stream.mark())
-        return gathered
+    def take_context(self, layer: int, chunk: PrefillChunk, own: torch.Tensor) -> torch.Tensor | None:
+        """The chunk's context on the device: the earlier one in the CPU tier, and its ``own [2, num_kv_heads, rows,
+        head_dim]``. None without an earlier one.
 
-    def _move_in(self, sources: torch.Tensor, targets: torch.Tensor) -> Event:
-        """Returns when the blocks have arrived."""
-        stream, pool = self._device.swap, self._pools.tensors[Tier.GPU]
-        staged = self._device.pinned(self._shape(len(sources)), pool.dtype)
-        self.cpu_tier.get(sources, staged)
-        with stream.running():
-            self._ops.scatter_blocks(stream.send(staged), pool, stream.send(targets))
-        return stream.mark()
+        Layers come in order: while the device computes this one, the host gathers the next.
+        """
+        if chunk.earlier is None:
+            return None
+        context = torch.cat([chunk.earlier.on_device(), own], dim=2)
+        if layer + 1 < len(self._pools.layers[Tier.GPU]):
+            chunk.earlier = self.load_context(layer + 1, chunk.blocks, chunk.start)
+        return context
 
-    def _chunks(self, swaps: Iterator[Swap]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Source and target blocks, int64, for one transfer each."""
-        pairs = [pair for swap in swaps for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
-        size = max(1, CHUNK_BYTES // self._pools.bytes_per_block)
-        for first in range(0, len(pairs), size):
-            yield tuple(torch.tensor(pairs[first : first + size]).T.contiguous())
-
-    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+    def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> LoadedContext:
+        """Begin to gather K and V of a request's first tokens from the CPU tier. This thread copies nothing."""
         pool = self._pools.tensors[Tier.GPU]
-        return (pool.shape[0], num_blocks, *pool.shape[2:])
+        pinned = self._device.pinned((2, pool.shape[2], num_tokens, pool.shape[-1]), pool.dtype)
+        return LoadedContext(pinned, self.cpu_tier.load(layer, blocks, pinned), self._device.compute)
+
+    def _move_out(self, blocks: _Blocks, moved: _Moved) -> None:
+        """Once the last event has passed, the source blocks may be overwritten."""
+        stream, pool = self._device.swap, self._layers(moved.layers)
+        with stream.running():
+            staged = torch.empty(_shape(pool, blocks), dtype=pool.dtype, device=pool.device)
+            self._ops.gather_blocks(pool, blocks.sources, staged)
+        moved.events.append(stream.mark())
+        self.cpu_tier.put(moved.layers, stream.fetch(staged), blocks.targets, stream.mark())
+
+    def _move_in(self, blocks: _Blocks, moved: _Moved) -> None:
+        """Once the ticket is ready, the last event passes when the blocks have arrived."""
+        stream, pool = self._device.swap, self._layers(moved.layers)
+        staged = self._device.pinned(_shape(pool, blocks), pool.dtype)
+
+        def send() -> None:
+            with stream.running():
+                self._ops.scatter_blocks(stream.send(staged), pool, blocks.targets)
+            moved.events.append(stream.mark())
+
+        moved.tickets.append(self.cpu_tier.get(moved.layers, blocks.sources, staged, send))
+
+    def _pieces(self, swaps: Sequence[Swap], size: int) -> Iterator[_Blocks]:
+        """The swaps in order, at most ``size`` blocks at once."""
+        for source, run in groupby(swaps, key=lambda swap: swap.source):
+            pairs = [pair for swap in run for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
+            for first in range(0, len(pairs), size):
+                sources, targets = torch.tensor(pairs[first : first + size]).T.contiguous()
+                if source is Tier.GPU:
+                    sources = self._device.swap.send(sources)
+                else:
+                    targets = self._device.swap.send(targets)
+                yield _Blocks(source, sources, targets)
+
+    def _layers(self, layers: range) -> torch.Tensor:
+        return self._pools.tensors[Tier.GPU][layers.start : layers.stop]
+
+
+def _shape(pool: torch.Tensor, blocks: _Blocks) -> tuple[int, ...]:
+    return (pool.shape[0], len(blocks.sources), *pool.shape[2:])

@@ -26,7 +26,7 @@ from swiftllm.model.providers import WeightProvider
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import ChunkAttention
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
+from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows, concatenate
 from swiftllm.runtime.cores import CoreDivision, core_divisions
 from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
@@ -69,7 +69,8 @@ class TorchBackend:
         hardware: Device | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """``make_worker`` makes the worker that runs CPU attention; default: at once, on the calling thread.
+        """``make_worker`` makes the worker that runs CPU attention and writes to the CPU tier, and another one that
+        reads the tier for the GPU; default: both at once, on the calling thread.
         ``hardware`` replaces the device that ``config.device`` names. ``placement``: by default all on the device.
 
         Raises:
@@ -103,18 +104,17 @@ class TorchBackend:
         self.kv_pools = KVPools(sizes, self.kv_plan, self.device, self.dtype)
         self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_pools.num_blocks.get, (Tier.GPU, Tier.CPU))
         self.block_tables: Mapping[str, Sequence[int]] = {}
-        self._runner = TaskRunner(
-            self.kv_pools.tensors[Tier.CPU], self._ops, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads
-        )
+        pool = self.kv_pools.tensors[Tier.CPU]
+        self._runner = TaskRunner(pool, kernel=self.cpu_kernel, num_threads=self.cores.cpu_threads)
         self._pacer = Pacer(self.hardware.compute)
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.block_size, sizes.num_heads, self._model.rotary_table
         )
         self._capture_graphs()
         # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
-        self._worker = make_worker(self._runner)
-        pool, about = self.kv_pools.tensors[Tier.CPU], {"num_heads": sizes.num_heads, "scale": self._scale}
-        self.cpu_tier: CpuTier = LocalCpuTier(pool, self._ops, self._runner, self._worker, **about)
+        self._worker, self._reader = make_worker(self._runner), make_worker(self._runner)
+        about = {"num_heads": sizes.num_heads, "num_kv_heads": sizes.num_kv_heads, "scale": self._scale}
+        self.cpu_tier: CpuTier = LocalCpuTier(self._runner, self._worker, self._reader, **about)
         self.attention_hosts: AttentionHosts | None = None
         self._transfers = KVTransfers(self.hardware, self.kv_pools, self._ops, self.cpu_tier)
 
@@ -181,7 +181,7 @@ class TorchBackend:
 
     @property
     def worker_restarts(self) -> int:
-        return self._worker.restarts
+        return self._worker.restarts + self._reader.restarts
 
     @property
     def dtype_name(self) -> str:
@@ -199,6 +199,11 @@ class TorchBackend:
     @torch.inference_mode()
     def swap(self, swaps: Sequence[Swap]) -> None:
         self._transfers.swap_blocks(swaps)
+
+    @torch.inference_mode()
+    def await_swaps(self) -> None:
+        """Later work on the device finds all swaps done, not only those of the layers it comes to."""
+        self._transfers.await_swaps()
 
     @torch.inference_mode()
     def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
@@ -225,7 +230,9 @@ class TorchBackend:
 
     @torch.inference_mode()
     def build_lane(self, description: LaneDescription) -> LaneBatch:
-        return self._builder.open_lane(description)
+        lane = self._builder.open_lane(description)
+        self._transfers.load_first_layer(lane)
+        return lane
 
     @torch.inference_mode()
     def build_cohort(self, description: CohortDescription) -> CohortBatch:
@@ -268,13 +275,13 @@ class TorchBackend:
             self.hardware.compute.wait(cohort.returned)
 
     def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
-        rotary_rows = _concatenate([batch.rotary_rows for batch in batches])
+        rotary_rows = concatenate([batch.rotary_rows for batch in batches])
         if layer < 0:
-            residual = self._model.embed(_concatenate([batch.token_ids for batch in batches]))
+            residual = self._model.embed(concatenate([batch.token_ids for batch in batches]))
             qkv = self._model.enter(residual, rotary_rows)
         else:
-            attention_out = _concatenate([batch.attention_out for batch in batches])
-            residual = _concatenate([batch.residual for batch in batches])
+            attention_out = concatenate([batch.attention_out for batch in batches])
+            residual = concatenate([batch.residual for batch in batches])
             for batch in batches:
                 batch.residual = batch.qkv = None  # the next ones are in memory before these would be freed
             qkv = self._model.cross(layer, attention_out, residual, rotary_rows)
@@ -288,6 +295,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
+        self._transfers.await_swaps(layer)
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
@@ -299,7 +307,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
-        if self.graphs is None or not self.placement.is_all_resident:
+        # Layer by layer, a layer waits for its own part of the swaps alone.
+        if self.graphs is None or not self.placement.is_all_resident or self._transfers.has_swaps:
             return None
         self._pacer.wait()
         crossed = self.graphs.whole_iteration(lane)
@@ -320,14 +329,8 @@ class TorchBackend:
                 for chunk in group.chunks
             ]
         else:  # the CPU tier lacks the chunk's own K and V until the host has written them
-            contexts = []
-            for chunk in group.chunks:
-                context = None
-                if chunk.blocks is not None:
-                    earlier = self._transfers.load_context(layer, chunk.blocks, chunk.start)
-                    own = lane.qkv[chunk.rows, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
-                    context = torch.cat([earlier, own], dim=2)
-                contexts.append(context)
+            own = lane.qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+            contexts = [self._transfers.take_context(layer, chunk, own[:, :, chunk.rows]) for chunk in group.chunks]
             self._transfers.store_rows(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
         chunks = []
         for chunk, context in zip(group.chunks, contexts, strict=True):
@@ -354,6 +357,7 @@ class TorchBackend:
 
     def recover(self) -> None:
         self.cpu_tier.recover()
+        self._transfers.forget_swaps()
         self._sampler.take_logprobs()
         self.hardware.compute.mark().synchronize()
 
@@ -376,8 +380,8 @@ class TorchBackend:
 
         crossed = None if self.graphs is None else self.graphs.last_boundary(batches)
         if crossed is None:
-            attention_out = _concatenate([select(batch, batch.attention_out) for batch in batches])
-            residual = _concatenate([select(batch, batch.residual) for batch in batches])
+            attention_out = concatenate([select(batch, batch.attention_out) for batch in batches])
+            residual = concatenate([select(batch, batch.residual) for batch in batches])
             crossed = self._model.leave(attention_out, residual), None
         return self._choose(*crossed, batches)
 
@@ -394,7 +398,3 @@ class TorchBackend:
             return {}
         tokens = self._sampler.sample(logits, requests, likeliest)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
-
-
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -69,6 +69,7 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
 
 def poison_free_blocks(engine: Engine) -> None:
     """A block is free if no block table has it, see :meth:`KVCacheManager.check`."""
+    engine.backend.await_swaps()  # after an iteration without a lane they may still read what is free
     for tier in Tier:
         is_free = torch.ones(engine.kv.capacity(tier), dtype=torch.bool)
         for request_id, blocks in engine.kv.block_tables.items():

@@ -43,6 +43,10 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
         rows.rotary(heads, torch.ones(5, 2, 10))
         rows.silu_and_mul(x, y)
         rows.store_kv(heads, heads, torch.ones(2, 3, 2, 4, 10, dtype=dtype), torch.ones(5).long(), torch.arange(5) % 4)
+        cache, blocks = torch.ones(2, 3, 3, 2, 4, 5, dtype=dtype), torch.tensor([2, 0])
+        rows.gather_kv(cache[1], blocks, torch.empty(2, 3, 7, 5, dtype=dtype), num_threads=2)
+        rows.gather_blocks(cache, blocks, cache[:, :2].clone(), num_threads=2)
+        rows.scatter_blocks(cache[:, :2].clone(), cache, blocks, num_threads=2)
     if isa in ("avx512", "avx512bf16"):
         weight = torch.ones(50, 35).bfloat16()
         matrix = torch.empty(rows.packed_shape(50, 35), dtype=torch.bfloat16)
@@ -69,7 +73,8 @@ import pytest
 from pacpu import _pacpu
 
 print(_pacpu.__file__)
-files = ["tests/pacpu/test_arguments.py", "tests/pacpu/test_rows.py::test_refusals"]
+files = ["test_arguments.py", "test_rows.py::test_refusals", "test_kv_copies.py"]
+files = [f"tests/pacpu/{file}" for file in files]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files]))
 """
 

@@ -9,6 +9,7 @@ import torch
 
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.device.host import HostDevice
 from swiftllm.runtime.torch_backend import TorchBackend
 
 
@@ -25,6 +26,7 @@ class BackendDriver:
         self.free = {Tier.GPU: list(range(backend.num_gpu_blocks)), Tier.CPU: list(range(backend.num_cpu_blocks))}
         for blocks in self.free.values():
             rng.shuffle(blocks)
+        self.left: list[int] = []  # blocks of the GPU tier that swaps emptied
         self.tables: dict[str, list[int]] = {}
         backend.block_tables = self.tables
 
@@ -52,9 +54,11 @@ class BackendDriver:
                 if riders:
                     ticket = backend.submit_cpu_attention(layer + 1, cohort)
                 backend.gpu_attention(layer + 1, lane)
+                self._poison_left(layer + 1)
                 if riders:
                     ticket.wait()
             tokens = dict(backend.boundary(last, [lane, cohort]))
+            self.left.clear()
         logprobs = backend.take_logprobs()
         for request in [item.request for item in items] + list(riders):
             if request.request_id in tokens:
@@ -83,7 +87,9 @@ class BackendDriver:
         return self.run(gpu, [r for r in requests if r.tier is Tier.CPU])
 
     def move(self, requests: Sequence[Request]) -> None:
-        """Swap the requests to the other tier and poison what they leave behind."""
+        """Swap the requests to the other tier and poison what they leave behind as soon as others might fill it: in the
+        CPU tier at once, through the backend; in the GPU tier once the lane has come to the layer."""
+        assert not self.left, "an iteration comes first"
         swaps = []
         for request in requests:
             source, old = request.tier, self.tables[request.request_id]
@@ -93,5 +99,14 @@ class BackendDriver:
             request.tier = source.other
         self.backend.swap(swaps)
         for swap in swaps:
-            self.backend.kv_pools.tensors[swap.source][:, list(swap.source_blocks)] = torch.nan
+            if swap.source is Tier.GPU:
+                self.left.extend(swap.source_blocks)
+            else:
+                pool, blocks = self.backend.kv_pools.tensors[Tier.CPU], torch.tensor(swap.source_blocks)
+                content = torch.full((pool.shape[0], len(blocks), *pool.shape[2:]), torch.nan, dtype=pool.dtype)
+                self.backend.cpu_tier.put(range(len(pool)), content, blocks, HostDevice.compute.mark())
             self.free[swap.source].extend(swap.source_blocks)
+
+    def _poison_left(self, layer: int) -> None:
+        if self.left:
+            self.backend.kv_pools.layers[Tier.GPU][layer][self.left] = torch.nan

@@ -20,14 +20,14 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
@@ -126,7 +126,9 @@ class FakeCuda(TorchDispatchMode):
     @contextmanager
     def another_thread(self, card: int) -> Iterator[None]:
         """What a thread finds that has just started: no inference mode, and the default stream of a GPU."""
-        with self.cards.working_on(card), self._stream(self.compute), torch.inference_mode(False), _Again(self):
+        is_off = not any(isinstance(mode, (FakeCuda, _Again)) for mode in _get_current_dispatch_mode_stack())
+        watched = _Again(self) if is_off else nullcontext()
+        with self.cards.working_on(card), self._stream(self.compute), torch.inference_mode(False), watched:
             yield
 
     def hang(self) -> None:

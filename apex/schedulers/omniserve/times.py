@@ -41,13 +41,19 @@ def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | No
 
     Args:
         riders: rows that ride, by boundary.
-        swapped: blocks moved between the tiers, which the lane waits for.
+        swapped: blocks moved between the tiers; each layer's attention waits for its part of them.
     """
     layer_s = model.layer_s(model.linear_s(load.tokens) + load.gpu_attention_s(model))
     seconds = model.num_layers * layer_s + model.ends_s(load.requests)
     if riders:
         seconds += riders_s(model, load.tokens, load.requests, riders)
-    return seconds + model.swap_s(swapped)
+    if not swapped:
+        return seconds
+    # Parts arrive at even intervals: if the lane is late, then at the first layer's attention or at the last one's.
+    swap_s, before_s = model.swap_s(swapped), model.host_work_s(0)
+    ahead_s = model.host_work_s(load.requests) - before_s + model.first_boundary_s(load.tokens)
+    behind_s = load.gpu_attention_s(model) + model.last_boundary_s(load.requests)
+    return max(seconds, seconds - ahead_s + swap_s / model.num_layers, before_s + swap_s + behind_s)
 
 
 def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int) -> LaneLoad:

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "divide.h"
 #include "scratch.h"
-#include "thread_team.h"
 
 namespace py = pybind11;
 
@@ -31,33 +31,18 @@ std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
     return {(out_features + panel_columns - 1) / panel_columns, (in_features + 1) / 2, panel_columns, 2};
 }
 
+void check_slots(const Array& array, int64_t rows, int64_t limit) {
+    if (!is_int(array, 64)) refuse(std::string(array.name) + " must have dtype int64, not " + array.dtype_name());
+    check_shape(array, {rows}, "[rows]");
+    row_stride(array, false);
+    const auto* values = static_cast<const int64_t*>(array.data);
+    for (int64_t i = 0; i < rows; ++i)
+        if (values[i] < 0 || values[i] >= limit)
+            refuse(std::string(array.name) + "[" + std::to_string(i) + "] must be below " + std::to_string(limit) + ", not " +
+                   std::to_string(values[i]));
+}
+
 namespace {
-
-// With fewer, waking a thread takes longer than what it does.
-constexpr int64_t min_elements_per_thread = 1 << 15;
-
-// With fewer, a call ends within some 10 us: sooner than another thread that got the GIL gives it back.
-constexpr int64_t min_elements_without_gil = 1 << 16;
-
-// Calls function(begin, end) for stretches of [0, count) on so many threads, without the GIL unless `keeps_gil`.
-template <typename Function>
-void divide(int count, int num_threads, Function&& function, bool keeps_gil = false) {
-    std::optional<py::gil_scoped_release> release;
-    if (!keeps_gil) release.emplace();
-    const int num_parts = num_threads == 1 ? std::min(count, 1) : std::min(count, num_threads * parts_per_thread);
-    run_phases(1, &num_parts, num_threads, [&](int, int part) {
-        function(part_begin(count, num_parts, part), part_begin(count, num_parts, part + 1));
-    });
-}
-
-template <typename Function>
-void divide_rows(const Array& array, int num_threads, Function&& function) {
-    int64_t elements = 1;
-    for (const int64_t size : array.shape) elements *= size;
-    const int64_t enough = std::max<int64_t>(1, elements / min_elements_per_thread);
-    divide(static_cast<int>(array.shape[0]), static_cast<int>(std::min<int64_t>(num_threads, enough)), function,
-           elements < min_elements_without_gil);
-}
 
 void pack_matrix(py::handle weight_object, py::handle packed_object) {
     const Array weight = read_array("weight", weight_object), packed = read_array("packed", packed_object);
@@ -227,17 +212,6 @@ void argmax(py::handle x_object, py::handle out_object, py::handle num_threads_o
     divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
 }
 
-void check_slots(const Array& array, int64_t rows, int64_t limit) {
-    if (!is_int(array, 64)) refuse(std::string(array.name) + " must have dtype int64, not " + array.dtype_name());
-    check_shape(array, {rows}, "[rows]");
-    row_stride(array, false);
-    const auto* values = static_cast<const int64_t*>(array.data);
-    for (int64_t i = 0; i < rows; ++i)
-        if (values[i] < 0 || values[i] >= limit)
-            refuse(std::string(array.name) + "[" + std::to_string(i) + "] must be below " + std::to_string(limit) + ", not " +
-                   std::to_string(values[i]));
-}
-
 void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object, py::handle blocks_object,
            py::handle offsets_object, py::handle num_threads_object) {
     const Array k = read_array("k", k_object), v = read_array("v", v_object);
@@ -384,6 +358,7 @@ void bind_rows(py::module_& module) {
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
+    bind_kv_copies(module);
     bind_codes(module);
     bind_crossing(module);
 }

@@ -12,6 +12,9 @@ DType float_dtype(const Array& array);
 void check_bfloat16(const Array& array);
 void check_sizes(const Array& array);
 
+// int64 [rows], each from 0 to below `limit`.
+void check_slots(const Array& array, int64_t rows, int64_t limit);
+
 std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features);
 
 // Of a call's parts: threads claim them, so that one which begins late or loses its core does less.
@@ -22,6 +25,9 @@ inline int part_begin(int count, int num_parts, int part) { return static_cast<i
 
 // The Python class of a layer's crossing.
 void bind_crossing(pybind11::module_& module);
+
+// Copies between a KV cache and buffers.
+void bind_kv_copies(pybind11::module_& module);
 
 // The Python class of packed 4-bit matrices.
 void bind_codes(pybind11::module_& module);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import pacpu
-from swiftllm.ops.interface import Ops
+from pacpu import rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,42 +40,69 @@ class RowsWrite:
 
 @dataclass(frozen=True, eq=False)
 class BlocksWrite:
-    """Whole blocks of all layers for the CPU tier."""
+    """Whole blocks of some layers for the CPU tier."""
 
-    content: torch.Tensor  # [num_layers, blocks, num_kv_heads, 2, block_size, head_dim]
+    layers: range
+    content: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]
     blocks: torch.Tensor  # int64 [blocks]
 
 
+@dataclass(frozen=True, eq=False)
+class ContextRead:
+    """K and V of a request's first tokens in one layer of the CPU tier."""
+
+    layer: int
+    blocks: torch.Tensor  # int64, of the request in order
+    out: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]; overwritten
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksRead:
+    """Whole blocks of some layers of the CPU tier."""
+
+    layers: range
+    blocks: torch.Tensor  # int64 [blocks]
+    content: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]; overwritten
+
+
 HostWrite = RowsWrite | BlocksWrite
-CpuTask = AttentionTask | HostWrite
+HostRead = ContextRead | BlocksRead
+CpuTask = AttentionTask | HostWrite | HostRead
 
 
 class TaskRunner:
     """Carries tasks out on the CPU tier of this process.
 
     Attributes:
-        num_threads: of each attention; may be changed between tasks.
+        num_threads: of each task; may be changed between tasks.
     """
 
-    def __init__(self, pool: torch.Tensor, ops: Ops, *, kernel: str, num_threads: int) -> None:
+    def __init__(self, pool: torch.Tensor, *, kernel: str, num_threads: int) -> None:
         """``pool [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]`` is the CPU tier, ``kernel`` one of
-        pacpu's. ``ops`` write to the pool."""
+        pacpu's."""
         self.num_threads = num_threads
         self._pool = pool
         self._layers: Sequence[torch.Tensor] = pool.unbind(0)
-        self._ops = ops
         self._kernel = kernel
 
     def run_task(self, task: CpuTask) -> None:
-        """Raises ValueError where an attention names blocks or shapes that the pool does not have."""
+        """Raises ValueError where a task names blocks or shapes that the pool does not have."""
+        threads = {"num_threads": self.num_threads}
         match task:
             case AttentionTask():
                 self._attend(task)
             case RowsWrite():
                 k, v = task.kv.chunk(2, 1)
-                self._ops.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets)
+                rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)
             case BlocksWrite():
-                self._ops.scatter_blocks(task.content, self._pool, task.blocks)
+                rows.scatter_blocks(task.content, self._part(task.layers), task.blocks, **threads)
+            case ContextRead():
+                rows.gather_kv(self._layers[task.layer], task.blocks, task.out, **threads)
+            case BlocksRead():
+                rows.gather_blocks(self._part(task.layers), task.blocks, task.content, **threads)
+
+    def _part(self, layers: range) -> torch.Tensor:
+        return self._pool[layers.start : layers.stop]
 
     def _attend(self, task: AttentionTask) -> None:
         pacpu.paged_attention(

@@ -28,14 +28,43 @@ def swap_of(blocks: int, source: Tier = Tier.GPU) -> Swap:
 
 def test_swaps_cost_what_the_profile_says() -> None:
     backend = make_backend()
-    backend.swap([])
+    assert backend.swap([]) is None
     assert backend.now() == 0.0
-    backend.swap([swap_of(10), swap_of(15)])
-    assert backend.now() == pytest.approx(1e-4 + 25 * 2e-5)
-    assert backend.busy.to_host_s == backend.now()
-    backend.swap([swap_of(5, Tier.CPU)])
-    assert backend.busy.to_gpu_s == pytest.approx(1e-4 + 5 * 2e-5)
+    out_s, in_s = 1e-4 + 25 * 2e-5, 1e-4 + 5 * 2e-5
+    times = backend.swap([swap_of(10), swap_of(15), swap_of(5, Tier.CPU)])
+    assert (times.start_s, times.end_s) == pytest.approx((0.0, out_s + in_s))
+    assert backend.now() == 0.0
+    assert backend.busy.to_host_s == pytest.approx(out_s)
+    assert backend.busy.to_gpu_s == pytest.approx(in_s)
     assert backend.busy.gpu_s == 0.0
+    again = backend.swap([swap_of(1)])  # no lane has waited for the first ones
+    assert backend.now() == again.start_s == times.end_s
+
+
+@pytest.mark.parametrize("blocks", [1, 1000, 10_000])
+def test_a_lane_waits_for_the_part_of_a_swap_that_its_layer_needs(blocks: int) -> None:
+    def seconds(swaps: list[Swap]) -> tuple[list[float], float]:
+        """How late each attention is over, and the whole."""
+        backend = make_backend()
+        backend.swap(swaps)
+        lane, ends = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)]), []
+        for layer in range(-1, LAYERS):
+            backend.boundary(layer, [lane])
+            if layer + 1 < LAYERS:
+                backend.gpu_attention(layer + 1, lane)
+                ends.append(backend.now())
+        return ends, backend.now()
+
+    alone, all_alone_s = seconds([])
+    late, all_s = seconds([swap_of(blocks)])
+    swap_s, attention_s = 1e-4 + blocks * 2e-5, 1e-5 + 100e-7
+    expected, shift_s = [], 0.0
+    for layer, end_s in enumerate(alone):
+        shift_s = max(shift_s, (layer + 1) / LAYERS * swap_s + attention_s - end_s)
+        expected.append(end_s + shift_s)
+    assert late == pytest.approx(expected)
+    assert all_s == pytest.approx(all_alone_s + shift_s)
+    assert (all_s == all_alone_s) == (blocks == 1)
 
 
 def test_the_worker_takes_tickets_in_order_while_the_gpu_goes_on() -> None:
@@ -136,8 +165,7 @@ def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     backend = make_backend(interconnect=link)
     cohort = backend.open_cohort([cpu_request("c", 10_000)])
     first, second = (backend.submit_cpu_attention(0, cohort) for _ in range(2))
-    backend.swap([swap_of(100)])
-    assert backend.now() == pytest.approx(swap_s)
+    assert backend.swap([swap_of(100)]).end_s == pytest.approx(swap_s)
     assert first.wait() == pytest.approx(10e-3 + swap_s / 4)
     assert backend.now() == pytest.approx(10e-3 + swap_s / 4)
     assert second.wait() == pytest.approx(10e-3)
@@ -146,6 +174,7 @@ def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     backend = make_backend(interconnect=link)
     ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 900)]))
     backend.swap([swap_of(100)])
+    backend.sleep(swap_s)
     assert ticket.ready()
     assert ticket.wait() == pytest.approx(900e-6 / 0.75)
 

@@ -103,6 +103,19 @@ def test_simulated_timelines_are_in_order_and_add_up(
     assert any(span.kind is Kind.TO_GPU for span in timeline.spans) == (has_cpu_work and link is not None)
 
 
+@pytest.mark.parametrize("system", ["neo", "apex"])
+def test_simulated_swaps_stand_beside_the_first_layers(system: str) -> None:
+    timeline = record(simulated_engine(system))
+    swaps = [span for span in timeline.spans if span.kind is Kind.SWAP]
+    beside = [
+        span.layer
+        for span in timeline.spans
+        for swap in swaps
+        if span.kind is Kind.LINEAR and span.iteration == swap.iteration and span.start_s < swap.end_s
+    ]
+    assert swaps and -1 in beside
+
+
 @pytest.mark.parametrize("system", ["swiftllm", "apex"])
 def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> None:
     times = []

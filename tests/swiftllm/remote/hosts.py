@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-from swiftllm.ops.cpu import CpuOps
 from swiftllm.remote.host import AttentionHost
 from swiftllm.runtime.workers.task import CpuTask, TaskRunner
 
@@ -25,8 +24,8 @@ class SlowHost(AttentionHost):
 
     delay_s = 0.0
 
-    def make_runner(self, pool: torch.Tensor, ops: CpuOps, kernel: str) -> TaskRunner:
-        runner = super().make_runner(pool, ops, kernel)
+    def make_runner(self, pool: torch.Tensor, kernel: str) -> TaskRunner:
+        runner = super().make_runner(pool, kernel)
         inner = runner.run_task
 
         def run_task(task: CpuTask) -> None:

@@ -31,6 +31,7 @@ from swiftllm.remote.tier import RemoteCpuTier
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
 SHAPE = KVShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
+THREE_TOKENS = torch.empty(2, 2, 3, 32, dtype=torch.bfloat16)
 ARRIVED = HostDevice.compute
 
 
@@ -51,8 +52,8 @@ def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: in
     sent = tier.channel.bytes_sent
     opened = tier.open(tables, torch.full((rows,), context, dtype=torch.int32))
     blocks, content = tables.long().flatten(), torch.zeros(2, rows * 3, 2, 2, 16, 32, dtype=torch.bfloat16)
-    tier.put(content, blocks, ARRIVED)
-    tier.get(blocks, content)  # all before it has been sent
+    tier.put(range(2), content, blocks, ARRIVED)
+    tier.get(range(2), blocks, content)  # all before it has been sent
     once = rows * 4 * (3 + 1)
     swapped = content.nbytes + 2 * blocks.nbytes
     assert 0 < tier.channel.bytes_sent - sent - once - swapped <= 3 * 64
@@ -60,8 +61,9 @@ def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: in
     qkv, out = torch.randn(rows, 8 + 4, 32).bfloat16(), torch.empty(rows, 8, 32, dtype=torch.bfloat16)
     for layer in range(2):
         assert tier.attend(layer, opened, qkv, out, ARRIVED).wait() > 0
-    tier.get(blocks[:1], torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16))  # for the counters to be final
-    asked, answered = 8 + HEADER.size, 2 * 2 * 2 * 16 * 32 * 2 + HEADER.size
+    one = torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16)
+    tier.get(range(2), blocks[:1], one)  # for the counters to be final
+    asked, answered = 16 + HEADER.size, 2 * 2 * 2 * 16 * 32 * 2 + HEADER.size
     assert 0 < tier.channel.bytes_sent - sent - asked - 2 * qkv.nbytes <= 2 * 64
     assert 0 < tier.channel.bytes_received - received - answered - 2 * out.nbytes <= 2 * 64
     tier.close()
@@ -78,15 +80,24 @@ def test_what_was_stored_is_attended_to(host, dtype: str) -> None:
 
     content = random(2, 3, 2, 2, 16, 32)
     blocks = torch.tensor([7, 2, 9])
-    tier.put(content, blocks, ARRIVED)
+    tier.put(range(2), content, blocks, ARRIVED)
     read = torch.empty_like(content)
-    tier.get(blocks, read)
+    tier.get(range(2), blocks, read)
     assert torch.equal(read, content)
+    second = random(1, 2, 2, 2, 16, 32)  # two blocks of layer 1 alone
+    tier.put(range(1, 2), second, blocks[1:], ARRIVED)
+    content[1, 1:] = second
+    read_second = torch.empty(1, 3, 2, 2, 16, 32, dtype=shape.torch_dtype)
+    for layer in range(2):
+        tier.get(range(layer, layer + 1), blocks, read_second)
+        assert torch.equal(read_second[0], content[layer])
     kv = random(2, 4, 32)  # two more tokens of layer 1, at positions 39 and 40
     tier.store(1, kv, torch.tensor([9, 9]), torch.tensor([7, 8]), ARRIVED)
     expected = content[1].permute(2, 1, 0, 3, 4).reshape(2, 2, 48, 32)[:, :, :41].clone()
     expected[:, :, 39:41] = kv.view(2, 2, 2, 32).permute(1, 2, 0, 3)
-    assert torch.equal(tier.load(1, blocks, 41), expected)
+    loaded = torch.empty_like(expected)
+    tier.load(1, blocks, loaded).wait()
+    assert torch.equal(loaded, expected)
     qkv, out = random(1, 12, 32), torch.empty(1, 8, 32, dtype=shape.torch_dtype)
     opened = tier.open(torch.tensor([[7, 2, 9, -5]], dtype=torch.int32), torch.tensor([42], dtype=torch.int32))
     tier.attend(1, opened, qkv, out, ARRIVED).wait()
@@ -104,12 +115,12 @@ def test_a_wrong_task_fails_its_ticket_and_not_the_host(host) -> None:
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+: .*block"):
         tier.attend(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out, ARRIVED).wait()
     with pytest.raises(RuntimeError, match="not all in the pool"):
-        tier.load(0, torch.tensor([10**6]), 3)
+        tier.load(0, torch.tensor([10**6]), THREE_TOKENS).wait()
     assert not tier.channel.is_dead
     tier.store(0, torch.zeros(1, 4, 32, dtype=torch.bfloat16), torch.tensor([10**6]), torch.tensor([0]), ARRIVED)
     assert tier.channel.wait_dead(5.0)  # a lost write must not pass for a done one
     with pytest.raises(HostDied, match="not all in the pool"):
-        tier.load(0, torch.tensor([0]), 3)
+        tier.load(0, torch.tensor([0]), THREE_TOKENS)
     tier.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ HOW = (
     {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     {"frequency_penalty": 1.0, "presence_penalty": 0.5},
 )
+BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # of one layer
 LENGTHS = (9, 30, 18, 21, 14, 13)
 Drive = Callable[[BackendDriver], list[Request]]
 
@@ -43,6 +44,14 @@ Drive = Callable[[BackendDriver], list[Request]]
 @pytest.fixture(scope="module")
 def model_dir(tiny_model_dir) -> Path:
     return tiny_model_dir(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_transfers() -> Iterator[None]:
+    """Of swaps: a layer, and two blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swiftllm.runtime.kv_transfers.CHUNK_BYTES", 2 * BLOCK_BYTES)
+        yield
 
 
 def sampling(index: int) -> SamplingParams:
@@ -146,8 +155,8 @@ def test_every_single_wait_is_needed(model_dir, expected):
     """Without any one of them some order of events gives wrong tokens."""
     sites: dict[str, str] = {}
     for name in ("swaps", "drops"):
-        for can_capture in (True, False):
-            with fake_gpu(0, can_capture=can_capture) as cuda:
+        for seed in (0, 1, 3, 4):  # what is done already need not be waited for: that takes several orders of events
+            with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
                 tokens_on_fake(model_dir, name, cuda)
             sites |= dict.fromkeys(cuda.sites, name)
 

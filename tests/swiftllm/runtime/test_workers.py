@@ -177,12 +177,11 @@ def test_a_worker_that_died_can_be_closed(runner: FakeRunner) -> None:
 
 OTHER_PROCESS = """
 import pickle, sys
-from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.workers.task import AttentionTask, TaskRunner
 
 results = []
 for pool, task in pickle.load(sys.stdin.buffer):
-    TaskRunner(pool, CpuOps(), kernel=sys.argv[1], num_threads=1).run_task(task)
+    TaskRunner(pool, kernel=sys.argv[1], num_threads=1).run_task(task)
     results.append((pool, task.out if isinstance(task, AttentionTask) else None))
 pickle.dump(results, sys.stdout.buffer)
 """

@@ -120,7 +120,7 @@ function nearest(points, x) {
 }
 
 const SPAN_COLOURS = {
-  linear: "c-gpu", attention: "c-gpu-soft", step: "c-pipe", wait: "c-bad", swap: "c-swap", other: "c-line",
+  linear: "c-gpu", attention: "c-gpu-soft", step: "c-pipe", wait: "c-bad", swap_wait: "c-bad", swap: "c-swap", other: "c-line",
   to_host: "c-swap", to_gpu: "c-swap",
 };
 const COHORT_COLOURS = ["c-cpu", "c-cpu-soft"]; // successive cohorts alternate; letters name them too

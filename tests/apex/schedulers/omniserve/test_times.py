@@ -19,6 +19,9 @@ from apex.schedulers.omniserve.times import (
     with_decodes,
     with_prompts,
 )
+from apex.simulator.backend import SimulatedBackend
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.core.slo import Slo
 from tests.reference.fake_engine import flat_table
 
@@ -54,7 +57,22 @@ def test_the_margin_of_both_targets() -> None:
 def test_an_iteration() -> None:
     """10 layers of 1.004 ms linear and 2 ms attention, ends of 3.4 ms, 0.208 ms of the host's work."""
     assert iteration_s(MODEL, DECODES) == pytest.approx(10 * (1.004e-3 + 2e-3) + 3.4e-3 + 0.208e-3)
-    assert iteration_s(MODEL, DECODES, swapped=5) == pytest.approx(iteration_s(MODEL, DECODES) + 1.5e-3)
+
+
+@pytest.mark.parametrize("blocks", [1, 60, 200, 300, 2000])
+def test_swaps_beside_the_layers_take_what_the_simulator_says(blocks: int) -> None:
+    backend = SimulatedBackend(MODEL)
+    requests = [Request(str(i), (1,) * 500, SamplingParams(max_tokens=9), tier=Tier.GPU) for i in range(4)]
+    backend.swap([Swap(requests[0], Tier.GPU, tuple(range(blocks)), tuple(range(blocks)))])
+    lane = backend.open_lane(LaneItem.decodes(requests))
+    for layer in range(-1, LAYERS):
+        backend.boundary(layer, [lane])
+        if layer + 1 < LAYERS:
+            backend.gpu_attention(layer + 1, lane)
+    alone_s, swap_s = iteration_s(MODEL, DECODES), 1e-3 + blocks * 1e-4
+    assert iteration_s(MODEL, DECODES, swapped=blocks) == pytest.approx(backend.now())
+    assert max(alone_s, swap_s) <= backend.now() <= alone_s + swap_s
+    assert (backend.now() == pytest.approx(alone_s)) == (blocks == 1)
 
 
 def test_prompts_are_taken_in_order() -> None:

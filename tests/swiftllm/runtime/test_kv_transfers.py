@@ -1,0 +1,140 @@
+"""What the launching thread is spared: copies of earlier chunks, and waiting for swaps of layers that come later."""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import swiftllm.runtime.kv_transfers
+from swiftllm.config import EngineConfig
+from swiftllm.core.plan import LaneItem
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.workers.task import BlocksRead, CpuTask, TaskRunner
+from swiftllm.runtime.workers.thread import CpuWorker
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import FakeWorker
+from tests.reference.host_copies import counted_host_copies
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir) -> Path:
+    return tiny_model_dir(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiftllm.runtime.kv_transfers, "CHUNK_BYTES", 1)
+
+
+def make_driver(model_dir: Path, make_worker=InlineWorker) -> BackendDriver:
+    config = EngineConfig(
+        str(model_dir), dtype="float32", num_gpu_blocks=12, num_cpu_blocks=12, max_num_batched_tokens=64,
+        max_num_seqs=4, max_model_len=64,
+    )  # fmt: skip
+    return BackendDriver(TorchBackend(config, make_worker))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 128) for _ in range(length)]
+
+
+def tokens_of_chunks(driver: BackendDriver) -> dict[str, int]:
+    """The first tokens of prompts for the CPU tier in chunks."""
+    requests = [
+        driver.admit(f"r{i}", prompt(length, i), Tier.CPU, SamplingParams(max_tokens=2))
+        for i, length in enumerate((40, 23))
+    ]
+    return driver.prefill(requests, 11)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_launching_thread_copies_nothing_of_earlier_chunks(model_dir, seed):
+    expected = tokens_of_chunks(make_driver(model_dir))
+    with fake_gpu(seed, can_capture=False) as cuda:
+        driver = make_driver(model_dir, partial(FakeWorker, cuda))
+        backend, attend, copied = driver.backend, driver.backend.gpu_attention, []
+
+        def counted_attention(*arguments) -> None:
+            with counted_host_copies() as copies:
+                attend(*arguments)
+            copied.append(copies.num_bytes)
+
+        backend.gpu_attention = counted_attention
+        assert tokens_of_chunks(driver) == expected
+    assert len(copied) == 4 * LAYERS
+    assert copied == [0] * len(copied)
+
+
+class GatedRunner:
+    """Keeps blocks of all layers but the first back until the gate opens."""
+
+    def __init__(self, runner: TaskRunner, gate: threading.Event) -> None:
+        self.runner, self.gate, self.has_waited_in_vain = runner, gate, False
+
+    def run_task(self, task: CpuTask) -> None:
+        if isinstance(task, BlocksRead) and task.layers.start > 0 and not self.gate.wait(10.0):
+            self.has_waited_in_vain = True
+        self.runner.run_task(task)
+
+
+def test_a_layer_waits_for_its_own_part_of_a_swap_alone(model_dir):
+    """The first layer does not wait for the others. These do wait: their blocks come late, and are NaN before."""
+    gate, runners = threading.Event(), []
+
+    def make_worker(runner: TaskRunner) -> CpuWorker:
+        runners.append(GatedRunner(runner, gate))
+        return CpuWorker(runners[-1])
+
+    def decoded(driver: BackendDriver, after_first_layer=lambda: None) -> int:
+        request = driver.admit("r", prompt(40, 0), Tier.CPU, SamplingParams(max_tokens=4, ignore_eos=True))
+        driver.prefill([request], 11)
+        driver.move([request])
+        backend = driver.backend
+        lane = backend.open_lane([LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
+        backend.boundary(-1, [lane])
+        backend.gpu_attention(0, lane)
+        after_first_layer()
+        for layer in range(LAYERS - 1):
+            backend.boundary(layer, [lane])
+            backend.gpu_attention(layer + 1, lane)
+        token = backend.boundary(LAYERS - 1, [lane])["r"]
+        backend.close()
+        return token
+
+    expected = decoded(make_driver(model_dir))
+    assert decoded(make_driver(model_dir, make_worker), threading.Timer(0.1, gate.set).start) == expected
+    assert runners and not any(runner.has_waited_in_vain for runner in runners)
+
+
+@pytest.mark.parametrize("make_worker", [InlineWorker, CpuWorker])
+def test_a_swap_that_fails_is_told_to_the_lane_and_nothing_is_under_way_after_recovery(model_dir, make_worker):
+    class FailingRunner:
+        def __init__(self, runner: TaskRunner) -> None:
+            self.runner = runner
+
+        def run_task(self, task: CpuTask) -> None:
+            if isinstance(task, BlocksRead) and task.layers.start == 1:
+                raise ValueError("no such block")
+            self.runner.run_task(task)
+
+    driver = make_driver(model_dir, lambda runner: make_worker(FailingRunner(runner)))
+    request = driver.admit("r", prompt(20, 0), Tier.CPU, SamplingParams(max_tokens=4, ignore_eos=True))
+    driver.prefill([request])
+    with pytest.raises(ValueError, match="no such block"):
+        driver.move([request])
+        driver.run([LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
+    driver.backend.recover()
+    driver.backend.await_swaps()
+    fresh = driver.admit("again", prompt(20, 0), Tier.CPU, SamplingParams(max_tokens=4))
+    assert driver.prefill([fresh], 7) == {"again": request.output_token_ids[0]}
+    driver.backend.close()
