@@ -71,7 +71,7 @@ class Options:
     """The figures of OmniServe's evaluation, SIMULATED (predicted times, no GPU needed), but for figure http.
 
     Defaults come from configs/experiments/omniserve.yaml. Results, figure and provenance go to
-    results/omniserve-<section>/<run>/, as in results/omniserve-fig10/<run>/. Running the same command again continues an
+    results/omniserve-fig<figure>/<run>/ or results/omniserve-a10.../<run>/. Running the same command again continues an
     interrupted run.
     """
 

@@ -50,7 +50,6 @@ class FaultIsolation:
     def __init__(self, engine: Engine) -> None:
         self.held: dict[str, Request] = {}
         self._engine = engine
-        self._usual_tiers = engine.scheduler.decode_tiers
         self._trial: Trial | None = None
         self._harmless: Trial | None = None
         self._to_try: list[Trial] = []  # a stack: the next one is last
@@ -130,13 +129,13 @@ class FaultIsolation:
             if trial.requests:  # else all of them have been aborted
                 self._trial = trial
         released = list(self.held.values())
-        tiers = self._usual_tiers
+        scheduler = self._engine.scheduler
+        scheduler.confined_to = None
         if self._trial is not None:
             released = self._trial.requests
             self._trial.wanted_tokens = {request: request.output_len + TRIAL_TOKENS for request in released}
-            if self._trial.tier is Tier.CPU and Tier.CPU in tiers:
-                tiers = (Tier.CPU,)
-        self._engine.scheduler.decode_tiers = tiers
+            if self._trial.tier is Tier.CPU and Tier.CPU in scheduler.decode_tiers:
+                scheduler.confined_to = Tier.CPU
         for request in released:
             self.release_request(request.request_id)
 
