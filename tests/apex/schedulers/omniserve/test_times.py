@@ -160,15 +160,14 @@ def test_the_first_token_of_a_lone_prompt_takes_one_iteration() -> None:
 def test_many_prompts_take_iterations_filled_to_the_limit() -> None:
     """Beside four decodes a chunk of q tokens that goes on takes 33.65 ms, and 0.02925 ms for each token.
 
-    40 ms leave 6.35 ms, or 217 tokens. 1,000 tokens are four such iterations, and one with 132 tokens, which samples.
+    40 ms leave 6.35 ms, or 217 tokens. 1,000 tokens are four such iterations, and one with 132 tokens.
     """
 
-    def chunk_s(tokens: int, sampled: int = 4) -> float:
-        layers_s = 10 * (1e-3 + (4 + tokens) * 1e-6 + 2e-3 + 2e-6 * tokens)
-        return layers_s - 0.75e-6 * (4 + tokens - sampled) + 3e-3 + 1e-4 * sampled + 0.21e-3
+    def chunk_s(tokens: int) -> float:
+        return 10 * (1e-3 + (4 + tokens) * 1e-6 + 2e-3 + 2e-6 * tokens) - 0.75e-6 * tokens + 3.4e-3 + 0.21e-3
 
     assert chunk_s(217) <= SLO.iteration_s < chunk_s(218)
-    expected = 4 * chunk_s(217) + chunk_s(132, sampled=5)
+    expected = 4 * chunk_s(217) + chunk_s(132)
     assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=512) == pytest.approx(expected)
     # The token budget may allow less: 100 tokens beside four decodes.
     assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=104) == pytest.approx(10 * chunk_s(100))
