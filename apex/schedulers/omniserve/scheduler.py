@@ -40,13 +40,13 @@ ONE_ROW = LaneLoad(1, 1, 0, 0, ())
 URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 PROMPTS_LOOKED_AT = 32
 """Waiting requests whose prompts are considered for an iteration."""
-OCCUPANCY = 0.5
+OCCUPANCY = 0.3
 """Best-effort work lengthens iterations while latency-sensitive requests hold less than this share of the GPU pool."""
 DECODES_SHARE = 0.2
 """And while the decodes of latency-sensitive requests take less than this share of the longest iteration."""
 RESIDENCE = 256
-"""Iterations over which their length is averaged, about as many as a request is resident."""
-LEAST_SHARE = 0.1
+"""Iterations over which their length, and what is held, are averaged: about as many as a request is resident."""
+LEAST_SHARE = 0.03
 """Best-effort work may lengthen an iteration by this share of its latency-sensitive work whatever else, within the
 target. So it goes on where latency-sensitive requests fill the pool."""
 
@@ -70,7 +70,7 @@ class OmniServeScheduler(OffloadScheduler):
         super().__init__(limits, kv, now, model, config)
         self.slo = config.slo
         self.lengths = LengthsSeen()
-        self._mean_iteration_s = 0.0
+        self._mean_iteration_s = self._mean_wanted = 0.0
         self._last_prompt = 0  # the iteration in which best-effort prompts went on, or in which there were none
 
     def _may_offload(self) -> bool:
@@ -220,9 +220,11 @@ class OmniServeScheduler(OffloadScheduler):
         """
         urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
         wanted = context_tokens(urgent)
+        self._mean_wanted += (wanted - self._mean_wanted) / min(self._iteration, RESIDENCE)
         if not wanted:
             return self.slo.iteration_s
-        growth = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size / wanted
+        # No less than the mean: when few are there by chance, more will come.
+        growth = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size / max(wanted, self._mean_wanted)
         if (decodes_s := self._added_by_decodes_s()) > 0:
             growth = min(growth, DECODES_SHARE * self.slo.iteration_s / decodes_s)
         longest_s = max(self._mean_iteration_s * growth, (1 + LEAST_SHARE) * urgent_s)
