@@ -192,11 +192,14 @@ class OmniServeScheduler(OffloadScheduler):
     def _overdue_decode(self) -> Request | None:
         """The best-effort decode of either tier that waited longest for its token, if too long.
 
-        It goes on whatever the limit, until it has its token; then the next one may be overdue.
+        It goes on whatever the limit, until it has its token; then the next one may be overdue. Those that wait for
+        blocks of older ones do not count.
         """
         if self._iteration < self._next_look:
             return None
-        decodes = [r for tier in Tier for r in self.decoding[tier].of_class(REST) if r.request_id not in self._leaving]
+        on_cpu, can_grow = self.decoding[Tier.CPU].of_class(REST), self.kv.num_free(Tier.CPU) > 0
+        decodes = [r for r in on_cpu if can_grow or r.num_tokens <= r.num_kv_slots]
+        decodes += self.decoding[Tier.GPU].of_class(REST)
         if not decodes:
             return None
         longest_waiting = min(decodes, key=attrgetter("last_served"))

@@ -44,7 +44,7 @@ class Machine:
     arrivals: Sequence[Arrival]
 
     @staticmethod
-    def draw(seed: int, urgent: int = 100) -> Machine:
+    def draw(seed: int, urgent: int = 40) -> Machine:
         rng = random.Random(seed)
         token_s, knee_s = rng.choice((2e-6, 6e-6, 1.5e-5)), rng.choice((1e-3, 2e-3))
         gpu_token_s, cpu_token_s = rng.choice((2e-8, 1e-7)), rng.choice((5e-8, 3e-7))
@@ -105,8 +105,10 @@ class Waits:
             if result.cohort_layers.get(cohort.cohort_id, LAYERS) > self._layers.get(cohort.cohort_id, -1):
                 went_on.update(request.request_id for request in cohort.requests)
         self._layers = dict(result.cohort_layers)
-        running = self.engine.scheduler.running
-        resident = [r.request_id for tier in Tier for r in running[tier].of_class(BE)]
+        running, kv = self.engine.scheduler.running, self.engine.kv
+        # Without a block for its next token it is not the turn of a request: older ones hold the CPU tier.
+        on_cpu = [r for r in running[Tier.CPU] if r.num_tokens <= r.num_kv_slots or kv.num_free(Tier.CPU)]
+        resident = [r.request_id for r in (*on_cpu, *running[Tier.GPU].of_class(BE))]
         self._progress = {
             name: iteration if name in went_on else self._progress.get(name, iteration) for name in resident
         }
