@@ -2,7 +2,7 @@
 
     python -m tests.apex.schedulers.omniserve.random_machines 90
 
-runs so many machines and prints a line for each that breaks a promise.
+runs so many machines and prints what holds on all of them.
 """
 
 from __future__ import annotations
@@ -188,21 +188,23 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
 
 
 def main() -> int:
-    broken = 0
-    alone_kept = kept = offered = 0
-    for seed in range(int(sys.argv[1])):
-        machine = Machine.draw(seed)
-        for system in ("omniserve", "omniserve-stepping"):
+    """Returns the exit status: 1 if a request waits too long, or a system loses more than a point on all machines."""
+    broken = False
+    for system in ("omniserve", "omniserve-stepping"):
+        alone_kept = kept = offered = worst = 0
+        waited = {LS: 0, BE: 0}
+        for seed in range(int(sys.argv[1])):
+            machine = Machine.draw(seed)
             alone, beside = run(machine, system, alone=True), run(machine, system)
-            lost = 100 * (alone.kept - beside.kept) / alone.offered
             alone_kept, kept, offered = alone_kept + alone.kept, kept + beside.kept, offered + alone.offered
-            waited = beside.longest_wait
-            if lost > 1 or waited[LS] > PATIENCE or waited[BE] > PATIENCE + PASS:
-                broken += 1
-                print(f"{seed} {system}: {alone.kept} of {alone.offered} alone, {beside.kept} beside;", end=" ")
-                print(f"longest waits {waited[LS]} and {waited[BE]} iterations", flush=True)
-    print(f"all: {alone_kept / offered:.2%} alone, {kept / offered:.2%} beside, of {offered}; {broken} runs broken")
-    return broken > 0
+            worst = max(worst, alone.kept - beside.kept)
+            waited = {name: max(waited[name], beside.longest_wait[name]) for name in waited}
+        print(f"{system}: of {offered} latency-sensitive requests", end=" ")
+        print(f"{alone_kept / offered:.2%} are within targets alone,", end=" ")
+        print(f"{kept / offered:.2%} beside best effort; at most {worst} fewer on one machine;", end=" ")
+        print(f"longest waits {waited[LS]} and {waited[BE]} iterations", flush=True)
+        broken |= alone_kept - kept > 0.01 * offered or waited[LS] > PATIENCE or waited[BE] > PATIENCE + PASS
+    return int(broken)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from tests.apex.schedulers.omniserve.random_machines import BE, LS, PASS, PATIENCE, Machine, run
 
-MACHINES = range(90 if os.environ.get("APEX_SLOW_TESTS") else 5)
+MACHINES = range(90) if os.environ.get("APEX_SLOW_TESTS") else (0, 35, 36, 47, 52)
 
 
 @pytest.mark.parametrize("system", ["omniserve", "omniserve-stepping"])
