@@ -261,6 +261,10 @@ class OmniServeScheduler(OffloadScheduler):
         if service_class is URGENT:
             tokens = urgent_chunk_tokens(self.model, load, prompts, limit_s, most, swapped)
         else:
+            # Even one token may take more than an iteration's share, so that shares of several are saved for it.
+            saved = LEAST_SHARE * (self._iteration - self._last_prompt - 1)
+            saved_s = (1 + saved) * iteration_s(self.model, load, riders, swapped)
+            limit_s = max(limit_s, min(self.slo.iteration_s, saved_s))
             tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, swapped)
             nothing_else = not (draft.decodes or draft.prefills or riders)
             if not tokens and (nothing_else or self._prompts_are_overdue):
