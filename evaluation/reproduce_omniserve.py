@@ -47,9 +47,10 @@ from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from swiftllm.machine import usable_cores
 
-FigureName = Literal["a10", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
+FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
 SECTIONS: Mapping[FigureName, str] = {
     "a10": "a10",
+    "a10-limits": "a10-limits",
     "10": "fig10",
     "11": "fig11",
     "12": "fig12",
@@ -70,14 +71,14 @@ class Options:
     """The figures of OmniServe's evaluation, SIMULATED (predicted times, no GPU needed), but for figure http.
 
     Defaults come from configs/experiments/omniserve.yaml. Results, figure and provenance go to
-    results/omniserve-fig<figure>/<run>/ and results/omniserve-a10/<run>/. Running the same command again continues an
+    results/omniserve-fig<figure>/<run>/ or results/omniserve-a10.../<run>/. Running the same command again continues an
     interrupted run.
     """
 
     figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = tuple(SECTIONS)
     """Figures of the paper. 10, 11, 12: attainment over request rate; 13: over the target; 14: under bursts;
     15, 16, 17: best-effort throughput (15 and 16 are drawn with 10 and 11); 18: CPU hosts; 19: admission control.
-    a10: a GPU with little memory, which the paper does not have.
+    a10: a GPU with little memory, which the paper does not have; a10-limits: where the gain on it ends.
     All of these by default. http: a small model on this machine, MEASURED at the client of one server after the
     other."""
     systems: Names = None

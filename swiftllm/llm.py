@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
@@ -26,14 +26,21 @@ class LLM:
 
     Args:
         model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
-        scheduler: "vllm" or "swiftllm" (GPU only), "neo", "fastdecode", "apex" or "adaptive".
-        options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``.
+        scheduler: a name of :func:`swiftllm.systems.systems`, such as "vllm", "swiftllm", "neo", "apex", "omniserve".
+        options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``, and
+            of the scheduler's strategy, such as ``tpot_slo_s``.
+
+    Raises:
+        ValueError: no such scheduler, or an option is out of its range.
+        TypeError: there is no such option.
     """
 
     def __init__(self, model: str | Path, scheduler: str = "swiftllm", **options: Any) -> None:
-        config = EngineConfig(model=str(model), **options)
+        of_engine = {field.name for field in fields(EngineConfig)}
+        config = EngineConfig(str(model), **{name: value for name, value in options.items() if name in of_engine})
+        strategy = {name: value for name, value in options.items() if name not in of_engine}
         folder = model_folder(model, weights=config.load_format == "auto")
-        self.engine = build_engine(scheduler, replace(config, model=str(folder)))
+        self.engine = build_engine(scheduler, replace(config, model=str(folder)), strategy)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         # The worker's thread refers to the CPU tier: without this an LLM that is dropped would keep that memory.
@@ -47,6 +54,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts (texts, or lists of token ids) and return their outputs in the same order.
 
+        All of them queue, whatever the targets of the scheduler: nobody could try again later.
         ``service_class`` is "latency-sensitive" or "best-effort": for all prompts, or a list with one for each.
 
         Raises:
@@ -81,8 +89,9 @@ class LLM:
             for prompt, params, of_class in zip(prompts, sampling_params, classes, strict=True):
                 token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
                 request_id = f"generate-{next(self._ids)}"
-                request = self.engine.add_request(request_id, token_ids, params, service_class=of_class)
-                final[request.request_id] = None
+                request = self.engine.make_request(request_id, token_ids, params, service_class=of_class)
+                self.engine.requeue_request(request)
+                final[request_id] = None
             while None in final.values():
                 final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})
         except BaseException:  # a refusal or an interrupt: leave no request running

@@ -12,7 +12,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftllm.scheduling.scheduler import Scheduler
 from swiftllm.scheduling.vllm import VllmScheduler
@@ -29,7 +29,9 @@ PLACES_WEIGHTS = "apex.systems"
 """What builds engines whose weights are placed, where it is installed."""
 
 
-def _build_gpu_only(system: System, config: EngineConfig) -> Engine:
+def _build_gpu_only(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
+    if strategy:
+        raise TypeError(f"{system.name} has no option {', '.join(strategy)}: it uses the GPU only and has no strategy")
     if config.weights_gpu_memory is not None:
         if importlib.util.find_spec(PLACES_WEIGHTS.partition(".")[0]) is None:
             raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
@@ -45,14 +47,14 @@ class System:
 
     ``scheduler`` is called with limits, KV manager and clock. One that ``offloads`` decodes on the CPU: it is also
     given a performance model and a :class:`apex.strategy.StrategyConfig`. ``build`` makes an engine of the system on
-    this machine.
+    this machine, from its configuration and fields of its strategy.
     """
 
     name: str
     summary: str
     scheduler: Callable[..., Scheduler]
     offloads: bool = False
-    build: Callable[[System, EngineConfig], Engine] = _build_gpu_only
+    build: Callable[[System, EngineConfig, Mapping[str, Any]], Engine] = _build_gpu_only
 
 
 _systems: dict[str, System] = {}
@@ -85,14 +87,15 @@ def find_system(name: str) -> System:
     return _systems[name]
 
 
-def build_engine(name: str, config: EngineConfig) -> Engine:
-    """An engine of the named system on this machine.
+def build_engine(name: str, config: EngineConfig, strategy: Mapping[str, Any] | None = None) -> Engine:
+    """An engine of the named system on this machine. ``strategy``: fields of its strategy, by default its own.
 
     Raises:
-        ValueError: no such system; the message lists those there are.
+        ValueError: no such system; the message lists those there are. Or an option is out of its range.
+        TypeError: the system's strategy has no such field.
     """
     system = find_system(name)
-    return system.build(system, config)
+    return system.build(system, config, strategy or {})
 
 
 class PluginNotFound(ImportError):

@@ -45,7 +45,8 @@ class Generate(ConfigFile):
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; by default one per line of standard input."""
     system: SystemName = "apex"
-    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
+    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers. Where one
+    has targets, as omniserve has, prompts queue whatever these are."""
     chat: bool = False
     """Send each prompt as a user's message, in the model's chat template."""
     profile: ProfileFile = None
@@ -63,7 +64,7 @@ class Generate(ConfigFile):
         with running_engine(self.system, config, strategy, self.profile) as engine:
             with input_errors():
                 for index, prompt in enumerate(encode(engine, prompts, self.chat)):
-                    engine.add_request(str(index), prompt, sampling)
+                    engine.requeue_request(engine.make_request(str(index), prompt, sampling))
             start_s = engine.now()
             num_tokens = self._print_one(engine) if len(prompts) == 1 else self._print_all(engine, prompts)
             seconds = engine.now() - start_s

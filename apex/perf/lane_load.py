@@ -20,6 +20,12 @@ class LaneLoad:
     decodes: int
     decode_context: int
     chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
+    open_chunks: int = 0  # those of the chunks after which their prompt goes on, so that they sample no token
+
+    @property
+    def sampled(self) -> int:
+        """Rows that get a token."""
+        return self.requests - self.open_chunks
 
     @staticmethod
     def from_items(lane: Sequence[LaneItem]) -> LaneLoad:
@@ -41,13 +47,20 @@ class LaneLoad:
             decodes=num_decodes,
             decode_context=decode_context,
             chunks=tuple([(item.num_tokens, item.start) for item in prefills]),
+            open_chunks=sum([not item.samples for item in prefills]),
         )
 
     def without(self, chunk: LaneItem) -> LaneLoad:
         """The load without one of its prefills."""
         chunks = list(self.chunks)
         chunks.remove((chunk.num_tokens, chunk.start))
-        return replace(self, tokens=self.tokens - chunk.num_tokens, requests=self.requests - 1, chunks=tuple(chunks))
+        return replace(
+            self,
+            tokens=self.tokens - chunk.num_tokens,
+            requests=self.requests - 1,
+            chunks=tuple(chunks),
+            open_chunks=self.open_chunks - (not chunk.samples),
+        )
 
     def gpu_attention_s(self, model: PerfModel) -> float:
         """Seconds of one layer's attention in the lane, prefills and decodes."""

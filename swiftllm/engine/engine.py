@@ -178,7 +178,7 @@ class Engine:
         self.requeue_request(request)
 
     def requeue_request(self, request: Request) -> None:
-        """Queue a request, whatever its targets: one from :meth:`recover`."""
+        """Queue a request, whatever its targets: one from :meth:`recover`, or of a caller who cannot try again."""
         self.scheduler.add_request(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
 

@@ -48,6 +48,8 @@ class Scheduler:
     decode_tiers: tuple[Tier, ...] = (Tier.GPU,)
     slo: Slo | None = None
     """The targets that plans keep, in schedulers that have any."""
+    confined_to: Tier | None = None
+    """The one tier where requests may start and decode for now; None: all of ``decode_tiers``, which never change."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
         """Raises ValueError: no tier that decodes has a block, so every request would be refused."""
@@ -125,6 +127,11 @@ class Scheduler:
         Raises:
             RequestRefusedForNow: it cannot; the message names the target.
         """
+
+    @property
+    def open_tiers(self) -> tuple[Tier, ...]:
+        """The tiers where requests may start and decode now."""
+        return self.decode_tiers if self.confined_to is None else (self.confined_to,)
 
     @property
     def longest_request(self) -> int:
@@ -266,7 +273,7 @@ class Scheduler:
 
         One with CPU attention under way is called back first, one of another home fetched; its GPU blocks are reserved.
         """
-        if Tier.GPU not in self.decode_tiers or draft.swap_source is Tier.GPU:  # pushed some out: the GPU is full
+        if Tier.GPU not in self.open_tiers or draft.swap_source is Tier.GPU:  # pushed some out: the GPU is full
             return
         for request in self.running[Tier.CPU].of_class(service_class):
             if draft.tokens_left < 1 or not self._finds_room(Tier.GPU, request, num_blocks=1):
@@ -339,18 +346,23 @@ class Scheduler:
             (self._push_out if tier is Tier.GPU else self._recompute)(victim, draft)
 
     def _take_seat(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it."""
+        """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it.
+
+        One with CPU attention under way is called back first. Its seat comes free as soon as it is at rest.
+        """
         if sum(map(len, self.running.values())) < self.limits.max_num_seqs:
             return True
         yielding = [other for tier in Tier for other in self._yielding(tier, request)]
         if yielding:
             self._recompute(max(yielding, key=arrival_order), draft)
+        elif below := self.running[Tier.CPU].below_class(request.service_class):
+            self._call_back(below[-1])
         return bool(yielding)
 
     # -- prefills ---------------------------------------------------------------------------------------------------
 
     def _schedule_running_prefills(self, draft: PlanDraft, service_class: ServiceClass) -> None:
-        for tier in self.decode_tiers:
+        for tier in self.open_tiers:
             for request in self.prefilling.of_class(service_class):
                 if request.tier is tier and request not in self.fetches:
                     draft.add_prefill(request)
@@ -363,7 +375,7 @@ class Scheduler:
                 break
             num_tokens = self._tokens_to_hold(request, draft)
             num_blocks = self.kv.blocks_for(num_tokens)
-            tier = next((tier for tier in self.decode_tiers if self._may_start(tier, request, num_blocks)), None)
+            tier = next((tier for tier in self.open_tiers if self._may_start(tier, request, num_blocks)), None)
             if tier is None or not self._take_seat(request, draft):
                 break
             self._make_way(tier, request, num_blocks, draft)
@@ -382,7 +394,7 @@ class Scheduler:
 
     def _may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         # A request may outgrow the GPU tier if the CPU tier can hold it then. It must never outgrow the CPU tier.
-        fits_later = any(can_hold(self.kv, t, request) for t in self.decode_tiers if t in (tier, Tier.CPU))
+        fits_later = any(can_hold(self.kv, t, request) for t in self.open_tiers if t in (tier, Tier.CPU))
         return fits_later and self._finds_room(tier, request, num_blocks)
 
     # -- the end of a request ---------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         yield path / "model"
 
 
-def make_llm(folder: Path) -> LLM:
+def make_llm(folder: Path, scheduler: str = "fastdecode", **options: Any) -> LLM:
     sizes = {"num_gpu_blocks": 4, "num_cpu_blocks": 40, "max_num_batched_tokens": 32, "cpu_threads": 1}
-    return LLM(folder, scheduler="fastdecode", device="cpu", dtype="float32", lane_threads=1, **sizes)
+    return LLM(folder, scheduler, device="cpu", dtype="float32", lane_threads=1, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,32 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
 def test_what_is_no_prompt_or_no_parameters_is_named(llm: LLM, prompts: Any, params: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         llm.generate(prompts, params)
+
+
+@pytest.mark.parametrize("service_class", ["latency-sensitive", "best-effort"])
+def test_prompts_queue_whatever_the_targets(folder: Path, llm: LLM, service_class: str) -> None:
+    """A server would refuse most of them for now, as their first tokens come late."""
+    prompts = [[3 + i, 4, 5] for i in range(40)]
+    expected = [output.token_ids for output in llm.generate(prompts, PARAMS)]
+    with make_llm(folder, "omniserve", ttft_slo_s=1e-3, tpot_slo_s=0.5) as other:
+        assert other.engine.describe()["strategy"]["ttft_slo_s"] == 1e-3
+        outputs = other.generate(prompts, PARAMS, service_class)
+    assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "error", "message"),
+    [
+        ("omniserve", {"tpot_slo": 1.0}, TypeError, "omniserve has no option tpot_slo: its own are .*tpot_slo_s"),
+        ("omniserve", {"tpot_slo_s": -1.0}, ValueError, "tpot_slo_s=-1.0 must be more than 0"),
+        ("vllm", {"tpot_slo_s": 1.0}, TypeError, "vllm has no option tpot_slo_s: it uses the GPU only"),
+    ],
+)
+def test_options_that_the_scheduler_does_not_have_are_named(
+    folder: Path, scheduler: str, options: dict[str, float], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_llm(folder, scheduler, **options)
 
 
 def test_threads_may_share_it(llm: LLM) -> None:

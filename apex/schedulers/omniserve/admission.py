@@ -22,6 +22,8 @@ class Backlog:
     """Tokens left and tokens cached of each prompt, in order of service, the request's own last."""
     missing_blocks: int
     """GPU blocks that those who wait lack now."""
+    missing_seats: int
+    """Places among the requests that may run at once that those who wait lack now."""
     prompt_blocks: int
     """GPU blocks of the decodes' prompts."""
     mean_output: float
@@ -34,13 +36,14 @@ class Backlog:
 
 
 def first_token_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
-    """Seconds until the last of the prompts has its token: the time for all prompts, or for their blocks and itself.
+    """Seconds until the last of the prompts has its token: for all prompts, or for their blocks or seats and itself.
 
     Args:
         budget: the most tokens of an iteration.
     """
     alone_s = prefill_s(model, slo, replace(backlog, prompts=backlog.prompts[-1:]), budget)
-    return max(prefill_s(model, slo, backlog, budget), blocks_s(model, slo, backlog) + alone_s)
+    wait_s = max(blocks_s(model, slo, backlog), seats_s(model, slo, backlog))
+    return max(prefill_s(model, slo, backlog, budget), wait_s + alone_s)
 
 
 def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:
@@ -70,6 +73,19 @@ def blocks_s(model: PerfModel, slo: Slo, backlog: Backlog) -> float:
         return 0.0
     if not backlog.prompt_blocks:
         return float("inf")  # prompts hold them all, and end later than their first token
-    token_s = max(slo.iteration_s, iteration_s(model, backlog.load))
-    freed_per_s = backlog.prompt_blocks / (backlog.mean_output * token_s)
+    freed_per_s = backlog.prompt_blocks / output_s(model, slo, backlog)
     return backlog.missing_blocks / freed_per_s
+
+
+def seats_s(model: PerfModel, slo: Slo, backlog: Backlog) -> float:
+    """Seconds until as many decodes have ended as seats are missing, counted as in :func:`blocks_s`."""
+    if not backlog.missing_seats:
+        return 0.0
+    if not backlog.decodes:
+        return float("inf")
+    return backlog.missing_seats * output_s(model, slo, backlog) / backlog.decodes
+
+
+def output_s(model: PerfModel, slo: Slo, backlog: Backlog) -> float:
+    """Seconds for the mean output of a decode."""
+    return backlog.mean_output * max(slo.iteration_s, iteration_s(model, backlog.load))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from apex.schedulers.omniserve.scheduler import OmniServeScheduler
-from swiftllm.core.request import Request
-from swiftllm.scheduling.plan_draft import PlanDraft
 
 
 class SarathiScheduler(OmniServeScheduler):
@@ -15,6 +13,3 @@ class SarathiScheduler(OmniServeScheduler):
 
     def _may_offload(self) -> bool:
         return False
-
-    def _push_out(self, request: Request, draft: PlanDraft) -> None:
-        self._recompute(request, draft)

@@ -40,12 +40,15 @@ ONE_ROW = LaneLoad(1, 1, 0, 0, ())
 URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 PROMPTS_LOOKED_AT = 32
 """Waiting requests whose prompts are considered for an iteration."""
-OCCUPANCY = 0.5
+OCCUPANCY = 0.3
 """Best-effort work lengthens iterations while latency-sensitive requests hold less than this share of the GPU pool."""
 DECODES_SHARE = 0.2
 """And while the decodes of latency-sensitive requests take less than this share of the longest iteration."""
 RESIDENCE = 256
-"""Iterations over which their length is averaged, about as many as a request is resident."""
+"""Iterations over which their length, and what is held, are averaged: about as many as a request is resident."""
+LEAST_SHARE = 0.03
+"""Best-effort work may lengthen an iteration by this share of its latency-sensitive work whatever else, within the
+target. So it goes on where latency-sensitive requests fill the pool."""
 
 
 class OmniServeScheduler(OffloadScheduler):
@@ -67,7 +70,8 @@ class OmniServeScheduler(OffloadScheduler):
         super().__init__(limits, kv, now, model, config)
         self.slo = config.slo
         self.lengths = LengthsSeen()
-        self._mean_iteration_s = 0.0
+        self._mean_iteration_s = self._mean_wanted = 0.0
+        self._last_prompt = 0  # the iteration in which best-effort prompts went on, or in which there were none
 
     def _may_offload(self) -> bool:
         config = self.config
@@ -93,6 +97,7 @@ class OmniServeScheduler(OffloadScheduler):
             decode_context=context_tokens(decodes),
             prompts=[(r.num_uncomputed, r.num_computed_tokens) for r in (*prompts, request)],
             missing_blocks=self._missing_blocks(request),
+            missing_seats=max(0, len(decodes) + len(prompts) + 1 - self.limits.max_num_seqs),
             prompt_blocks=sum([self.kv.blocks_for(r.prompt_len) for r in decodes]),
             mean_output=self.lengths.mean_output([r.output_len for r in decodes]),
         )
@@ -130,23 +135,49 @@ class OmniServeScheduler(OffloadScheduler):
         return super()._may_start(tier, request, num_blocks)
 
     def _push_out(self, request: Request, draft: PlanDraft) -> None:
-        if request.service_class is URGENT:
-            self._recompute(request, draft)
-        else:
+        if request.service_class is REST and self._may_offload() and self._has_time_to_move(request, draft):
             super()._push_out(request, draft)
+        else:
+            self._recompute(request, draft)
+
+    def _has_time_to_move(self, request: Request, draft: PlanDraft) -> bool:
+        """Whether the lane may wait for the blocks of a request, if there is latency-sensitive work in it."""
+        load = LaneLoad.from_draft(draft)
+        if not draft.decodes:  # they are growing, and come into the draft when all have grown
+            decodes = self.decoding[Tier.GPU].of_class(URGENT)
+            load = with_decodes(load, len(decodes), context_tokens(decodes))
+        swapped = _swapped_blocks(draft) + self.kv.num_held(request)
+        return not load.requests or iteration_s(self.model, load, swapped=swapped) <= self.slo.iteration_s
+
+    def _make_way(self, tier: Tier, request: Request, num_blocks: int, draft: PlanDraft) -> None:
+        num_swaps = len(draft.swaps)
+        super()._make_way(tier, request, num_blocks, draft)
+        if len(draft.swaps) > num_swaps:  # the lane waits for them, so prompts get the time that they leave
+            prompts = _prompts(self.waiting.of_class(URGENT, PROMPTS_LOOKED_AT))
+            size = most_prompt_tokens if draft.prefills else urgent_chunk_tokens
+            load, most, swapped = LaneLoad.from_draft(draft), draft.prompt_tokens_left, _swapped_blocks(draft)
+            draft.prompt_limit = size(self.model, load, prompts, self.slo.iteration_s, most, swapped=swapped)
 
     # -- one iteration ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> IterationPlan:
         self._iteration += 1
-        draft = self._new_draft()
+        draft, overdue = self._new_draft(), self._overdue_decode()
+        reserved = overdue is not None or self._prompts_are_overdue
+        draft.tokens_left -= reserved
         self._schedule_gpu_decodes(draft, URGENT)
         self._add_prompts(draft, URGENT, {}, self.slo.iteration_s)
-        limit_s = self._best_effort_limit_s()
+        draft.tokens_left += reserved
+        urgent_s = self._iteration_s(draft, {})
+        limit_s = self._best_effort_limit_s(urgent_s)
         # Growing may swap, so best-effort decodes rest where others fill the time already.
-        decodes = self._grown_gpu_decodes(draft, REST) if self._iteration_s(draft, {}) <= limit_s else []
+        decodes = self._grown_gpu_decodes(draft, REST) if urgent_s <= limit_s else []
+        if overdue is not None and overdue.tier is Tier.GPU:
+            if self._make_gpu_room(overdue, overdue.num_tokens, draft):
+                draft.add_decodes([overdue])
+            decodes = [request for request in decodes if request is not overdue and request.tier is Tier.GPU]
         ready = self._ready_cpu_decodes(draft, REST) if self._may_offload() else []
-        riding, starting = self._choose_riders(draft, ready, limit_s)
+        riding, starting = self._choose_riders(draft, ready, limit_s, overdue)
         self._fill(draft, decodes, _rows(riding, starting), limit_s)
         if not (draft.decodes or draft.prefills or riding):
             starting = starting or ready[:1]  # nothing else goes on, so the least does, whatever the target
@@ -158,22 +189,49 @@ class OmniServeScheduler(OffloadScheduler):
         self._add_decodes(draft, decodes, riders, limit_s)
         self._recall(draft, riders, limit_s)
 
-    def _best_effort_limit_s(self) -> float:
+    def _overdue_decode(self) -> Request | None:
+        """The best-effort decode of either tier that waited longest for its token, if too long.
+
+        It goes on whatever the limit, until it has its token; then the next one may be overdue. Those that wait for
+        blocks of older ones do not count.
+        """
+        if self._iteration < self._next_look:
+            return None
+        on_cpu, can_grow = self.decoding[Tier.CPU].of_class(REST), self.kv.num_free(Tier.CPU) > 0
+        decodes = [r for r in on_cpu if can_grow or r.num_tokens <= r.num_kv_slots]
+        decodes += self.decoding[Tier.GPU].of_class(REST)
+        if not decodes:
+            return None
+        longest_waiting = min(decodes, key=attrgetter("last_served"))
+        self._next_look = longest_waiting.last_served + self.config.max_wait_iterations + 1
+        return longest_waiting if self._next_look <= self._iteration else None
+
+    @property
+    def _prompts_are_overdue(self) -> bool:
+        return self._iteration - self._last_prompt > self.config.max_wait_iterations
+
+    def _best_effort_limit_s(self, urgent_s: float) -> float:
         """The longest iteration with best-effort work, in seconds: the target, or less where that costs others theirs.
 
         Latency-sensitive requests stay as long as their tokens take, so longer iterations keep more of them on the GPU
         (Little's law). Where the target alone decided, they would fill the pool, and arrivals would wait for blocks.
         Or their decodes would fill the iterations, and the prompts of arrivals would get small chunks. So the mean
         iteration may grow only as far as either share allows. (Not in the paper.)
+
+        Args:
+            urgent_s: the latency-sensitive work of this iteration.
         """
         urgent = [*self.running[Tier.GPU].of_class(URGENT), *self.waiting.of_class(URGENT)]
         wanted = context_tokens(urgent)
+        self._mean_wanted += (wanted - self._mean_wanted) / min(self._iteration, RESIDENCE)
         if not wanted:
             return self.slo.iteration_s
-        growth = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size / wanted
+        # No less than the mean: when few are there by chance, more will come.
+        growth = OCCUPANCY * self.kv.capacity(Tier.GPU) * self.kv.block_size / max(wanted, self._mean_wanted)
         if (decodes_s := self._added_by_decodes_s()) > 0:
             growth = min(growth, DECODES_SHARE * self.slo.iteration_s / decodes_s)
-        return min(self.slo.iteration_s, self._mean_iteration_s * growth)
+        longest_s = max(self._mean_iteration_s * growth, (1 + LEAST_SHARE) * urgent_s)
+        return min(self.slo.iteration_s, longest_s)
 
     def _added_by_decodes_s(self) -> float:
         """Seconds that the resident latency-sensitive decodes take of an iteration: what prompts beside them lose."""
@@ -193,22 +251,29 @@ class OmniServeScheduler(OffloadScheduler):
         """Prompt chunks of a class within the target (section 3.3.4).
 
         Those of the most urgent class that is there go on by a few tokens in any case, or none would ever end:
-        latency-sensitive ones by as many as cost little more than one, best-effort ones where not even one fits.
+        latency-sensitive ones by as many as cost little more than one, best-effort ones where not even one fits. So do
+        best-effort ones that have not gone on for too long.
         """
         waiting = self.waiting.of_class(service_class, PROMPTS_LOOKED_AT)
         running = self.prefilling.of_class(service_class)
-        requests = [*sorted(running, key=lambda request: self.decode_tiers.index(request.tier)), *waiting]
-        prompts = [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
+        prompts = _prompts([*sorted(running, key=lambda request: request.tier is Tier.CPU), *waiting])
         load, most, swapped = LaneLoad.from_draft(draft), draft.tokens_left, _swapped_blocks(draft)
         if service_class is URGENT:
             tokens = urgent_chunk_tokens(self.model, load, prompts, limit_s, most, swapped)
         else:
+            # Even one token may take more than an iteration's share, so that shares of several are saved for it.
+            saved = LEAST_SHARE * (self._iteration - self._last_prompt - 1)
+            saved_s = (1 + saved) * iteration_s(self.model, load, riders, swapped)
+            limit_s = max(limit_s, min(self.slo.iteration_s, saved_s))
             tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, swapped)
-            if not (tokens or draft.decodes or draft.prefills or riders):
+            nothing_else = not (draft.decodes or draft.prefills or riders)
+            if not tokens and (nothing_else or self._prompts_are_overdue):
                 tokens = chunk_of_no_cost(self.model, load, most)
         draft.prompt_limit = tokens
         self._schedule_running_prefills(draft, service_class)
         self._admit(draft, service_class)
+        if service_class is REST and (not prompts or len(draft.prefills) > len(load.chunks)):
+            self._last_prompt = self._iteration
 
     def _add_decodes(
         self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float
@@ -231,7 +296,7 @@ class OmniServeScheduler(OffloadScheduler):
 
         Only those between two tokens, since a token that is under way would be lost (section 3.2.4).
         """
-        if draft.swaps or not self._may_offload():
+        if draft.swaps or not self._may_offload() or Tier.GPU not in self.open_tiers:
             return
         for request in self.decoding[Tier.CPU].of_class(REST):
             if not self._at_rest(request) or not can_hold(self.kv, Tier.GPU, request):
@@ -250,15 +315,18 @@ class OmniServeScheduler(OffloadScheduler):
     # -- piggybacking (section 3.3.6) -------------------------------------------------------------------------------
 
     def _choose_riders(
-        self, draft: PlanDraft, ready: Sequence[Request], limit_s: float
+        self, draft: PlanDraft, ready: Sequence[Request], limit_s: float, overdue: Request | None
     ) -> tuple[list[CohortState], list[Request]]:
-        """Cohorts that may ride their next boundary within the target, oldest first, and members of a new cohort."""
+        """Cohorts that may ride their next boundary within the target, oldest first, and members of a new cohort.
+
+        The request that is overdue comes first, alone or with its cohort, whatever the target.
+        """
         load, riders, riding = LaneLoad.from_draft(draft), Counter[int](), []
         spare_s = limit_s - self._iteration_s(draft, {})
-        under_way = sorted(self._under_way(), key=attrgetter("cohort_id"))
+        under_way = sorted(self._under_way(), key=lambda cohort: (overdue not in cohort.members, cohort.cohort_id))
         for cohort in under_way:
             cost_s = self._added_s(load, riders[cohort.layer], len(cohort.members), cohort.layer)
-            if cost_s <= spare_s or not load.requests:
+            if cost_s <= spare_s or not load.requests or overdue in cohort.members:
                 spare_s -= cost_s
                 riders[cohort.layer] += len(cohort.members)
                 riding.append(cohort)
@@ -267,14 +335,16 @@ class OmniServeScheduler(OffloadScheduler):
             before = riders[-1]
             count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(ready))
             starting = list(ready[:count])
+        if overdue in ready and overdue not in starting:
+            starting = [*starting[:-1], overdue]
         return riding, starting
 
     def _added_s(self, load: LaneLoad, rows_before: int, rows: int, boundary: int) -> float:
         """What more rows at a boundary add to the iteration, in seconds."""
-        after_s = riders_s(self.model, load.tokens, load.requests, {boundary: rows_before + rows})
+        after_s = riders_s(self.model, load.tokens, load.sampled, {boundary: rows_before + rows})
         if not rows_before:
             return after_s
-        return after_s - riders_s(self.model, load.tokens, load.requests, {boundary: rows_before})
+        return after_s - riders_s(self.model, load.tokens, load.sampled, {boundary: rows_before})
 
     @property
     def _most_cohorts(self) -> int:
@@ -291,6 +361,8 @@ class OmniServeScheduler(OffloadScheduler):
     def _finish(
         self, draft: PlanDraft, riding: list[CohortState], starting: Sequence[Request], limit_s: float
     ) -> IterationPlan:
+        for request in draft.decodes:
+            request.last_served = self._iteration
         recalled = {swap.request.request_id for swap in draft.swaps}
         starting = [request for request in starting if request.request_id not in recalled]
         expected_s = self._iteration_s(draft, _rows(riding, starting))
@@ -304,6 +376,11 @@ class OmniServeScheduler(OffloadScheduler):
         self._mean_iteration_s += (expected_s - self._mean_iteration_s) / min(self._iteration, RESIDENCE)
         strategy = Strategy.ASYNCHRONOUS_OVERLAP if plans else Strategy.GPU_ONLY
         return draft.build_plan(strategy, plans, self._leaving, {"iteration_s": expected_s}, time_limit_s)
+
+
+def _prompts(requests: Sequence[Request]) -> list[tuple[int, int]]:
+    """Tokens left and tokens cached of each."""
+    return [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
 
 
 def _rows(riding: Sequence[CohortState], starting: Sequence[Request]) -> Mapping[int, int]:

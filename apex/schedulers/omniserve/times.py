@@ -43,31 +43,41 @@ def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | No
         riders: rows that ride, by boundary.
         swapped: blocks moved between the tiers; each layer's attention waits for its part of them.
     """
-    layer_s = model.layer_s(model.linear_s(load.tokens) + load.gpu_attention_s(model))
-    seconds = model.num_layers * layer_s + model.ends_s(load.requests)
+    linear_s = model.linear_s(load.tokens)
+    seconds = model.num_layers * (linear_s + load.gpu_attention_s(model))
+    # Only rows that get a token cross the last boundary, which is the rest of a layer. Prompts that go on do not.
+    seconds += model.first_boundary_s(load.tokens) - linear_s + model.last_boundary_s(load.sampled)
+    seconds = max(seconds, model.num_layers * model.stream_s)
+    if load.requests:
+        seconds += model.host_work_s(load.requests)
     if riders:
-        seconds += riders_s(model, load.tokens, load.requests, riders)
+        seconds += riders_s(model, load.tokens, load.sampled, riders)
     if not swapped:
         return seconds
     # Parts arrive at even intervals: if the lane is late, then at the first layer's attention or at the last one's.
     swap_s, before_s = model.swap_s(swapped), model.host_work_s(0)
     ahead_s = model.host_work_s(load.requests) - before_s + model.first_boundary_s(load.tokens)
-    behind_s = load.gpu_attention_s(model) + model.last_boundary_s(load.requests)
+    behind_s = load.gpu_attention_s(model) + model.last_boundary_s(load.sampled)
     return max(seconds, seconds - ahead_s + swap_s / model.num_layers, before_s + swap_s + behind_s)
 
 
 def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int) -> LaneLoad:
     """The load with the next ``tokens`` of ``prompts``: (tokens left, tokens cached) of each, in order of service."""
-    chunks = []
+    chunks, goes_on = [], False
     for left, cached in prompts:
         if tokens <= 0:
             break
         chunk = min(left, tokens)
         chunks.append((chunk, cached))
         tokens -= chunk
+        goes_on = chunk < left
     added = sum([chunk for chunk, _ in chunks])
     return replace(
-        load, tokens=load.tokens + added, requests=load.requests + len(chunks), chunks=(*load.chunks, *chunks)
+        load,
+        tokens=load.tokens + added,
+        requests=load.requests + len(chunks),
+        chunks=(*load.chunks, *chunks),
+        open_chunks=load.open_chunks + goes_on,
     )
 
 

@@ -62,12 +62,13 @@ def best_effort(settings: Mapping[str, Any], duration_s: float, seed: int, trace
     """The stream of a section: a Poisson stream of ``request_rate``, or a backlog that is there at once.
 
     The backlog is of ``backlog`` requests and ``backlog_per_s`` for each second of the run, lengths times ``scale``.
+    ``output_len``: their mean output in tokens, before scaling; by default that of the workload.
     """
     workload, seed = settings["workload"], seed + OTHER_STREAM
     if "request_rate" in settings:
         return latency_sensitive(workload, settings["request_rate"], duration_s, seed, trace_dir)
     count = settings["backlog"] + math.ceil(settings.get("backlog_per_s", 0.0) * duration_s)
-    spec = WorkloadSpec(workload, count, settings.get("scale", 1.0), seed=seed)
+    spec = WorkloadSpec(workload, count, settings.get("scale", 1.0), settings.get("output_len"), seed=seed)
     return make_lengths(spec, load_trace(workload, trace_dir))
 
 

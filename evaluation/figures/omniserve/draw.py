@@ -154,5 +154,6 @@ def bar_text(row: Mapping[str, Any], metric: str, baseline: str) -> str:
 
 def group_label(row: Mapping[str, Any]) -> str:
     stream = row["best_effort"].removesuffix("-backlog")
-    error = "" if row["slower"] == 1.0 else f"\n{row['slower'] - 1:.0%} slower than believed"
+    slower = row["slower"] - 1
+    error = f"\n{abs(slower):.0%} {'slower' if slower > 0 else 'faster'} than believed" if slower else ""
     return f"{stream}\n{row['num_gpu_blocks']} GPU blocks{error}"

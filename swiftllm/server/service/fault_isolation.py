@@ -50,7 +50,6 @@ class FaultIsolation:
     def __init__(self, engine: Engine) -> None:
         self.held: dict[str, Request] = {}
         self._engine = engine
-        self._usual_tiers = engine.scheduler.decode_tiers
         self._trial: Trial | None = None
         self._harmless: Trial | None = None
         self._to_try: list[Trial] = []  # a stack: the next one is last
@@ -93,7 +92,7 @@ class FaultIsolation:
                     raise EngineBroken("even a harmless request fails")
                 self._to_try.append(failed)
             elif failed.num_failures < FAILURES_TO_BLAME:
-                self._to_try += [failed, self._make_harmless(failed.tier)]
+                self._to_try += [failed, self._make_harmless(failed)]
             else:
                 blamed = self.held.pop(failed.requests[0].request_id, None)  # None: it has finished
                 self._num_unexplained = 0
@@ -112,14 +111,17 @@ class FaultIsolation:
     def _hold_all(self) -> None:
         self.held.update((request.request_id, request) for request in self._engine.recover())
 
-    def _make_harmless(self, tier: Tier | None) -> Trial:
+    def _make_harmless(self, failed: Trial) -> Trial:
+        # Of the same class, since a tier may be closed to the other.
+        service_class = failed.requests[0].service_class
         sampling = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
         try:
-            request = self._engine.make_request(f"harmless-{uuid.uuid4().hex}", [0], sampling)
+            name = f"harmless-{uuid.uuid4().hex}"
+            request = self._engine.make_request(name, [0], sampling, service_class=service_class)
         except RequestRefused:  # the pools are too small for it: blame without this check
             return Trial([])
         self.held[request.request_id] = request
-        self._harmless = Trial([request], tier)
+        self._harmless = Trial([request], failed.tier)
         return self._harmless
 
     def _begin_next(self) -> None:
@@ -130,13 +132,13 @@ class FaultIsolation:
             if trial.requests:  # else all of them have been aborted
                 self._trial = trial
         released = list(self.held.values())
-        tiers = self._usual_tiers
+        scheduler = self._engine.scheduler
+        scheduler.confined_to = None
         if self._trial is not None:
             released = self._trial.requests
             self._trial.wanted_tokens = {request: request.output_len + TRIAL_TOKENS for request in released}
-            if self._trial.tier is Tier.CPU and Tier.CPU in tiers:
-                tiers = (Tier.CPU,)
-        self._engine.scheduler.decode_tiers = tiers
+            if self._trial.tier is Tier.CPU and Tier.CPU in scheduler.decode_tiers:
+                scheduler.confined_to = Tier.CPU
         for request in released:
             self.release_request(request.request_id)
 

@@ -219,6 +219,16 @@ def test_generate_prints_what_the_model_says(capsys, model, system):
     assert "9 tokens in" in err
 
 
+def test_generate_queues_prompts_whatever_the_targets(capsys, model, monkeypatch):
+    prompts = [f"Once upon {number}" for number in range(12)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(prompts)))
+    options = ["--max-tokens", "4", "--system", "omniserve", "--ttft-slo-s", "0.001", *SMALL]
+    assert main(["generate", model, *options]) == 0
+    out = capsys.readouterr().out
+    assert [out.count(f">>> {prompt}\n") for prompt in prompts] == [1] * 12
+    assert all(text in out for text in expected_texts(model, prompts, max_tokens=4))
+
+
 def test_a_model_may_be_named_as_on_the_hub(capsys, model, monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or model)

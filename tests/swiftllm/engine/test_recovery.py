@@ -13,8 +13,9 @@ import pytest
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
+from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.service import NewRequest, ServiceStopping
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.faulty_backend import FaultyBackend
@@ -121,6 +122,40 @@ def test_a_poisoned_request_takes_no_other_down(system: str, operation: str) -> 
     snapshot = service.snapshot()
     assert snapshot.finished["engine_error"] == 1
     assert snapshot.step_failures == poison.num_raised
+
+
+@pytest.mark.parametrize("system", ["omniserve", "omniserve-stepping"])
+def test_a_poisoned_best_effort_request_takes_no_other_down(system: str) -> None:
+    """It fails in the CPU tier, where only best-effort requests may be: the harmless one that follows must be one."""
+    poison = Poison("r6", "submit")
+    engine = make_engine(system, num_gpu_blocks=8)
+    FaultyBackend(engine, poison)
+    requests = [replace(new, service_class=ServiceClass.BEST_EFFORT) for new in make_requests(8, seed=3)]
+    requests[6] = replace(requests[6], sampling=SamplingParams(max_tokens=30, ignore_eos=True))
+    outcomes, _ = serve(engine, requests)
+    assert str(outcomes["r6"].error) == "ValueError: submit cannot digest r6"
+    for new in requests:
+        assert new.request_id == "r6" or outcomes[new.request_id].token_ids == expected(new)
+
+
+@pytest.mark.parametrize("system", ["apex-overlap", "adaptive-overlap"])
+def test_a_search_for_a_fault_in_the_cpu_tier_refuses_no_request_that_the_gpu_holds(system: str) -> None:
+    engine, faults = make_engine(system, num_gpu_blocks=30, num_cpu_blocks=20), iter([OSError("no cohort opens")])
+
+    def fault(operation: str, _: frozenset[str]) -> None:
+        if operation == "open_cohort" and (error := next(faults, None)) is not None:
+            raise error
+
+    FaultyBackend(engine, fault)
+    for new in make_requests(24, seed=3):
+        engine.add_request(new.request_id, new.prompt_token_ids, new.sampling)
+    isolation = FaultIsolation(engine)
+    with pytest.raises(OSError, match="no cohort opens"):
+        run(engine)
+    assert isolation.step_failed() is None and isolation.is_under_way
+    whole_tier = 30 * engine.kv.block_size
+    request = engine.make_request("long", (1,) * (whole_tier - 10), SamplingParams(max_tokens=10))
+    assert request.max_kv_tokens > 20 * engine.kv.block_size
 
 
 @pytest.mark.parametrize("system", ["swiftllm", "neo", "apex"])

@@ -151,7 +151,7 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
         scheduler._push_out = lambda victim, draft, note=note, call=push_out: (note(victim), call(victim, draft))
         scheduler._recompute = lambda victim, draft, note=note, call=recompute: (note(victim), call(victim, draft))
         random_load(engine, rng, 200, check=check, best_effort_share=0.5, arrival_share=0.4)
-    assert min(preempted[LS], preempted[BE]) >= 5
+    assert min(preempted[LS], preempted[BE]) >= 3
 
 
 # -- 6: the extremes of the target -------------------------------------------------------------------------------------

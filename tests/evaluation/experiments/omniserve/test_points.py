@@ -52,6 +52,14 @@ def test_hosts_add_memory_and_a_pool_can_be_replaced() -> None:
     assert pools == {1650, 3785}
 
 
+def test_short_outputs_run_on_machines_faster_and_slower_than_believed() -> None:
+    tasks = [point.task for point in make_omniserve_points(SETTINGS, "a10-limits", SHORT)]
+    short = [task for task in tasks if (task.values["best_effort"] or "").endswith("-short-backlog")]
+    assert {task.values["slower"] for task in short} == {0.88, 1.0, 1.18}
+    rests = [[row for row in task.lengths.rows if row.service_class is ServiceClass.BEST_EFFORT] for task in short]
+    assert all(sum(row.output_tokens for row in rows) / len(rows) == pytest.approx(50, rel=0.02) for rows in rests)
+
+
 def test_unknown_systems_are_refused_and_known_ones_selected() -> None:
     with pytest.raises(ValueError, match="nothing"):
         make_omniserve_points(SETTINGS, "fig12", Selection(systems=("nothing",), duration_s=2.0))

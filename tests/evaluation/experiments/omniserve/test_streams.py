@@ -36,6 +36,13 @@ def test_a_backlog_is_there_at_once_and_a_rate_is_not() -> None:
     assert len({row.arrival_s for row in stream.rows}) == len(stream.rows) > 50
 
 
+def test_best_effort_outputs_can_be_made_short() -> None:
+    """Their mean decides how much memory for more decodes is worth."""
+    short = best_effort({**BACKLOG, "backlog": 200, "output_len": 50}, 10.0, 0, None)
+    assert short.mean_output_tokens == pytest.approx(50, rel=0.02)
+    assert short.mean_input_tokens == best_effort({**BACKLOG, "backlog": 200}, 10.0, 0, None).mean_input_tokens
+
+
 def test_latency_sensitive_requests_are_the_same_with_and_without_best_effort() -> None:
     alone = latency_sensitive("sharegpt", 2.0, 20.0, 0, None)
     assert with_best_effort(alone, None, 20.0, 0, None) is alone
