@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +15,9 @@ import torch
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.packed_tensor import HostPlace, PackedTensor
 from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector, StoredTensor
+from swiftllm.model.quantised.empty import empty_matrix
 from swiftllm.model.quantised.readers import IN, OUT, Axis
-from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, Matrix, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 INDEX_FILES = "*.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
@@ -178,7 +179,7 @@ class LlamaWeights:
         """Allocate the matrices of a quantised model without filling them."""
         matrices = []
         for place in self.fused_places(config, device):
-            matrices.append(_empty_quantised(config, place, dtype))
+            matrices.append(empty_matrix(config.quantisation, place, dtype))
             place.put(matrices[-1])
         return matrices
 
@@ -290,7 +291,7 @@ def dummy_weights(
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
         for place in weights.fused_places(part.sizes, device, on_host):
-            matrix = _empty_quantised(part.sizes, place, dtype)
+            matrix = empty_matrix(part.sizes.quantisation, place, dtype)
             on_cpu = matrix.codes.device.type == "cpu"
             _repeat(words[on_cpu].roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
             matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
@@ -307,29 +308,6 @@ def _new(
 
 def _keep(layer: LayerWeights, name: str, where: HostPlace | None, matrix: Matrix) -> None:
     setattr(layer, name, matrix if where is None else where.keep(matrix))
-
-
-def _empty_quantised(config: ModelConfig, place: FusedPlace, dtype: torch.dtype) -> QuantisedMatrix:
-    """A matrix of the size that a checkpoint's has.
-
-    With act-order, a part of the inputs has some of each group. How many is random: each group's are taken to be filled
-    up to whole runs by half a run.
-    """
-    scheme, out_features, device = config.quantisation, sum(place.modules.values()), place.device
-    if place.in_features == place.whole_in_features or not scheme.ordered or scheme.group_size is None:
-        group_size = scheme.group_size_of(place.in_features)
-        return QuantisedMatrix.empty(out_features, place.in_features, group_size, dtype, device)
-    num_groups = place.whole_in_features // scheme.group_size_of(place.whole_in_features)
-    num_runs = -(-(place.in_features + num_groups * GROUP_MULTIPLE // 2) // GROUP_MULTIPLE)
-    in_features = num_runs * GROUP_MULTIPLE
-    return replace(
-        QuantisedMatrix.empty(out_features, in_features, GROUP_MULTIPLE, dtype, device),
-        scales=torch.empty(num_groups, out_features, dtype=dtype, device=device),
-        zeros=torch.empty(num_groups, out_features, dtype=torch.uint8, device=device),
-        group_size=scheme.group_size,
-        order=torch.arange(in_features, dtype=torch.int32, device=device) % place.in_features,
-        runs=torch.arange(num_runs, dtype=torch.int32, device=device) * num_groups // num_runs,
-    )
 
 
 def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:

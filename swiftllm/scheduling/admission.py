@@ -1,11 +1,29 @@
-"""Checks before queueing: requests that could never be served are refused."""
+"""The limits of an engine, and checks before queueing: requests that could never be served are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from swiftllm.core.request import Request, RequestRefused, Tier
 from swiftllm.kv.blocks import KVCacheManager
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+def check_tiers(kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
+    """
+    Raises:
+        ValueError: no tier that decodes has a block, so every request would be refused.
+    """
+    if not any(kv.capacity(tier) for tier in decode_tiers):
+        names = " or ".join(f"num_{tier.value}_blocks" for tier in decode_tiers)
+        raise ValueError(f"this system decodes where there are no KV blocks: raise {names}")
 
 
 def can_hold(kv: KVCacheManager, tier: Tier, request: Request) -> bool:

@@ -12,7 +12,6 @@ is planned for the best-effort requests, with what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import (
@@ -26,24 +25,14 @@ from swiftllm.core.request import (
 )
 from swiftllm.core.slo import Slo
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import can_hold, check_servable
+from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.homes import Fetches, pool_has_room, victims_for
 from swiftllm.scheduling.plan_draft import PlanDraft
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-
-
 class Scheduler:
-    """GPU-only continuous batching with chunked prefill (SwiftLLM). The CPU tier only stores preempted requests.
-
-    Subclasses override :meth:`schedule` and :attr:`decode_tiers`.
-    """
+    """GPU-only continuous batching with chunked prefill (SwiftLLM). The CPU tier only stores preempted requests."""
 
     decode_tiers: tuple[Tier, ...] = (Tier.GPU,)
     slo: Slo | None = None
@@ -53,9 +42,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float]) -> None:
         """Raises ValueError: no tier that decodes has a block, so every request would be refused."""
-        if not any(kv.capacity(tier) for tier in self.decode_tiers):
-            names = " or ".join(f"num_{tier.value}_blocks" for tier in self.decode_tiers)
-            raise ValueError(f"this system decodes where there are no KV blocks: raise {names}")
+        check_tiers(kv, self.decode_tiers)
         self.limits = limits
         self.kv = kv
         self.now = now

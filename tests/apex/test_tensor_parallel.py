@@ -13,14 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from apex.systems import build_system
-from swiftllm.config import EngineConfig
 from swiftllm.core.request import FinishReason
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import RankFailed
-from swiftllm.files import cache_dir
 from swiftllm.machine import allowed_cores
 from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
 from swiftllm.parallel.launch import RankProcess, SpawnedRanks
@@ -29,13 +26,11 @@ from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.thread import CpuWorker
 from swiftllm.server.service.service import EngineService, NewRequest
 from swiftllm.topology import describe_cores
-from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
+from tests.apex.rank_group import TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
     FOR_BEST_EFFORT,
     GPU_ONLY,
-    MADE_UP_PROFILE,
     VARIANTS,
-    judge,
     offloading_iterations,
 )
 from tests.reference.ranks import LAUNCHER, delay_tickets, tell_ranks
@@ -350,65 +345,3 @@ def test_a_rank_that_cannot_start_says_why(llama: Group, capfd) -> None:
     assert all(process.poll() is not None for process in started) and len(started) == 1
     assert "Traceback" not in capfd.readouterr().err
     assert os.sched_getaffinity(0) == cores
-
-
-@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config], ids=["qwen2", "qwen3"])
-def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
-    """Biases, and norms of Q and K."""
-    group = Group(make_tiny_llama(tmp_path, kind=kind), 2)
-    for variant in SYSTEMS:
-        engine = group.engine(variant)
-        requests = group.add(engine)
-        run(engine)
-        group.check(requests)
-    group.close()
-
-
-@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
-def test_three_ranks_and_the_two_that_stay(tmp_path: Path) -> None:
-    """Tied embeddings, biases of every matrix; one of two other ranks dies."""
-    overrides = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    group = Group(make_tiny_llama(tmp_path, kind=LlamaConfig, **overrides, **heads), 3)
-    for victim in range(2):
-        engine = group.engine("apex-overlap")
-        requests = group.add(engine)
-        for _ in range(5):
-            engine.step()
-        pids = [peer.process.pid for peer in group.peers()]
-        os.kill(pids[victim], signal.SIGKILL)
-        run_on(engine)
-        run(engine)
-        group.check(requests)
-        assert [peer.process.pid == pid for peer, pid in zip(group.peers(), pids, strict=True)].count(True) == 1
-    group.close()
-
-
-@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
-def test_smollm2_on_three_ranks() -> None:
-    """Nine heads on three KV heads."""
-    model_dir = cache_dir() / "models" / "SmolLM2-135M-Instruct"
-    if not (model_dir / "model.safetensors").is_file():
-        pytest.skip(f"{model_dir} is not there: run scripts/prepare_model.py")
-    group = Group(model_dir, 3)
-    for variant in SYSTEMS:
-        engine = group.engine(variant)
-        requests = group.add(engine)
-        run(engine)
-        group.check(requests)
-    group.close()
-
-
-@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-synchronous")])
-def test_without_a_thread_for_cpu_attention(tmp_path: Path, variant: str) -> None:
-    model_dir = make_tiny_llama(tmp_path)
-    system, strategy, _ = VARIANTS[variant]
-    group_config = {"device": "cpu", "dtype": "float32", "tensor_parallel": 2, "synchronous": True, **POOLS}
-    draw = random.Random(5)
-    prompts = [[draw.randrange(3, 128) for _ in range(30)] for _ in range(9)]
-    engine = build_system(system, EngineConfig(str(model_dir), **group_config), strategy, profile=MADE_UP_PROFILE)
-    requests = [engine.add_request(str(i), prompt, SamplingParams(TOKENS)) for i, prompt in enumerate(prompts)]
-    run(engine)
-    engine.close()
-    assert [tuple(request.output_token_ids) for request in requests] == judge(model_dir, prompts, TOKENS)

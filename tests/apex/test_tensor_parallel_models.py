@@ -1,0 +1,88 @@
+"""Engines of several ranks: other architectures, three ranks, and no thread for CPU attention."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.files import cache_dir
+from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
+from tests.apex.test_end_to_end import (
+    MADE_UP_PROFILE,
+    VARIANTS,
+    judge,
+)
+from tests.reference.tiny_model import make_tiny_llama
+
+SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
+SYSTEMS = [name for name in VARIANTS if not name.endswith("-synchronous")]  # a group of its own each: slow
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config], ids=["qwen2", "qwen3"])
+def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
+    """Biases, and norms of Q and K."""
+    group = Group(make_tiny_llama(tmp_path, kind=kind), 2)
+    for variant in SYSTEMS:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+def test_three_ranks_and_the_two_that_stay(tmp_path: Path) -> None:
+    """Tied embeddings, biases of every matrix; one of two other ranks dies."""
+    overrides = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    group = Group(make_tiny_llama(tmp_path, kind=LlamaConfig, **overrides, **heads), 3)
+    for victim in range(2):
+        engine = group.engine("apex-overlap")
+        requests = group.add(engine)
+        for _ in range(5):
+            engine.step()
+        pids = [peer.process.pid for peer in group.peers()]
+        os.kill(pids[victim], signal.SIGKILL)
+        run_on(engine)
+        run(engine)
+        group.check(requests)
+        assert [peer.process.pid == pid for peer, pid in zip(group.peers(), pids, strict=True)].count(True) == 1
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+def test_smollm2_on_three_ranks() -> None:
+    """Nine heads on three KV heads."""
+    model_dir = cache_dir() / "models" / "SmolLM2-135M-Instruct"
+    if not (model_dir / "model.safetensors").is_file():
+        pytest.skip(f"{model_dir} is not there: run scripts/prepare_model.py")
+    group = Group(model_dir, 3)
+    for variant in SYSTEMS:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+    group.close()
+
+
+@pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-synchronous")])
+def test_without_a_thread_for_cpu_attention(tmp_path: Path, variant: str) -> None:
+    model_dir = make_tiny_llama(tmp_path)
+    system, strategy, _ = VARIANTS[variant]
+    group_config = {"device": "cpu", "dtype": "float32", "tensor_parallel": 2, "synchronous": True, **POOLS}
+    draw = random.Random(5)
+    prompts = [[draw.randrange(3, 128) for _ in range(30)] for _ in range(9)]
+    engine = build_system(system, EngineConfig(str(model_dir), **group_config), strategy, profile=MADE_UP_PROFILE)
+    requests = [engine.add_request(str(i), prompt, SamplingParams(TOKENS)) for i, prompt in enumerate(prompts)]
+    run(engine)
+    engine.close()
+    assert [tuple(request.output_token_ids) for request in requests] == judge(model_dir, prompts, TOKENS)
