@@ -8,7 +8,6 @@ a host and a model into a profile table; a link joins several such GPUs.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,8 @@ class Figure:
     status: str
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not 0 <= self.value < math.inf:
+        # nan is no number from 0 on, either.
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not self.value >= 0:
             raise ValueError(f"value={self.value!r} must be a number from 0 on")
         if self.status not in STATUSES or not self.origin or not self.unit:
             raise ValueError(f"a figure needs a unit, an origin and a status of {STATUSES}, got {self}")

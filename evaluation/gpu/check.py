@@ -33,7 +33,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
-from apex.simulator.hardware import MODELS_DIR
+from apex.source_tree import CONFIGS
 from evaluation.gpu.report import SYSTEMS
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
@@ -97,7 +97,7 @@ REHEARSAL_MODEL = {
 @contextmanager
 def model_folder(case: Case) -> Iterator[Path]:
     if case.model:
-        yield MODELS_DIR / case.model
+        yield CONFIGS / "models" / case.model
         return
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(REHEARSAL_MODEL))

@@ -159,8 +159,8 @@ def test_generate_takes_a_class_for_all_prompts_or_for_each(tiny) -> None:
     model_dir, prompts, expected = tiny
     llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
     seen = []
-    queue_request = llm.engine.queue_request
-    llm.engine.queue_request = lambda request: seen.append(request.service_class) or queue_request(request)
+    add_request = llm.engine.scheduler.add_request
+    llm.engine.scheduler.add_request = lambda request: seen.append(request.service_class) or add_request(request)
     sampling = SamplingParams(24)
     for given in (ServiceClass.BEST_EFFORT, "best-effort", ["best-effort", ServiceClass.LATENCY_SENSITIVE]):
         outputs = llm.generate(prompts[:2], sampling, service_class=given)

@@ -37,5 +37,5 @@ def test_a_start_leaves_no_worker_behind(tmp_path, monkeypatch):
     before = threading.enumerate()
     model = make_tiny_llama(tmp_path)
     assert main(["generate", str(model), "hi", "--num-gpu-blocks", "8", "--num-cpu-blocks", "64"]) == 130
-    (worker,) = set(started) - set(before)
-    assert not worker.is_alive()
+    workers = set(started) - set(before)
+    assert workers and not any(worker.is_alive() for worker in workers)

@@ -59,7 +59,6 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, variant: st
             assert not channel.is_dead, f"a step waited for the host after {tokens} tokens"
             if Kind.GET in wanted:
                 tokens += sum(len(output.new_token_ids) for output in outputs)
-        assert not returned
         os.kill(process.pid, signal.SIGCONT)
         run_to_end(engine)
         assert there & set(returned), "no request of the frozen host was wanted on the GPU"
