@@ -27,7 +27,8 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
     model_dir, prompts, expected = tiny
     process, address = start_host_process(120 * BLOCK_BYTES)
     try:
-        engine = open_engine(model_dir, "apex-overlap", [address], num_gpu_blocks=60, num_cpu_blocks=20, max_model_len=90)
+        pools = {"num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_model_len": 90}
+        engine = open_engine(model_dir, "apex-overlap", [address], **pools)
         first = engine.kv.homes.pools[1].first
         returned, swap = [], engine.backend.swap
 
