@@ -125,14 +125,15 @@ class Point:
         return read_limit(self.case.threads, memory, passes=3) / 1e9
 
     def _time_ways(self, by_way: dict[str, list[float]], attend: Callable[[int], torch.Tensor]) -> float:
-        """GB/s with the way of prefetching in use; ``by_way`` takes those of all ways, of the cores' time."""
+        """GB/s with the way of prefetching in use; ``by_way`` takes those of all ways: of one thread by its time on its
+        core, of several by the clock, since one of them may do more than its share."""
         kind = self.case.dtype, self.case.heads
         in_use, gbps = pacpu.prefetch(*kind), 0.0
         first = len(self.read_gbps) % len(pacpu.PREFETCHES)  # each comes first, second and last in turn
         for way in pacpu.PREFETCHES[first:] + pacpu.PREFETCHES[:first]:
             pacpu.set_prefetch(*kind, way)
             by_clock, by_cores = self._time_calls(attend)
-            by_way[way].append(by_cores)
+            by_way[way].append(by_cores if self.case.threads == 1 else by_clock)
             gbps = by_clock if way == in_use else gbps
         pacpu.set_prefetch(*kind, in_use)
         return gbps

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 
 from swiftllm.files import write_atomically
 
 TABLE_VERSION = 5
+
+
+def total_s(seconds: Iterable[float]) -> float:
+    """The sum, added from left to right. From Python 3.12 on ``sum`` compensates for rounding: plans and simulated
+    times would depend on the version in their last bits."""
+    return reduce(add, seconds, 0.0)
 
 
 class ProfileMismatch(ValueError):
@@ -197,7 +205,7 @@ class PerfModel:
         if not chunks:
             return 0.0
         alone_s = [self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks]
-        return max(max(alone_s), sum(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
+        return max(max(alone_s), total_s(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
 
     def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
         """One layer's decode attention in the lane (T_g); the context is summed over the requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.perf.lane_load import LaneLoad, context_tokens
+from apex.perf.model import total_s
 from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
@@ -110,5 +111,5 @@ class ApexScheduler(OffloadScheduler):
         """GPU-only time, plus what each rider adds to the boundary it crosses."""
         model = self.model
         alone_s = model.linear_s(load.tokens)
-        riders_s = sum(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)
+        riders_s = total_s(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)
         return self._gpu_only_s(load) + riders_s

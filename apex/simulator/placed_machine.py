@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
 from apex.placement.budget import Estimate, Load, Rates, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, CopyEffect
 from apex.placement.formulas import beside_copies_s
@@ -146,7 +146,8 @@ class WeightPlacer:
 
         def seconds(rows: float) -> float:
             costs = zip(placement.places, self.costs(rows), strict=True)
-            compute_s = sum(cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
+            each_s = (cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
+            compute_s = total_s(each_s)
             return compute_s / layers
 
         stream_s, dram_share = streamed_bytes / self.interconnect.bytes_per_s / layers, self.interconnect.dram_share

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from apex.perf.lane_load import LaneLoad, context_tokens
-from apex.perf.model import PerfModel
+from apex.perf.model import PerfModel, total_s
 from apex.perf.online.factor import Span
 from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
 from swiftllm.core.request import Tier
@@ -111,11 +111,11 @@ def _boundaries_s(model: PerfModel, rows: int, sampled: int, start: int, end: in
 def _host_s(model: PerfModel, load: LaneLoad, ways: Sequence[Crossing]) -> float:
     each_s = model.host_work_s(0)
     opened = [load.requests, *(len(cohort.requests) for cohort, start, _ in ways if start < 0)]
-    return each_s + sum([model.host_work_s(requests) - each_s for requests in opened if requests])
+    return each_s + total_s([model.host_work_s(requests) - each_s for requests in opened if requests])
 
 
 def _swaps_s(model: PerfModel, plan: IterationPlan) -> float:
     blocks = {tier: 0 for tier in Tier}
     for swap in plan.swaps:
         blocks[swap.source] += len(swap.source_blocks)
-    return sum([model.swap_s(number) for number in blocks.values()])
+    return total_s([model.swap_s(number) for number in blocks.values()])

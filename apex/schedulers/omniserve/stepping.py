@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from apex.perf.lane_load import context_tokens
+from apex.perf.model import total_s
 from apex.schedulers.base import CohortState
 from apex.schedulers.omniserve.scheduler import REST, OmniServeScheduler
 from apex.schedulers.omniserve.times import riders_s
@@ -36,11 +37,11 @@ class OmniServeSteppingScheduler(OmniServeScheduler):
         """Seconds of the steps for which the worker can be ready in an iteration of ``limit_s``, beside one ride."""
         cohorts = self._under_way()
         loads = [(len(cohort.members), context_tokens(cohort.members)) for cohort in cohorts]
-        round_s = sum([self.model.cpu_attention_s(*load) for load in loads])  # of the worker, for a layer of each
+        round_s = total_s(self.model.cpu_attention_s(*load) for load in loads)  # of the worker, for a layer of each
         rounds = limit_s / round_s if round_s else 0.0
         steps = [max(0.0, min(rounds, self.model.num_layers - cohort.layer) - 1) for cohort in cohorts]
         each_s = [self.model.linear_s(rows) + self.model.hand_over_s(rows) for rows, _ in loads]
-        return sum([count * step_s for count, step_s in zip(steps, each_s, strict=True)])
+        return total_s(count * step_s for count, step_s in zip(steps, each_s, strict=True))
 
     def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> tuple[list[CohortPlan], float]:
         plans, added_s = [], 0.0
