@@ -28,6 +28,7 @@ from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.scheduling.residents import Residents
 from swiftllm.systems import find_system
 
 
@@ -58,7 +59,7 @@ def build_system(
     plan = place_weights(config, workload, offloads=system.offloads)
     placed = {"weights_placement": plan.describe()} if plan.describe() else {}
     if not system.offloads:
-        return build_gpu_only(name, system.scheduler, config, plan.placement, placed)
+        return build_gpu_only(name, system.policy, config, plan.placement, placed)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config, plan.placement)
     with closed_on_failure(backend):
@@ -68,7 +69,8 @@ def build_system(
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
         table = with_copies(table, plan.placement, plan.stream_s)
         model = PerfModel(table, backend.num_layers)
-        scheduler = system.scheduler(limits, kv, backend.now, model, strategy)
+        policy = system.policy(model, strategy)
+        residents = Residents(limits, kv, backend.now, policy.rules)
         details = {
             "strategy": asdict(strategy),
             "profile": dict(table.identity),
@@ -76,7 +78,7 @@ def build_system(
             **placed,
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
-        return assemble_engine(name, config, backend, scheduler, details)
+        return assemble_engine(name, config, backend, residents, policy, details)
 
 
 def open_backend(

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftllm.scheduling.scheduler import Scheduler
-from swiftllm.scheduling.vllm import VllmScheduler
+from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.swiftllm import SwiftLLM
+from swiftllm.scheduling.vllm import Vllm
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
@@ -38,21 +39,21 @@ def _build_gpu_only(system: System, config: EngineConfig, strategy: Mapping[str,
         return importlib.import_module(PLACES_WEIGHTS).build_system(system.name, config)
     from swiftllm.runtime.build import build_gpu_only  # loads torch
 
-    return build_gpu_only(system.name, system.scheduler, config)
+    return build_gpu_only(system.name, system.policy, config)
 
 
 @dataclass(frozen=True)
 class System:
     """A named system.
 
-    ``scheduler`` is called with limits, KV manager and clock. One that ``offloads`` decodes on the CPU: it is also
-    given a performance model and a :class:`apex.strategy.StrategyConfig`. ``build`` makes an engine of the system on
+    ``policy`` makes its policy. One that ``offloads`` decodes on the CPU: it is made from a performance model and a
+    :class:`apex.strategy.StrategyConfig`, others from nothing. ``build`` makes an engine of the system on
     this machine, from its configuration and fields of its strategy.
     """
 
     name: str
     summary: str
-    scheduler: Callable[..., Scheduler]
+    policy: Callable[..., Policy]
     offloads: bool = False
     build: Callable[[System, EngineConfig, Mapping[str, Any]], Engine] = _build_gpu_only
 
@@ -114,5 +115,5 @@ def _load_plugins() -> None:
             raise PluginNotFound(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
-register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))
-register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", Scheduler))
+register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm))
+register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM))

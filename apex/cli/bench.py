@@ -190,7 +190,7 @@ class Bench(ConfigFile):
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
             **figures(replay, strategy, self.best_effort.duration_s),
-            **{f"{name}_factor": engine.scheduler.prediction_factors.get(name) for name in OPERATIONS},
+            **{f"{name}_factor": engine.policy.prediction_factors.get(name) for name in OPERATIONS},
         }
         return BenchRun(values, replay.records, description)
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.swiftllm import SwiftLLM
 
 
 class _NoWork:
@@ -46,7 +48,9 @@ def idle_engine(num_layers: int, requests: int) -> Engine:
     backend = _NoWork(num_layers)
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
-    engine = Engine(Scheduler(limits, kv, backend.now), OverlapExecutor(backend), backend, vocab_size=1)
+    policy = SwiftLLM()
+    residents = Residents(limits, kv, backend.now, policy.rules)
+    engine = Engine(residents, policy, Executor(backend), backend, vocab_size=1)
     for i in range(requests):
         engine.add_request(str(i), (0,), SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True))
     engine.step()  # the prefills

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from apex.perf.lane_load import LaneLoad
-from apex.schedulers.base import OffloadScheduler
+from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.hybrid import Predicting, gpu_only, pipelined
 from apex.schedulers.pipeline import Pipeline
+from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.parts import two_tiers
+from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.rules import Rules
 
 
-class FastDecodeScheduler(OffloadScheduler):
+class FastDecode(Predicting):
     """Keeps every KV cache in the CPU tier; the GPU computes prefills and linear layers only."""
 
-    decode_tiers = (Tier.CPU,)
+    rules = Rules(tiers=(Tier.CPU,))
 
-    def _may_offload(self) -> bool:
-        config = self.config
-        if config.strategy not in ("auto", "asymmetric-pipelining") or config.disable_asymmetric_pipelining:
+    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
+        if not config.ways.pipelining:
             raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
-        return True
+        super().__init__(model, config)
 
-    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+    def plan(self, residents: Residents) -> IterationPlan:
+        draft = Draft(residents)
+        ready = CpuDecodes(two_tiers(draft))
         load = LaneLoad.from_draft(draft)
         if not ready:
-            return self.gpu_only_plan(draft, load)
+            return gpu_only(draft, self.model, load)
         pipeline = Pipeline(self.model, load)
         pipeline.split_evenly(ready)
-        return self.pipelined_plan(draft, pipeline)
+        return pipelined(draft, pipeline)

@@ -11,9 +11,10 @@ from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import PlacedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.residents import Residents
 from swiftllm.systems import find_system
 
 
@@ -69,7 +70,8 @@ def build_simulated(
     backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect, weights=weights)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     prediction = (model(believed or table), strategy) if found.offloads else ()
-    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
+    policy = found.policy(*prediction)
+    residents = Residents(limits, kv, backend.now, policy.rules)
     description = {
         "system": system,
         "backend": "simulated",
@@ -86,8 +88,9 @@ def build_simulated(
         "profile": dict(table.identity),
     }
     return Engine(
-        scheduler,
-        OverlapExecutor(backend, backend.holds_weights),
+        residents,
+        policy,
+        Executor(backend, backend.holds_weights),
         backend,
         vocab_size=vocab_size,
         description=description,

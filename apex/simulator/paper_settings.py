@@ -19,7 +19,7 @@ from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
 from apex.source_tree import CONFIGS
 from swiftllm.model.config import ModelConfig
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 PAPERS_FILE = CONFIGS / "experiments" / "papers.yaml"
 BLOCK_SIZE = 16

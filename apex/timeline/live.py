@@ -90,7 +90,7 @@ class LiveTimeline:
         pass
 
     def _begin(self) -> None:
-        backend = attach(self._engine.executor, self._engine.scheduler.requests)
+        backend = attach(self._engine.executor, self._engine.residents.requests)
         backend.notes = Notes(self._num_iterations, tuple(backend.outstanding.values()))
         self._recording = Recording(backend, self._num_iterations)
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from apex.timeline.recording_backend import Notes, RecordingBackend, attach, detach
 from apex.timeline.spans import Iteration, Timeline
-from swiftllm.core.plan import IterationPlan, SteppingRule, StepResult
+from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import Cohort, OverlapExecutor
+from swiftllm.engine.executor import Cohort, Executor
 
 
 class TimelineRecorder:
@@ -27,7 +27,7 @@ class TimelineRecorder:
 
     def __init__(
         self,
-        executor: OverlapExecutor,
+        executor: Executor,
         backend: RecordingBackend,
         num_iterations: int,
         start: int | None,
@@ -64,7 +64,7 @@ class TimelineRecorder:
         result = self.executor.run(plan)
         busy = result.lane_busy_s, result.cpu_busy_s
         strategy, predicted_s = plan.strategy.value, plan.predicted.get("iteration_s")
-        free = any(cohort.rule is SteppingRule.FREE_RUNNING for cohort in plan.cohorts)
+        free = any(cohort.rule.steps and not cohort.rule.waits for cohort in plan.cohorts)
         times = start_s, start_s + result.duration_s, *busy, predicted_s
         notes.summary = Iteration(self._count, strategy, *times, free)
         notes.is_steady = not plan.swaps and not plan.prefills
@@ -130,7 +130,7 @@ def recording(
 ) -> Iterator[TimelineRecorder]:
     """Record what the engine does inside the block, see :class:`TimelineRecorder`."""
     executor = engine.executor
-    backend = attach(executor, engine.scheduler.requests)
+    backend = attach(executor, engine.residents.requests)
     engine.executor = recorder = TimelineRecorder(executor, backend, num_iterations, start, progress)
     try:
         yield recorder

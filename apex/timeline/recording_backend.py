@@ -15,7 +15,7 @@ from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
-from swiftllm.engine.executor import Cohort, OverlapExecutor
+from swiftllm.engine.executor import Cohort, Executor
 
 
 @dataclass(eq=False)
@@ -204,7 +204,7 @@ class RecordingBackend:
         if cohort.ticket is not None:
             batch.ticket, iteration = next(self.indexes), self.notes.iteration
             ticket = RecordedTicket(
-                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.work, batch.tag, after=()
+                self, cohort.ticket, batch.ticket, iteration, cohort.boundary, batch.work, batch.tag, after=()
             )
             self.outstanding[ticket.index] = cohort.ticket = ticket
 
@@ -222,7 +222,7 @@ def _cohort_work(requests: Sequence[Request]) -> SpanWork:
 # -- begin and end ----------------------------------------------------------------------------------------------------
 
 
-def attach(executor: OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
+def attach(executor: Executor, requests: Mapping[str, Request]) -> RecordingBackend:
     """Record the executor from its next iteration on. ``requests`` are the scheduler's, by id."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
@@ -230,7 +230,7 @@ def attach(executor: OverlapExecutor, requests: Mapping[str, Request]) -> Record
     return backend
 
 
-def detach(executor: OverlapExecutor, backend: RecordingBackend) -> None:
+def detach(executor: Executor, backend: RecordingBackend) -> None:
     """Give the executor its own backend back; does nothing if its backend was replaced since."""
     if executor.backend is not backend:
         return

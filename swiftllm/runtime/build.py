@@ -9,7 +9,7 @@ from typing import Any
 import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
@@ -17,7 +17,9 @@ from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from swiftllm.runtime.workers.interface import MakeWorker
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.residents import Residents
 
 
 def make_backend(
@@ -63,7 +65,8 @@ def assemble_engine(
     name: str,
     config: EngineConfig,
     backend: TorchBackend,
-    scheduler: Scheduler,
+    residents: Residents,
+    policy: Policy,
     details: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Put an engine together and describe it."""
@@ -79,7 +82,7 @@ def assemble_engine(
         "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
-        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len) + _about_ranks(config, backend),
+        "kv_cache": backend.kv_plan.describe(residents.limits.max_model_len) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "lane_threads": backend.cores.lane_threads,
@@ -87,10 +90,11 @@ def assemble_engine(
         "lane": backend.cores.describe_lane(),
         **(details or {}),
     }
-    scheduler.kv.homes.fetcher = backend.attention_hosts
+    residents.kv.homes.fetcher = backend.attention_hosts
     return Engine(
-        scheduler,
-        OverlapExecutor(backend, backend.holds_weights),
+        residents,
+        policy,
+        Executor(backend, backend.holds_weights),
         backend,
         vocab_size=backend.model_config.vocab_size,
         eos_token_ids=backend.model_config.eos_token_ids,
@@ -114,12 +118,12 @@ def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
 
 def build_gpu_only(
     name: str,
-    make_scheduler: Callable[..., Scheduler],
+    make_policy: Callable[..., Policy],
     config: EngineConfig,
     placement: Placement | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An engine of the system ``name``, whose scheduler needs no predictions; ``details`` are part of its description.
+    """An engine of the system ``name``, whose policy needs no predictions; ``details`` are part of its description.
 
     Raises:
         ValueError: other hosts are asked for, which would compute nothing.
@@ -128,8 +132,11 @@ def build_gpu_only(
         raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
     backend = make_backend(config, placement=placement)
     with closed_on_failure(backend):
-        scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-        return assemble_engine(name, config, backend, scheduler, details)
+        policy = make_policy()
+        residents = Residents(
+            scheduler_limits(config, backend), make_kv_manager(backend), backend.now, policy.rules
+        )
+        return assemble_engine(name, config, backend, residents, policy, details)
 
 
 @contextmanager

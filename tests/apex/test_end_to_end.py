@@ -159,8 +159,8 @@ def test_generate_takes_a_class_for_all_prompts_or_for_each(tiny) -> None:
     model_dir, prompts, expected = tiny
     llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
     seen = []
-    add_request = llm.engine.scheduler.add_request
-    llm.engine.scheduler.add_request = lambda request: seen.append(request.service_class) or add_request(request)
+    add = llm.engine.residents.add
+    llm.engine.residents.add = lambda request: seen.append(request.service_class) or add(request)
     sampling = SamplingParams(24)
     for given in (ServiceClass.BEST_EFFORT, "best-effort", ["best-effort", ServiceClass.LATENCY_SENSITIVE]):
         outputs = llm.generate(prompts[:2], sampling, service_class=given)
@@ -257,7 +257,7 @@ def test_offline_api(tiny) -> None:
         assert [output.token_ids for output in outputs] == expected[:6]
         with pytest.raises(swiftllm.RequestRefused, match="empty"):
             llm.generate([prompts[0], []])
-        assert not llm.engine.scheduler.has_work
+        assert not llm.engine.has_unfinished()
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'orca'"):
         swiftllm.LLM(model_dir, scheduler="orca")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,10 @@ from typing import Any
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import IterationPlan
+from swiftllm.core.plan import HOP, RIDE, IterationPlan, Rule
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.residents import Residents
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
@@ -129,14 +131,14 @@ def run(
 ) -> Engine:
     """Serve the workload to its end; ``see`` is given every plan as it was made. Both pools must end empty."""
     engine = _engine(system, workload)
-    schedule = engine.scheduler.schedule
+    make_plan = engine.policy.plan
 
-    def seen() -> IterationPlan:
-        plan = schedule()
+    def seen(residents: Residents) -> IterationPlan:
+        plan = make_plan(residents)
         see(plan)
         return plan
 
-    engine.scheduler.schedule = seen
+    engine.policy.plan = seen
     for number in range(workload.iterations):
         _arrivals(engine, workload, rng, number)
         _deaths(engine, workload, rng)
@@ -158,7 +160,7 @@ def described(plan: IterationPlan) -> tuple:
         [request.request_id for request in plan.decodes],
         [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
         [
-            (cohort.cohort_id, cohort.rule.value, cohort.most_crossings, [r.request_id for r in cohort.requests])
+            (cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests])
             for cohort in plan.cohorts
         ],
         [(swap.request.request_id, swap.source.value, swap.source_blocks, swap.target_blocks) for swap in plan.swaps],
@@ -166,6 +168,14 @@ def described(plan: IterationPlan) -> tuple:
         sorted(plan.predicted.items()),
         plan.time_limit_s,
     )
+
+
+def _rule(rule: Rule) -> tuple[str, float]:
+    if rule == HOP:
+        return "ride-if-ready", math.inf
+    if rule.waits:
+        return "ride-and-wait" if rule == RIDE else "step-and-wait", rule.most
+    return "free-running", rule.most
 
 
 def _digest(plans: list[str]) -> str:
@@ -196,7 +206,7 @@ def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: in
             engine.add_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class)
         except RequestRefused:
             return
-    alive = [request for request in engine.scheduler.requests.values() if not request.is_finished]
+    alive = [request for request in engine.residents.requests.values() if not request.is_finished]
     if aborts and alive:
         engine.abort(alive[int(which * len(alive))].request_id)
 

@@ -1,5 +1,5 @@
-"""The scheduler `adaptive`: which of the ways to use the CPU yields most tokens, and when to compute prompts."""
+"""The policy `adaptive`: which of the ways to use the CPU yields most tokens, and when to compute prompts."""
 
-from apex.schedulers.adaptive.scheduler import AdaptiveScheduler
+from apex.schedulers.adaptive.policy import Adaptive
 
-__all__ = ["AdaptiveScheduler"]
+__all__ = ["Adaptive"]

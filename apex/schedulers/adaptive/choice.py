@@ -1,14 +1,15 @@
-"""The choice that rests on the load alone: the mode, and what it needs of prompts. It is kept while the load stays."""
+"""The choice that rests on the load alone: the strategy, and what it needs of prompts. It stays while the load does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from apex.schedulers.adaptive.best import Best, best_strategy
 from apex.schedulers.adaptive.chunks import ChunkSizes, PromptNeed, free_prompt_tokens, waiting_pays
-from apex.schedulers.adaptive.modes import Mode, ModeRates, best_mode
 from apex.schedulers.adaptive.rates import SteadyLoad
 from apex.schedulers.adaptive.times import OperationTimes
+from swiftllm.core.plan import Strategy
 
 SAME = 0.05
 """A choice is kept until a size of the load has changed by more than this share."""
@@ -46,15 +47,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode and its rates, what it needs of prompts, and the sizes on which this rests."""
+    """A strategy and its rates, what it needs of prompts, and the sizes on which this rests."""
 
-    rates: ModeRates
+    rates: Best
     need: PromptNeed
     sizes: tuple[float, ...]
 
     @property
-    def mode(self) -> Mode:
-        return self.rates.mode
+    def strategy(self) -> Strategy:
+        return self.rates.strategy
 
     def rests_on(self, sizes: Sequence[float]) -> bool:
         """Whether these sizes are about those of the choice."""
@@ -62,11 +63,13 @@ class Choice:
 
 
 def choose(
-    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, modes: Sequence[Mode], max_cohorts: int
+    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cohorts: int
 ) -> Choice:
-    """The best of the modes for a load."""
+    """The best of the strategies for a load."""
     steady, layers = load.steady, times.num_layers
-    rates = best_mode(times, steady, load.cpu_decodes, load.larger_cpu_decodes(), modes, max_cohorts=max_cohorts)
+    rates = best_strategy(
+        times, steady, load.cpu_decodes, load.larger_cpu_decodes(), strategies, max_cohorts=max_cohorts
+    )
     gain = rates.reachable_tokens_per_s / rates.tokens_per_s - 1 if rates.tokens_per_s else float("inf")
     free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, rates.riders)
     lane_s = times.linear_s(steady.gpu_decodes + free_tokens)

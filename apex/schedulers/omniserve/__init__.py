@@ -1,8 +1,8 @@
 """OmniServe: latency-sensitive requests within their targets, best-effort requests with what is left."""
 
-from apex.schedulers.omniserve.llumnix import LlumnixScheduler
-from apex.schedulers.omniserve.sarathi import SarathiScheduler
-from apex.schedulers.omniserve.scheduler import OmniServeScheduler
-from apex.schedulers.omniserve.stepping import OmniServeSteppingScheduler
+from apex.schedulers.omniserve.llumnix import Llumnix
+from apex.schedulers.omniserve.policy import OmniServe
+from apex.schedulers.omniserve.sarathi import Sarathi
+from apex.schedulers.omniserve.stepping import OmniServeStepping
 
-__all__ = ["LlumnixScheduler", "OmniServeScheduler", "OmniServeSteppingScheduler", "SarathiScheduler"]
+__all__ = ["Llumnix", "OmniServe", "OmniServeStepping", "Sarathi"]

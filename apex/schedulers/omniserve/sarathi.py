@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from apex.schedulers.omniserve.scheduler import OmniServeScheduler
+from apex.perf.model import PerfModel
+from apex.schedulers.omniserve.policy import GPU_ONLY, OmniServe
+from apex.strategy import StrategyConfig
 
 
-class SarathiScheduler(OmniServeScheduler):
+class Sarathi(OmniServe):
     """OmniServe's order and chunks on the GPU alone. Best-effort requests wait for GPU blocks.
 
     A preempted request is computed again, as in vLLM, on which Sarathi-Serve is built.
     """
 
-    def _may_offload(self) -> bool:
-        return False
+    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
+        super().__init__(model, config)
+        self.rules = GPU_ONLY

@@ -121,7 +121,7 @@ def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> Non
     times = []
     for traced in (False, True):
         engine = simulated_engine(system)
-        executor, backend, requests = engine.executor, engine.backend, list(engine.scheduler.requests.values())
+        executor, backend, requests = engine.executor, engine.backend, list(engine.residents.requests.values())
         if traced:
             record(engine)
         while engine.has_unfinished():
@@ -137,8 +137,8 @@ def test_aborts_in_cohorts_keep_the_accounts() -> None:
     with recording(engine, num_iterations=EVERYTHING) as recorder:
         while engine.has_unfinished():
             engine.step()
-            if draw_number.random() < 0.2 and engine.scheduler.requests:
-                engine.abort(draw_number.choice(sorted(engine.scheduler.requests)))
+            if draw_number.random() < 0.2 and engine.residents.requests:
+                engine.abort(draw_number.choice(sorted(engine.residents.requests)))
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(engine.backend.busy.cpu_s)

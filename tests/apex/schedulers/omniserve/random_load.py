@@ -84,7 +84,7 @@ def random_load(
                 add(engine, f"{service_class.value}-{number}", prompt, output, service_class)
             except RequestRefused:
                 continue
-        requests = [request for request in engine.scheduler.requests.values() if not request.is_finished]
+        requests = [request for request in engine.residents.requests.values() if not request.is_finished]
         if aborts and requests:
             engine.abort(requests[int(which * len(requests))].request_id)
         step()

@@ -1,4 +1,4 @@
-"""Which CPU decodes go along in lockstep, and which of them step: the split with most tokens for the lane's time."""
+"""Which CPU decodes go along in pipelining, and which of them step: the split with most tokens for the lane's time."""
 
 from __future__ import annotations
 
