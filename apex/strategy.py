@@ -11,19 +11,6 @@ StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronou
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The ways to use the CPU that are allowed."""
-
-    pipelining: bool
-    overlap: bool
-    forced: bool
-    """Whether one of them must be taken, whatever the model predicts."""
-
-    def __bool__(self) -> bool:
-        return self.pipelining or self.overlap
-
-
-@dataclass(frozen=True)
 class StrategyConfig:
     """The strategies a scheduler may use for CPU requests, and the limits of its choice.
 
@@ -79,12 +66,16 @@ class StrategyConfig:
             raise ValueError(f"strategy={self.strategy!r} is forced and disabled at once; drop one of the two flags")
 
     @property
-    def ways(self) -> Ways:
-        return Ways(
-            pipelining=self.strategy in ("auto", "asymmetric-pipelining") and not self.disable_asymmetric_pipelining,
-            overlap=self.strategy in ("auto", "asynchronous-overlap") and not self.disable_asynchronous_overlap,
-            forced=self.strategy != "auto",
-        )
+    def is_forced(self) -> bool:
+        return self.strategy != "auto"
+
+    @property
+    def pipelines(self) -> bool:
+        return self.strategy in ("auto", "asymmetric-pipelining") and not self.disable_asymmetric_pipelining
+
+    @property
+    def overlaps(self) -> bool:
+        return self.strategy in ("auto", "asynchronous-overlap") and not self.disable_asynchronous_overlap
 
     @property
     def slo(self) -> Slo:

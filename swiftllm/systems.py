@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swiftllm.scheduling.gpu_only import SwiftLLM, Vllm
 from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.swiftllm import SwiftLLM
-from swiftllm.scheduling.vllm import Vllm
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig

@@ -11,8 +11,8 @@ from swiftllm.engine.engine import Engine
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.gpu_only import SwiftLLM
 from swiftllm.scheduling.residents import Residents
-from swiftllm.scheduling.swiftllm import SwiftLLM
 
 
 class _NoWork:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from apex.schedulers.adaptive import Adaptive
+from apex.schedulers.adaptive.policy import Adaptive
 from apex.schedulers.apex import Apex
 from apex.schedulers.fastdecode import FastDecode
 from apex.schedulers.hybrid import Predicting
 from apex.schedulers.neo import Neo
-from apex.schedulers.omniserve import Llumnix, OmniServe, OmniServeStepping, Sarathi
+from apex.schedulers.omniserve.baselines import Llumnix, Sarathi
+from apex.schedulers.omniserve.policy import OmniServe
+from apex.schedulers.omniserve.stepping import OmniServeStepping
 from apex.strategy import StrategyConfig
 from swiftllm.systems import System, register_system
 

@@ -22,10 +22,10 @@ class Apex(Hybrid):
     """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
-        super().__init__(model, config, config.ways)
+        super().__init__(model, config, uses_cpu=config.pipelines or config.overlaps)
 
     def plan(self, residents: Residents) -> IterationPlan:
-        if not self.ways:
+        if not self.uses_cpu:
             return one_tier(residents)
         draft = Draft(residents)
         return self.decide(draft, ready_decodes(draft, self.patience))
@@ -39,9 +39,9 @@ class Apex(Hybrid):
         num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
         inequality = self._inequality(load, num_cpu, cpu_context)
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
-        may_start = self.ways.overlap and self._enough(ready, num_cpu, load)
-        only_way = ready.overdue is not None and not self.ways.overlap
-        if self.ways.pipelining and (inequality.holds or self.ways.forced or only_way):
+        may_start = self.config.overlaps and self._enough(ready, num_cpu, load)
+        only_way = ready.overdue is not None and not self.config.overlaps
+        if self.config.pipelines and (inequality.holds or self.config.is_forced or only_way):
             if self._hides(load, partial):
                 pipeline = self._pipeline(load, ready, partial)
                 if any(batch.size for batch in pipeline.batches):
@@ -104,7 +104,7 @@ class Apex(Hybrid):
         if not ready:
             return False
         is_large = num_cpu >= self.config.min_cpu_request_ratio * load.requests
-        return self.ways.forced or ready.overdue is not None or is_large
+        return self.config.is_forced or ready.overdue is not None or is_large
 
     def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
         """GPU-only time, plus what each rider adds to the boundary it crosses."""

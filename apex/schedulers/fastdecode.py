@@ -22,7 +22,7 @@ class FastDecode(Predicting):
     rules = Rules(tiers=(Tier.CPU,))
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
-        if not config.ways.pipelining:
+        if not config.pipelines:
             raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
         super().__init__(model, config)
 

@@ -10,7 +10,7 @@ from apex.perf.model import PerfModel
 from apex.perf.online import OnlineCorrection
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
-from apex.strategy import StrategyConfig, Ways
+from apex.strategy import StrategyConfig
 from swiftllm.core.plan import RIDE, STEP, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
 from swiftllm.scheduling.cohorts import Cohort
@@ -44,13 +44,13 @@ class Predicting(Policy):
 
 
 class Hybrid(Predicting):
-    """One that uses the CPU in some of two ways. Without any it predicts nothing, and its plans are `one_tier`'s."""
+    """One that may be kept from the CPU. Then it predicts nothing, and its plans are those of ``one_tier``."""
 
-    def __init__(self, model: PerfModel, config: StrategyConfig, ways: Ways) -> None:
+    def __init__(self, model: PerfModel, config: StrategyConfig, *, uses_cpu: bool) -> None:
         super().__init__(model, config)
-        self.ways = ways
+        self.uses_cpu = uses_cpu
         self.patience = Patience(config.max_wait_iterations)
-        if not ways:
+        if not uses_cpu:
             self.rules, self._correction = Rules(), None
 
 

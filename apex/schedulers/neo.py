@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
@@ -23,10 +21,10 @@ class Neo(Hybrid):
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         if config.strategy == "asynchronous-overlap":
             raise ValueError("neo has no asynchronous overlap; use --system apex for it")
-        super().__init__(model, config, replace(config.ways, overlap=False))
+        super().__init__(model, config, uses_cpu=config.pipelines)
 
     def plan(self, residents: Residents) -> IterationPlan:
-        if not self.ways:
+        if not self.uses_cpu:
             return one_tier(residents)
         draft = Draft(residents)
         return self.decide(draft, ready_decodes(draft, self.patience))
@@ -44,7 +42,7 @@ class Neo(Hybrid):
         put_off_cpu_prompts(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):
             gpu_only_rate = pipeline.load.requests / lane_s(self.model, pipeline.load)
-            if self.ways.forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
+            if self.config.is_forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
                 return pipelined(draft, pipeline)
         return gpu_only(draft, self.model, pipeline.load)
 

@@ -43,10 +43,6 @@ class TimelineRecorder:
         self._count = 0
 
     @property
-    def is_idle(self) -> bool:
-        return self.executor.is_idle
-
-    @property
     def cohorts(self) -> tuple[Cohort, ...]:
         return self.executor.cohorts
 

@@ -85,11 +85,6 @@ class Executor:
         self._at_work = _AtWork()
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way between iterations."""
-        return not self._cohorts
-
-    @property
     def cohorts(self) -> tuple[Cohort, ...]:
         """Those under way between iterations, the oldest first."""
         return tuple(self._cohorts.values())

@@ -45,7 +45,7 @@ class Adaptive(Hybrid):
     """
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
-        super().__init__(model, config, config.ways)
+        super().__init__(model, config, uses_cpu=config.pipelines or config.overlaps)
         self.lengths = LengthsSeen()
         self.emptied()
 
@@ -67,7 +67,7 @@ class Adaptive(Hybrid):
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
 
     def plan(self, residents: Residents) -> IterationPlan:
-        if not self.ways:
+        if not self.uses_cpu:
             return one_tier(residents)
         draft = Draft(residents)
         ready = ready_decodes(draft, self.patience, self._limit_prompts)
@@ -75,7 +75,7 @@ class Adaptive(Hybrid):
         if not ready and not under_way:
             return gpu_only(draft, self.model, load)
         ready = _longest_waiting_first(ready)
-        pipeline = self._pipeline(load, ready, under_way) if self.ways.pipelining else None
+        pipeline = self._pipeline(load, ready, under_way) if self.config.pipelines else None
         if pipeline is not None:
             self._left_out_s = 0.0
             return pipelined(draft, pipeline, under_way)
@@ -101,7 +101,7 @@ class Adaptive(Hybrid):
             self._chunk_sizes,
             self._choice.need,
             lane_decodes=len(on_gpu),
-            riders=self._choice.rates.riders,
+            riders=self._choice.riders,
             cpu_decodes=len(on_cpu),
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             is_settled=self.lengths.is_settled,
@@ -138,9 +138,9 @@ class Adaptive(Hybrid):
 
     def _strategies(self, cpu_decodes: int) -> list[Strategy]:
         """Those to choose from; a forced one is the only one, where there are CPU decodes."""
-        ways = self.ways
-        strategies = [] if ways.forced and cpu_decodes else [Strategy.GPU_ONLY]
-        return strategies + [Strategy.PIPELINING] * ways.pipelining + [Strategy.OVERLAP] * ways.overlap
+        config = self.config
+        strategies = [] if config.is_forced and cpu_decodes else [Strategy.GPU_ONLY]
+        return strategies + [Strategy.PIPELINING] * config.pipelines + [Strategy.OVERLAP] * config.overlaps
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Adaptive(Hybrid):
         if not load.requests:
             pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
             return pipeline
-        must = ready.overdue is not None and not self.ways.overlap
+        must = ready.overdue is not None and not self.config.overlaps
         is_chosen = self._choice.strategy is Strategy.PIPELINING
         if not must and (not is_chosen or (partial and not pipeline.hides_cpu())):
             return None
@@ -163,7 +163,7 @@ class Adaptive(Hybrid):
             ready.tokens,
             (len(partial), context_tokens(partial)),
             token_s=self._chunk_sizes.token_s,
-            least_members=1 if must or self.ways.forced else 0,
+            least_members=1 if must or self.config.is_forced else 0,
         )
         first, second = pipeline.batches
         last = stepping + riding
@@ -177,13 +177,13 @@ class Adaptive(Hybrid):
         """Cohorts under way go on, and one may start."""
         residents, is_chosen = draft.residents, self._choice.strategy is Strategy.OVERLAP
         cohorts = list(under_way)
-        most = self._choice.rates.num_cohorts if is_chosen else 1
+        most = self._choice.num_cohorts if is_chosen else 1
         size = -(-(len(ready) + sum(len(cohort.members) for cohort in under_way)) // most)
         if not under_way:
             self._left_out_s += lane_s(self.model, load)
         its_turn = LEFT_OUT_SHARE * self._left_out_s >= self.model.num_layers * self.model.linear_s(len(ready))
         starts = its_turn or ready.overdue is not None or not load.requests or (is_chosen and 2 * len(ready) >= size)
-        if self.ways.overlap and ready and starts and len(under_way) < most:
+        if self.config.overlaps and ready and starts and len(under_way) < most:
             self._left_out_s = 0.0
             cohorts.append(residents.cohorts.start(ready.requests[:size]))
         elif ready.overdue is not None:
@@ -191,7 +191,7 @@ class Adaptive(Hybrid):
         if not cohorts:
             return gpu_only(draft, self.model, load)
         plans = [cohort.plan(self._rule(len(cohort.members), load, is_chosen)) for cohort in cohorts]
-        steps_s = self.model.num_layers * self._choice.rates.steps_per_layer_s  # of cohorts, in the steady state
+        steps_s = self.model.num_layers * self._choice.steps_per_layer_s  # of cohorts, in the steady state
         return draft.plan(plans, {"iteration_s": lane_s(self.model, load) + steps_s})
 
     def _rule(self, members: int, load: LaneLoad, is_chosen: bool) -> Rule:

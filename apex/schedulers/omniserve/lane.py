@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -12,11 +13,13 @@ from apex.schedulers.omniserve.times import (
     chunk_of_no_cost,
     iteration_s,
     most_prompt_tokens,
+    riders_s,
     urgent_chunk_tokens,
     with_decodes,
 )
 from swiftllm.core.request import Request, ServiceClass, Tier
 from swiftllm.scheduling.admission import can_hold
+from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import new_prompts, running_prompts
 
@@ -135,6 +138,48 @@ class Lane:
             residents.move(request, Tier.GPU)
             kv.allocate_slots(request, request.num_tokens)
             self.draft.add_decodes([request])
+
+    # -- piggybacking (section 3.3.6) -------------------------------------------------------------------------------
+
+    def choose_riders(
+        self, ready: Sequence[Request], limit_s: float, most_cohorts: int, overdue: Request | None
+    ) -> tuple[list[Cohort], list[Request]]:
+        """Cohorts that may ride their next boundary within the limit, oldest first, and members of a new cohort.
+
+        The request that is overdue comes first, alone or with its cohort, whatever the limit. (The paper begins with
+        the lowest layer, where cohorts that have come far would starve behind those that start.)
+        """
+        load, riders, riding = self.load, Counter[int](), []
+        spare_s = limit_s - self.iteration_s()
+        under_way = self.residents.cohorts.under_way()
+        for cohort in sorted(under_way, key=lambda cohort: (overdue not in cohort.members, cohort.cohort_id)):
+            cost_s = self._added_s(load, riders[cohort.boundary], len(cohort.members), cohort.boundary)
+            if cost_s <= spare_s or not load.requests or overdue in cohort.members:
+                spare_s -= cost_s
+                riders[cohort.boundary] += len(cohort.members)
+                riding.append(cohort)
+        starting = []
+        if len(under_way) < most_cohorts:
+            before = riders[-1]
+            count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(ready))
+            starting = list(ready[:count])
+        if overdue in ready and overdue not in starting:
+            starting = [*starting[:-1], overdue]
+        return riding, starting
+
+    def _added_s(self, load: LaneLoad, rows_before: int, rows: int, boundary: int) -> float:
+        """What more rows at a boundary add to the iteration, in seconds."""
+        after_s = riders_s(self.model, load.tokens, load.sampled, {boundary: rows_before + rows})
+        if not rows_before:
+            return after_s
+        return after_s - riders_s(self.model, load.tokens, load.sampled, {boundary: rows_before})
+
+
+def rows_by_boundary(riding: Sequence[Cohort], starting: Sequence[Request]) -> Riders:
+    rows = Counter({-1: len(starting)} if starting else {})
+    for cohort in riding:
+        rows[cohort.boundary] += len(cohort.members)
+    return rows
 
 
 def prompt_lengths(requests: Sequence[Request]) -> list[tuple[int, int]]:

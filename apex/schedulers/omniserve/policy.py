@@ -14,8 +14,7 @@ from apex.perf.model import PerfModel
 from apex.schedulers.hybrid import Predicting
 from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.omniserve.admission import backlog_before, first_token_s
-from apex.schedulers.omniserve.lane import REST, URGENT, Lane, Riders
-from apex.schedulers.omniserve.riders import choose_riders, rows_by_boundary
+from apex.schedulers.omniserve.lane import REST, URGENT, Lane, Riders, rows_by_boundary
 from apex.schedulers.omniserve.share import IterationLength, Turns
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import HOP, CohortPlan, IterationPlan
@@ -40,7 +39,7 @@ class OmniServe(Predicting):
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         super().__init__(model, config)
-        if not config.ways.overlap:
+        if not config.overlaps:
             self.rules = GPU_ONLY
         self.slo = config.slo
         self.lengths = LengthsSeen()
@@ -86,15 +85,7 @@ class OmniServe(Predicting):
                 draft.add_decodes([overdue])
             decodes = [request for request in decodes if request is not overdue and request.tier is Tier.GPU]
         ready = residents.grow_on_cpu(REST)
-        riding, starting = choose_riders(
-            self.model,
-            lane.load,
-            residents.cohorts.under_way(),
-            ready,
-            limit_s - lane.iteration_s(),
-            most_cohorts=self.most_cohorts,
-            overdue=overdue,
-        )
+        riding, starting = lane.choose_riders(ready, limit_s, self.most_cohorts, overdue)
         self.fill(lane, decodes, rows_by_boundary(riding, starting), limit_s)
         if lane.is_empty and not riding:
             starting = starting or ready[:1]  # nothing else goes on, so the least does, whatever the target

@@ -50,7 +50,7 @@ def test_a_cohort_that_shows_overlaps_to_its_end_beside_a_prefill() -> None:
     engine = fake_engine("apex", num_gpu_blocks=20, num_cpu_blocks=2000, table=table, max_tokens=1024, num_layers=20)
     for i in range(60):
         engine.add_request(str(i), [2] * 12, up_to(40))
-    while engine.executor.is_idle:
+    while not engine.executor.cohorts:
         engine.step()
     (cohort,) = engine.executor.cohorts
     engine.add_request("prompt", [2] * 60, up_to(1))
@@ -87,7 +87,7 @@ def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
         expected = expected_output(list(request.prompt_token_ids), max_tokens, ignore_eos=True)
         assert request.output_token_ids == expected
     engine.kv.check_blocks()
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
 
 
 def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobody_else() -> None:

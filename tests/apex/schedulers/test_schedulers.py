@@ -106,7 +106,7 @@ def drive(
     assert not engine.has_unfinished()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
     for request_id, expected in wanted.items():
         output = list(finished[request_id].token_ids)
         if request_id in aborted:

@@ -160,7 +160,7 @@ def test_while_recording_an_engine_has_a_whole_executor() -> None:
             engine.step()
         missing = {name for name in vars(Executor) if not name.startswith("_")} - set(dir(engine.executor))
         assert not missing
-        assert "cohort before boundary" in dump_state(engine) and not engine.executor.is_idle
+        assert "cohort before boundary" in dump_state(engine) and engine.executor.cohorts
 
 
 def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:
@@ -195,14 +195,14 @@ def test_tickets_under_way_at_the_beginning_are_there() -> None:
 def test_recording_may_begin_and_end_with_cohorts_under_way() -> None:
     """They are taken in with the attention that is under way, and given back as they were."""
     engine = simulated_engine("apex", OVERLAP, cpu_gb_s=0.5)
-    while engine.executor.is_idle or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
+    while not engine.executor.cohorts or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
         engine.step()
     with recording(engine, num_iterations=1) as recorder:
         engine.step()
     assert not isinstance(engine.executor.backend, RecordingBackend)
     while engine.has_unfinished():
         engine.step()
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     (iteration,) = timeline.iterations

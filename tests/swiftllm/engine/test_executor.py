@@ -74,7 +74,7 @@ def test_waiting_rules_finish_in_one_iteration(backend: FakeBackend, rule: Rule)
     executor = Executor(backend)
     result = executor.run(plan(lane, [CohortPlan(0, (place(backend, "c", Tier.CPU, 0),), rule)]))
     assert set(result.tokens) == {"g", "c"}
-    assert result.boundaries == {} and executor.is_idle
+    assert result.boundaries == {} and not executor.cohorts
     shared = [call for call in backend.calls if call[0] == "boundary" and call[2] == 2]
     assert len(shared) == (LAYERS + 1 if rule.rides else 0)
 
@@ -92,7 +92,7 @@ def test_overlap_rides_one_boundary_an_iteration(backend: FakeBackend) -> None:
         layers.append(result.boundaries[7])
     assert sorted(set(layers)) == list(range(LAYERS))
     assert all(0 <= after - before <= 1 for before, after in itertools.pairwise(layers))
-    assert executor.is_idle
+    assert not executor.cohorts
 
 
 class ReadyAfter(FakeTicket):
@@ -210,7 +210,7 @@ def test_aborted_rows_leave_when_their_ticket_is_done(backend: FakeBackend, rule
     stored = [layer for layer in range(LAYERS) if (Tier.CPU, 0, 2, layer) in backend.slots]
     assert stored == [0]  # no later attention touches its blocks
     rest = executor.run(plan((), [CohortPlan(7, members[1:], rule)])) if result.boundaries else result
-    assert rest.tokens["d"] == next_token(members[1].token_ids(0, 3)) and executor.is_idle
+    assert rest.tokens["d"] == next_token(members[1].token_ids(0, 3)) and not executor.cohorts
 
 
 def test_a_lane_does_not_wait_for_requests_that_leave(backend: FakeBackend) -> None:

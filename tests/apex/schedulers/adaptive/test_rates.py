@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.best import best_strategy
+from apex.schedulers.adaptive.choice import compare
 from apex.schedulers.adaptive.rates import (
     SteadyLoad,
     cohorts_rate,
@@ -131,21 +131,21 @@ def test_hand_overs_are_charged() -> None:
 )
 def test_the_cpus_speed_and_load_decide(cpu_token_s: float, number: int, strategy: Strategy) -> None:
     times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, cpu_token_s), LAYERS))
-    assert best_strategy(times, LOAD, number, [], list(Strategy), max_cohorts=2).strategy is strategy
+    assert compare(times, LOAD, [number], list(Strategy), max_cohorts=2)[0] is strategy
 
 
 def test_more_requests_are_asked_about() -> None:
-    here = best_strategy(TIMES, LOAD, 4, [40.0], list(Strategy), max_cohorts=2)
-    there = best_strategy(TIMES, LOAD, 40, [], list(Strategy), max_cohorts=2)
-    assert here.reachable_tokens_per_s == pytest.approx(there.tokens_per_s)
-    assert here.tokens_per_s < here.reachable_tokens_per_s
+    _, here, reachable_per_s = compare(TIMES, LOAD, [4, 40.0], list(Strategy), max_cohorts=2)
+    _, there, _ = compare(TIMES, LOAD, [40], list(Strategy), max_cohorts=2)
+    assert reachable_per_s == pytest.approx(first(there.tokens_per_s))
+    assert first(here.tokens_per_s) < reachable_per_s
 
 
 def test_nothing_to_do_has_a_rate_of_zero() -> None:
     empty = replace(LOAD, gpu_decodes=0, gpu_context=0.0)
     with np.errstate(all="raise"):
-        best = best_strategy(TIMES, empty, 0, [10.0], list(Strategy), max_cohorts=2)
-    assert best.tokens_per_s == 0 and best.reachable_tokens_per_s > 0
+        _, best, reachable_per_s = compare(TIMES, empty, [0, 10.0], list(Strategy), max_cohorts=2)
+    assert first(best.tokens_per_s) == 0 and reachable_per_s > 0
 
 
 def test_streamed_weights_are_a_floor_for_layers_and_not_for_each_boundary() -> None:

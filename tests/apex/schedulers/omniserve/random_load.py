@@ -93,7 +93,7 @@ def random_load(
             break
         step()
     assert not engine.has_unfinished(), engine.state()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and engine.executor.is_idle
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
 
 
 def best_effort_rows(plan: IterationPlan) -> int:

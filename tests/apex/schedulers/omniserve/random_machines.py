@@ -177,7 +177,7 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
         assert iteration < 100_000, engine.state()
         if engine.last_iteration is not None:
             waits.observe(iteration, *engine.last_iteration)
-    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and engine.executor.is_idle
+    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
     for name, request in requests.items():
         assert told.get(name, 0) == request.output_len == len(request.token_times_s)
         assert request.finish_reason.value == "abort" or request.output_len == request.sampling.max_tokens

@@ -1,6 +1,6 @@
-"""The scheduler of vLLM's V1 engine, GPU only: the baseline most people run.
+"""Policies that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
 
-Modelled:
+Modelled of vLLM:
 
 - Requests are served in order of arrival.
 - One token budget serves decodes first, then prompt chunks.
@@ -17,10 +17,19 @@ from __future__ import annotations
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import gpu_decodes, new_prompts, running_prompts
+from swiftllm.scheduling.parts import gpu_decodes, new_prompts, one_tier, running_prompts
 from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
+
+
+class SwiftLLM(Policy):
+    """Continuous batching with chunked prefill. The CPU tier only stores preempted requests."""
+
+    rules = Rules(stores_by_age=False)
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        return one_tier(residents)
 
 
 class Vllm(Policy):
