@@ -21,7 +21,8 @@ class Strategy(enum.Enum):
     OVERLAP = "asynchronous-overlap"
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """How a cohort crosses the boundaries of an iteration."""
 
     waits: bool

@@ -29,9 +29,10 @@ LENGTHS = (30, 5, 17, 9, 24, 3, 12, 28)
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("swiftllm.systems._systems", dict(systems()))
+def registered() -> Iterator[None]:
     register_system(System(NAME, "GPU only, the shortest prompt first", ShortestFirst))
+    yield
+    systems().pop(NAME)
 
 
 @pytest.fixture(scope="module")

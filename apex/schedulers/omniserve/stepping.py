@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from apex.perf.lane_load import context_tokens
 from apex.perf.model import total_s
@@ -55,7 +56,7 @@ class OmniServeStepping(OmniServe):
             crossings = len(steps_s) - 1
             if crossings > 1:
                 added_s += steps_s[-1]
-                plans.append(cohort.plan(FREE._replace(most=crossings)))
+                plans.append(cohort.plan(replace(FREE, most=crossings)))
             else:
                 plans.append(cohort.plan(HOP))
         return plans, added_s

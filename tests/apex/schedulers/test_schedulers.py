@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from apex.schedulers import register_scheduler
-from apex.schedulers.neo import Neo
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import Strategy
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.scheduling.residents import Residents
-from swiftllm.systems import find_system, systems
+from swiftllm.systems import find_system
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
@@ -282,10 +280,3 @@ def test_tiny_cpu_tier() -> None:
         gpu, cpu = rng.choice((8, 12, 16)), rng.choice((4, 6, 10, 20))
         engine = fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu, max_tokens=64, seed=seed)
         drive(engine, rng, 25, abort_share=0.0, longest=rng.choice((8, 12, 16)))
-
-
-def test_a_registered_scheduler_is_built_with_predictions_and_a_strategy(monkeypatch) -> None:
-    monkeypatch.setattr("swiftllm.systems._systems", dict(systems()))
-    register_scheduler("another", "NEO by another name", Neo)
-    assert find_system("another").offloads
-    assert isinstance(fake_engine("another", num_gpu_blocks=4, num_cpu_blocks=4).policy, Neo)

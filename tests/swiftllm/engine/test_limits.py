@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -167,7 +168,7 @@ def test_a_cohort_crosses_as_many_boundaries_as_allowed(backend: FakeBackend, mo
     """Every ticket is ready at once, so nothing else holds the cohort up."""
     backend.submit_cpu_attention = lambda layer, batch: SlowTicket(backend, batch, layer, 0.0)
     request = place(backend, "c", Tier.CPU, 0)
-    cohort = CohortPlan(7, (request,), FREE._replace(most=most))
+    cohort = CohortPlan(7, (request,), replace(FREE, most=most))
     executor, lane, layer = Executor(backend), (place(backend, "g", Tier.GPU, 9),), -1
     while layer < LAYERS:
         result = executor.run(plan([cohort], None, lane))
@@ -190,7 +191,7 @@ def test_no_cohort_crosses_more_boundaries_than_allowed(backend: FakeBackend) ->
         while layers:
             most = {i: rng.choice((1, 2, 3)) for i in layers}
             named = [
-                CohortPlan(i, plans[i].requests, FREE._replace(most=most[i])) for i in layers if rng.random() < 0.8
+                CohortPlan(i, plans[i].requests, replace(FREE, most=most[i])) for i in layers if rng.random() < 0.8
             ]
             result = executor.run(plan(named, None, lane))
             for cohort in named:

@@ -24,7 +24,9 @@ class FakeService:
         self.state = Snapshot(gpu_blocks_total=8, cpu_blocks_total=64)
         self.observers: list[Any] = []
         self.engine = SimpleNamespace(
-            scheduler=SimpleNamespace(limits=LIMITS, slo=None), describe=lambda: dict(DESCRIPTION)
+            residents=SimpleNamespace(limits=LIMITS),
+            policy=SimpleNamespace(slo=None),
+            describe=lambda: dict(DESCRIPTION),
         )
 
     def add_observer(self, observer: object) -> None:
