@@ -43,6 +43,7 @@ def slower_cpu(table: ProfileTable, factor: float) -> ProfileTable:
 class Workload:
     """Requests at random over so many iterations, then to the end, on one machine.
 
+    ``at_once`` requests are there at the start; as many iterations' draws are made for them.
     ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
     tier has more homes, on hosts that die and return, and the hardware is the fake one.
     """
@@ -54,6 +55,7 @@ class Workload:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     iterations: int = 120
+    at_once: int = 0
     arrival_share: float = 0.3
     abort_share: float = 0.03
     best_effort_share: float = 0.3
@@ -100,6 +102,15 @@ WORKLOADS = {
         num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
         max_num_seqs=16, max_num_batched_tokens=32, iterations=400, best_effort_share=0.5,
     ),
+    "all-on-cpu": Workload(
+        num_gpu_blocks=4, num_cpu_blocks=2500, max_num_batched_tokens=2048, at_once=40, iterations=40,
+        longest_prompt=1000, longest_output=30,
+    ),
+    "aborts-and-deaths": Workload(
+        num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
+        max_num_seqs=16, max_num_batched_tokens=32, iterations=120, arrival_share=0.5, abort_share=0.3,
+        best_effort_share=0.5,
+    ),
 }  # fmt: skip
 
 
@@ -137,7 +148,9 @@ def run(
         return plan
 
     engine.scheduler.schedule = seen
-    for number in range(workload.iterations):
+    for number in range(workload.at_once):
+        _arrivals(engine, workload, rng, number)
+    for number in range(workload.at_once, workload.at_once + workload.iterations):
         _arrivals(engine, workload, rng, number)
         _deaths(engine, workload, rng)
         engine.step()
