@@ -13,7 +13,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
-from tests.golden.record import check_blocks, described, digest, unfinished, used_blocks, watch_plans
+from tests.golden.record import all_used_blocks_are_freed, described, digest, unfinished, watch_plans
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
@@ -155,8 +155,7 @@ def run(
             break
         engine.step()
     assert not engine.has_unfinished(), engine.state()
-    check_blocks(engine)
-    assert used_blocks(engine) == 0
+    all_used_blocks_are_freed(engine)
     return engine
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftllm.core.plan import IterationPlan
+from swiftllm.core.plan import IterationPlan, Strategy
 from swiftllm.core.request import Request
 from swiftllm.engine.engine import Engine
 
@@ -65,10 +65,12 @@ def unfinished(engine: Engine) -> list[Request]:
     return [request for request in engine.scheduler.requests.values() if not request.is_finished]
 
 
-def used_blocks(engine: Engine) -> int:
-    return sum(pool.num_used for pool in engine.kv.allocators.values())
-
-
-def check_blocks(engine: Engine) -> None:
-    """Assert that every block is free or in exactly one table."""
+def all_used_blocks_are_freed(engine: Engine) -> None:
+    """Assert that every block of both tiers is free, and counted once."""
     engine.kv.check_blocks()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+
+
+def offloading_iterations(engine: Engine) -> int:
+    iterations = engine.stats().strategy_iterations
+    return sum(iterations[strategy.value] for strategy in Strategy if strategy is not Strategy.GPU_ONLY)
