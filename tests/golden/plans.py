@@ -95,6 +95,10 @@ WORKLOADS = {
         table=SLOW_CPU, num_gpu_blocks=60, iterations=200, arrival_share=0.5, best_effort_share=0.9, longest_prompt=100,
         longest_output=40, strategy={"tpot_slo_s": 0.0195, "ttft_slo_s": 5.0, "slo_margin": 0.0},
     ),
+    "dear-riders": Workload(
+        table=SLOW_HAND_OVER, num_gpu_blocks=60, arrival_share=0.5, best_effort_share=0.6, longest_prompt=100,
+        longest_output=40, strategy={"tpot_slo_s": 0.0185, "ttft_slo_s": 5.0, "slo_margin": 0.0},
+    ),
     "forced-overlap": Workload(strategy={"strategy": "asynchronous-overlap", "disable_admission_control": True}),
     "forced-pipelining": Workload(strategy={"strategy": "asymmetric-pipelining", "disable_admission_control": True}),
     "impatient": Workload(
