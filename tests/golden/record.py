@@ -65,10 +65,15 @@ def unfinished(engine: Engine) -> list[Request]:
     return [request for request in engine.scheduler.requests.values() if not request.is_finished]
 
 
+def used_blocks(engine: Engine) -> int:
+    """KV blocks of both tiers that requests hold."""
+    return sum(pool.num_used for pool in engine.kv.allocators.values())
+
+
 def all_used_blocks_are_freed(engine: Engine) -> None:
     """Assert that every block of both tiers is free, and counted once."""
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert used_blocks(engine) == 0
 
 
 def offloading_iterations(engine: Engine) -> int:
