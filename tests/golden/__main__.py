@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.golden import plans, record, settings, tokens
+from tests.golden import help, plans, record, settings, tokens
 from tests.reference.tiny_model import make_tiny_llama
 
 
@@ -24,3 +24,8 @@ if __name__ == "__main__":
         now = tokens.tokens(make_tiny_llama(Path(folder)), "vllm")[0]
     print("tokens changed:", now != record.read("tokens"))
     record.write("tokens", now)
+    for name in help.COMMANDS:
+        path, printed = help.path_of(name), help.text(name)
+        if not path.exists() or path.read_text() != printed:
+            print("help of", name, "changed")
+            path.write_text(printed)
