@@ -50,6 +50,17 @@ def test_a_request_holds_the_blocks_of_all_tokens_but_its_newest(
     assert seen == 2 * BLOCK + 1 and used_blocks(engine) == 0
 
 
+@pytest.mark.parametrize("classes", [(0, 1), (1, 0)])
+def test_tokens_of_best_effort_requests_are_counted_whatever_comes_after_them(classes: tuple[int, int]) -> None:
+    engine = build_simulated("vllm", TABLE, LAYERS, num_gpu_blocks=8, num_cpu_blocks=0)
+    for number in classes:
+        sampling = SamplingParams(max_tokens=5 + number, ignore_eos=True)
+        engine.add_request(str(number), (0,) * 9, sampling, service_class=list(ServiceClass)[number])
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats().best_effort_output_tokens == 6
+
+
 @pytest.mark.parametrize("system", OFFLOADING)
 def test_no_block_is_lost_whichever_hosts_die_and_requests_are_aborted(system: str) -> None:
     workload = replace(WORKLOADS["aborts-and-deaths"], abort_share=0.2, iterations=25)
