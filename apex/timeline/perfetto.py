@@ -18,8 +18,8 @@ Track = tuple[str, str]  # a process and one of its threads
 def trace_json(timeline: Timeline) -> dict[str, Any]:
     """The trace of a timeline as JSON values.
 
-    It has complete events in microseconds from the first iteration's start, and a thread for each track. Artracks go from a
-    boundary to its ticket, and from a ticket to the boundary that used its result.
+    It has complete events in microseconds from the first iteration's start, and a thread for each track. Arrows go from
+    a boundary to its ticket, and from a ticket to the boundary that used its result.
     """
     zero_s = timeline.iterations[0].start_s if timeline.iterations else 0.0
     strategies = {iteration.index: iteration.strategy for iteration in timeline.iterations}
@@ -71,8 +71,8 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
         name = f"{poll.cohort.letter} not ready at {poll.layer}"
         args = {"iteration": poll.iteration, "layer": poll.layer}
         events.append(event("i", "poll", name, poll.time_s, ITERATIONS, s="t", args=args))
-    artracks = ((spans[index], span) for span in timeline.spans for index in span.after)
-    for number, (source, target) in enumerate(artracks):
+    arrows = ((spans[index], span) for span in timeline.spans for index in span.after)
+    for number, (source, target) in enumerate(arrows):
         events.append(event("s", "dependency", "needs", source.start_s, track_of(source), id=number))
         events.append(event("f", "dependency", "needs", target.start_s, track_of(target), id=number, bp="e"))
     facts = {"system": timeline.system, "setting": timeline.setting, "simulated": timeline.simulated}
