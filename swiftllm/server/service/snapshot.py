@@ -81,7 +81,9 @@ class Snapshot:
 
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
-    scheduler, stats, pools = engine.scheduler, engine.stats(), engine.kv.allocators
+    scheduler, pools = engine.scheduler, engine.kv.allocators
+    counters = dict(vars(engine.stats()))
+    del counters["best_effort_output_tokens"]  # it is among the classes
     return Snapshot(
         time_s=engine.now(),
         waiting=len(scheduler.waiting) + len(held),
@@ -92,22 +94,11 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
         cpu_blocks_used=pools[Tier.CPU].num_used,
         cpu_blocks_total=pools[Tier.CPU].num_blocks,
-        iterations=stats.iterations,
-        prompt_tokens=stats.prefill_tokens,
-        output_tokens=stats.output_tokens,
-        preemptions=stats.preemptions,
-        swapped_blocks=stats.swapped_blocks,
+        prompt_tokens=counters.pop("prefill_tokens"),
         step_failures=step_failures,
-        worker_restarts=stats.worker_restarts,
-        hosts_connected=stats.hosts_connected,
-        host_deaths=stats.host_deaths,
-        recomputed_after_host_deaths=stats.recomputed_after_host_deaths,
-        lane_busy_s=stats.lane_busy_s,
-        cpu_busy_s=stats.cpu_busy_s,
-        duration_s=stats.duration_s,
-        predicted_s=stats.predicted_s,
-        strategy_iterations=dict(stats.strategy_iterations),
+        strategy_iterations=dict(counters.pop("strategy_iterations")),
         prediction_factors=scheduler.prediction_factors,
+        **counters,
     )
 
 

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from swiftllm.server.api.app import lifespan_of
 from swiftllm.server.observe import status
 from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
 from swiftllm.server.service.snapshot import ClassCounts, Health, Snapshot
@@ -43,7 +44,7 @@ class FakeRecorder:
 
 
 def app_of(page: StatusPage) -> FastAPI:
-    app = FastAPI()
+    app = FastAPI(lifespan=lifespan_of(page.sample_snapshots))
     app.include_router(page.router)
     return app
 
