@@ -16,7 +16,8 @@ from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece
 from swiftllm.server.api.protocol import GenerationRequest
-from swiftllm.server.service.service import Delta, NewRequest, TokenStream
+from swiftllm.server.service.service import NewRequest
+from swiftllm.server.service.token_streams import Delta, TokenStream
 
 # Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
 ID_BITS = random.Random()

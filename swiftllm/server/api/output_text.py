@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.server.service.service import Delta
+from swiftllm.server.service.token_streams import Delta
 
 
 class StopStrings:

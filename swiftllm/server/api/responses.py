@@ -25,7 +25,7 @@ from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
 from swiftllm.server.api.generation import Choice, Generation
 from swiftllm.server.api.output_text import Piece
 from swiftllm.server.api.protocol import GenerationRequest
-from swiftllm.server.service.service import RequestFailed
+from swiftllm.server.service.token_streams import RequestFailed
 
 logger = logging.getLogger(__name__)
 
