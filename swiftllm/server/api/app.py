@@ -166,14 +166,11 @@ def open_routes(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.api_route("/health", methods=READ)
+    @router.api_route("/ping", methods=[*READ, "POST"])
     async def health() -> Response:
         state = context.service.health
         line = state.status if not state.reason else f"{state.status}: {state.reason}"
         return PlainTextResponse(line, 200 if state.status == "ok" else 503)
-
-    @router.api_route("/ping", methods=[*READ, "POST"])
-    async def ping() -> Response:
-        return await health()
 
     @router.api_route("/version", methods=READ)
     async def version() -> Response:
