@@ -182,9 +182,7 @@ def box_style(span: Span) -> tuple[str, str | None]:
     lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
     if span.kind in (Kind.WAIT, Kind.SWAP_WAIT):
         return "#FFFFFF", "////"
-    if span.kind in lane:
-        return lane[span.kind], None
-    return cohort_colour(span.cohorts[0].slot), None
+    return lane.get(span.kind) or cohort_colour(span.cohorts[0].slot), None
 
 
 def cohort_colour(slot: int) -> str:
@@ -277,10 +275,14 @@ def crossings_text(timeline: Timeline, slot: int) -> str:
     if not any(iteration.free_running for iteration in timeline.iterations):
         return ""
     rides, steps = (timeline.crossings(slot, kind) for kind in (Kind.LINEAR, Kind.STEP))
-    return f"; {rides} ride{'s' if rides != 1 else ''}, {steps} step{'s' if steps != 1 else ''}"
+    return f"; {counted(rides, 'ride')}, {counted(steps, 'step')}"
 
 
 def work_text(work: SpanWork) -> str:
     context = f"{work.context_tokens / 1000:.1f}k" if work.context_tokens >= 10_000 else str(work.context_tokens)
     tokens = f" ({work.tokens} tokens)" if work.tokens != work.requests else ""
-    return f"{work.requests} request{'s' if work.requests != 1 else ''}{tokens}, {context} tokens of context"
+    return f"{counted(work.requests, 'request')}{tokens}, {context} tokens of context"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

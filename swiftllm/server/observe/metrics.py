@@ -20,11 +20,10 @@ from prometheus_client.registry import Collector
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, RequestOutput, RequestStatus, ServiceClass
-from swiftllm.server.service.snapshot import ClassCounts
 
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
-    from swiftllm.server.service.snapshot import Snapshot
+    from swiftllm.server.service.snapshot import Counts, Snapshot
 
 WAITING = RequestStatus.WAITING.value
 # vLLM counts an abort as a success too; failures have their own counter.
@@ -203,10 +202,9 @@ def by_label(name: str, values: Mapping[str, float]) -> tuple[tuple[str], Values
     return (name,), {(label,): value for label, value in values.items()}
 
 
-def counts_by_class(now: Snapshot) -> Mapping[str, ClassCounts]:
+def counts_by_class(now: Snapshot) -> Mapping[str, Counts]:
     """Requests and tokens of each class; before the first best-effort request all are latency-sensitive."""
-    counts = ClassCounts(now.waiting, now.running_gpu, now.running_cpu, now.output_tokens)
-    return now.classes or {LATENCY_SENSITIVE.value: counts}
+    return now.classes or {LATENCY_SENSITIVE.value: now}
 
 
 def gauges(now: Snapshot) -> list[Series]:

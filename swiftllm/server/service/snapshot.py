@@ -23,8 +23,8 @@ class Health:
 
 
 @dataclass(frozen=True)
-class ClassCounts:
-    """Current requests of a class, and the tokens sampled for it since the start."""
+class Counts:
+    """Current requests by where their KV cache is, and the tokens sampled since the start."""
 
     waiting: int = 0
     running_gpu: int = 0
@@ -33,7 +33,7 @@ class ClassCounts:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Counts):
     """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
 
     time_s: float = 0.0
@@ -41,12 +41,8 @@ class Snapshot:
     uptime_s: float = 0.0
     health: Health = Health()
 
-    waiting: int = 0
-    """Current number of requests, as in the next two fields."""
-    running_gpu: int = 0
-    running_cpu: int = 0
-    classes: Mapping[str, ClassCounts] = field(default_factory=dict)
-    """The same by service class; empty until the first best-effort request."""
+    classes: Mapping[str, Counts] = field(default_factory=dict)
+    """The counts by service class; empty until the first best-effort request."""
     gpu_blocks_used: int = 0
     gpu_blocks_total: int = 0
     cpu_blocks_used: int = 0
@@ -55,7 +51,6 @@ class Snapshot:
     iterations: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed; recomputed ones count again."""
-    output_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.service.token_streams.RequestFailed`."""
     refused: int = 0
@@ -102,13 +97,13 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
     )
 
 
-def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, ClassCounts]:
+def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, Counts]:
     """The requests and tokens of each class, by its name."""
     scheduler, stats = engine.scheduler, engine.stats()
     tokens = {ServiceClass.BEST_EFFORT: stats.best_effort_output_tokens}
     tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
     return {
-        service_class.value: ClassCounts(
+        service_class.value: Counts(
             waiting=scheduler.waiting.num_of_class(service_class)
             + sum(request.service_class is service_class for request in held),
             running_gpu=scheduler.running[Tier.GPU].num_of_class(service_class),
