@@ -21,7 +21,7 @@ from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
-from swiftllm.server.api.generation import Choice, Generation, Prompt
+from swiftllm.server.api.generation import Choice, Generation
 from swiftllm.server.api.output_text import Piece
 from swiftllm.server.service.token_streams import RequestFailed
 
@@ -94,11 +94,7 @@ class Answer(ABC):
         """The prompt's token first, then the most likely ones."""
         top = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1))
         return {
-            token_id: {
-                "logprob": finite(logprob),
-                "rank": rank,
-                "decoded_token": token_text(self.tokenizer, token_id),
-            }
+            token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(self.tokenizer, token_id)}
             for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
 
@@ -147,7 +143,9 @@ class Answer(ABC):
         """An event with these fields, JSON without braces, for one choice."""
         usage = ""
         if self._usage_wanted.continuous_usage_stats:
-            usage = f',"usage":{as_json(usage_of([choice.prompt], [choice]))}'
+            prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
+            total = prompt + output
+            usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
         return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
 
     def closing_events(self) -> str:
@@ -156,14 +154,9 @@ class Answer(ABC):
         return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
 
     def _total_usage(self) -> dict[str, int]:
-        return usage_of(self.generation.prompts, self.generation.choices)
-
-
-def usage_of(prompts: Sequence[Prompt], choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens of prompts and outputs."""
-    prompt = sum(len(prompt.token_ids) for prompt in prompts)
-    output = sum(choice.text.num_tokens for choice in choices)
-    return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+        prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
+        output = sum(choice.text.num_tokens for choice in self.generation.choices)
+        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
