@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apex.replay.records import RequestRecord, RequestSummary
+from apex.replay.records import LATENCY_SENSITIVE, RequestRecord, RequestSummary
 from swiftllm.core.request import ServiceClass
 
 MID_WINDOW = (0.2, 0.8)
@@ -124,8 +124,7 @@ def attainment_metrics(records: Sequence[RequestRecord], window_s: float, target
     ``slo_attainment`` is the share of offered requests that meet both targets, ``ttft_attainment`` the first alone;
     the names that end in ``admitted`` are shares of admitted requests.
     """
-    urgent = ServiceClass.LATENCY_SENSITIVE.value
-    offered = [r for r in records if r.service_class == urgent and r.arrival_s <= window_s - targets.ttft_s]
+    offered = [r for r in records if r.service_class == LATENCY_SENSITIVE and r.arrival_s <= window_s - targets.ttft_s]
     num_admitted = len(offered) - sum(record.refused for record in offered)
     both = first = 0
     for record in offered:
