@@ -20,7 +20,7 @@ from swiftllm.model.placement import Place, Placement
 from swiftllm.model.providers import BoundaryWeights, ResidentWeights, WeightProvider, make_boundary, read_weights
 from swiftllm.model.weight_stream import CHUNK_BYTES, WeightStream
 from swiftllm.model.weights import LlamaWeights
-from swiftllm.ops.interface import Linear, MakesLinears, Ops
+from swiftllm.ops.interface import Linear, Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 
@@ -38,7 +38,7 @@ class PlacedWeights:
         ops: Ops,
         device: Device,
         placement: Placement,
-        host_linears: MakesLinears,
+        host_linears: Ops,
     ) -> None:
         """``weights`` are taken over. The matrices of streamed and CPU boundaries are in host memory. Those of streamed
         boundaries stay there if they are packed. Of the others there is a second copy of one matrix at a time.
@@ -101,7 +101,7 @@ def open_placed_weights(
     ops: Ops,
     placement: Placement,
     device: Device,
-    host_linears: MakesLinears,
+    host_linears: Ops,
 ) -> WeightProvider:
     """The weights that a configuration names, where ``placement`` has them; see :class:`PlacedWeights`.
 
@@ -118,7 +118,7 @@ def open_placed_weights(
 class _OnCpu:
     """Linears of rows on the device that the CPU computes. A product waits for the rows, and the device for it."""
 
-    def __init__(self, device: Device, linears: MakesLinears) -> None:
+    def __init__(self, device: Device, linears: Ops) -> None:
         self._stream = device.compute
         self._linears = linears
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -15,7 +15,7 @@ from swiftllm.model.boundary_tensors import BoundaryTensors, FfnTensors, split_b
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.packed_tensor import HostPlace
 from swiftllm.model.weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
-from swiftllm.ops.interface import Crossing, CrossingParts, Linear, MakesLinears, Ops
+from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 
@@ -103,7 +103,7 @@ def read_weights(
     return load_weights(config.model, model, device, dtype, part, on_host)
 
 
-def make_linear(ops: MakesLinears, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
     """The linear of a matrix, by its kind; see :meth:`~swiftllm.ops.interface.Ops.make_linear`."""
     if isinstance(weight, torch.Tensor):
         return ops.make_linear(weight, bias)
@@ -120,7 +120,7 @@ def make_linear(ops: MakesLinears, weight: Matrix, bias: torch.Tensor | None) ->
 
 
 def make_boundary(
-    ops: Ops, config: ModelConfig, tensors: BoundaryTensors, layer_linears: MakesLinears | None = None
+    ops: Ops, config: ModelConfig, tensors: BoundaryTensors, layer_linears: Ops | None = None
 ) -> BoundaryWeights:
     """A boundary that ``ops`` compute; the matrices of layers go to ``layer_linears`` where that is given."""
     last, ffn, makes = tensors.projects_vocabulary, tensors.ffn, layer_linears or ops
@@ -149,7 +149,7 @@ def make_boundary(
     return replace(weights, in_one_call=ops.make_crossing(parts))
 
 
-def _ffn(tensors: FfnTensors, makes: MakesLinears) -> FfnWeights:
+def _ffn(tensors: FfnTensors, makes: Ops) -> FfnWeights:
     return FfnWeights(
         o=make_linear(makes, tensors.o, tensors.o_bias),
         norm=tensors.norm,

@@ -55,9 +55,8 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path, monkeypatc
         assert f".target sm_{capability}" in ptx
         assert shared <= SHARED_KIB[capability] * 1024, name
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        assert on_tensor_cores == (name == "quantised_linear_kernel"), name
+        assert on_tensor_cores == (name == "quantised_linear_kernel" and capability >= 80), name
         if name == "quantised_linear_kernel" and capability < 90:  # where tiles of 64 rows take 61 KiB of 228
             assert shared <= max(QUANTISED_SHARED_BYTES.values()), "fewer programs run at a time than expected"
         names.add(name)
-    every = {name for name in vars(triton_quantised) if name.endswith("_kernel")}
-    assert names == every - {"summed_rows_kernel" if capability >= 80 else "quantised_linear_kernel"}
+    assert names == {name for name in vars(triton_quantised) if name.endswith("_kernel")}

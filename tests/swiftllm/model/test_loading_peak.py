@@ -24,8 +24,7 @@ from swiftllm.model.placed_weights import open_placed_weights
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Linear
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Linear, Ops
 from tests.reference.counted_memory import CountedMemory
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -94,7 +93,7 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
     placement = Placement((place,) * (LAYERS + 1))
     config, device = EngineConfig(str(model_dir)), HostDevice()
     with CountedMemory("cpu") as memory:
-        provider = open_placed_weights(config, model, dtype, ReferenceOps(), placement, device, Packs())
+        provider = open_placed_weights(config, model, dtype, Ops(), placement, device, Packs())
         peak = memory.peak
     # The largest tensors of the file, which has 32 bits: gate, up, down. Gate and up are one matrix.
     largest = 4 * max(max(matrix.out_features) * matrix.in_features for matrix in fused_matrices(model))
@@ -124,7 +123,7 @@ def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch,
     config, device = EngineConfig(str(tmp_path / "packed")), HostDevice()
     with CountedMemory("cpu") as memory:
         provider = open_placed_weights(
-            config, model, torch.float32, ReferenceOps(), Placement(tuple(places)), device, CpuOps()
+            config, model, torch.float32, Ops(), Placement(tuple(places)), device, CpuOps()
         )
         peak = memory.peak
     matrices = fused_matrices(model)  # 4 bits of code, 16 of scale, 8 of zero point; 32 of each input's place
