@@ -5,7 +5,8 @@ from __future__ import annotations
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import ResidentWeights, WeightProvider, read_weights
+from swiftllm.model.loaded_weights import LoadedWeights, read_weights
+from swiftllm.model.providers import WeightProvider
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
 from swiftllm.runtime.graphs import LayerGraphs
@@ -37,7 +38,7 @@ class RankBackend(TorchBackend):
 
     def _open_weights(self, config: EngineConfig) -> WeightProvider:
         weights = read_weights(config, self.model_config, self.device, self.dtype, self._shard)
-        own = ResidentWeights(self._shard.sizes, weights, self._ops)
+        own = LoadedWeights(self._shard.sizes, weights, self._ops)
         return ShardedWeights(own, self.group, self.num_layers, self.model_config.vocab_size)
 
     def _capture_graphs(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.interface import Ops
 from tests.reference.paged_attention import attend_chunk
@@ -51,7 +51,7 @@ class Judge:
     def __init__(self, model: Path) -> None:
         self._config = ModelConfig.from_folder(model)
         ops, weights = Ops(), dummy_weights(self._config, "cpu", torch.float32, SEED)
-        self._model = LlamaModel(self._config, ResidentWeights(self._config, weights, ops), ops)
+        self._model = LlamaModel(self._config, LoadedWeights(self._config, weights, ops), ops)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:

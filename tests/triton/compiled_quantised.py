@@ -29,7 +29,7 @@ TARGETS = [(capability, torch.float16) for capability in SHARED_KIB] + [(80, tor
 
 
 def multiply(ops: TritonOps, out: int, inputs: int, dtype: torch.dtype, has_runs: bool) -> None:
-    matrix = QuantisedMatrix.empty(out, inputs, 128, dtype, HOST)
+    matrix = QuantisedMatrix.allocate(torch.empty, out, inputs, inputs // 128, 128, dtype, dtype)
     if has_runs:  # as a rank's part of a matrix with act-order has them
         matrix = replace(matrix, order=torch.arange(inputs), runs=torch.zeros(inputs // 16, dtype=torch.int32))
     linear = ops.make_quantised_linear(matrix, torch.zeros(out, dtype=dtype))

@@ -11,7 +11,7 @@ from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
@@ -43,7 +43,7 @@ VARIANTS = {
 
 
 def resident_model(folder: Path, config: ModelConfig, dtype: torch.dtype, ops: Ops) -> LlamaModel:
-    return LlamaModel(config, ResidentWeights(config, load_weights(folder, config, "cpu", dtype), ops), ops)
+    return LlamaModel(config, LoadedWeights(config, load_weights(folder, config, "cpu", dtype), ops), ops)
 
 
 @torch.inference_mode()
