@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -55,11 +55,15 @@ def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     )
 
 
-class ModelPart(Protocol):
-    """What one rank holds of each tensor of a checkpoint."""
+class ModelPart:
+    """What one rank holds of each tensor of a checkpoint; as it is here, all of a model that is not divided.
 
-    sizes: ModelConfig
-    """Of the matrices of the part."""
+    Attributes:
+        sizes: of the matrices of the part.
+    """
+
+    def __init__(self, sizes: ModelConfig) -> None:
+        self.sizes = sizes
 
     def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
@@ -68,15 +72,6 @@ class ModelPart(Protocol):
         Raises:
             ValueError: the tensor cannot be divided so.
         """
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """The one part of a model that is not divided."""
-
-    sizes: ModelConfig
-
-    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         return (slice(None),)
 
 
@@ -224,7 +219,7 @@ def load_weights(
         FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
-    part = part or WholeModel(config)
+    part = part or ModelPart(config)
     weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     quantised = None
@@ -275,7 +270,7 @@ def dummy_weights(
     the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there;
     not so in quantised matrices, whose words hold inputs of several parts.
     """
-    part = part or WholeModel(config)
+    part = part or ModelPart(config)
     generator = torch.Generator().manual_seed(seed)
 
     def draw_offset() -> int:

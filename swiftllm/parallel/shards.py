@@ -18,6 +18,7 @@ import torch
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.providers import BoundaryWeights, WeightProvider
 from swiftllm.model.quantised.readers import IN, OUT, Axis
+from swiftllm.model.weights import ModelPart
 from swiftllm.ops.interface import Linear
 from swiftllm.parallel.group import Group
 
@@ -26,7 +27,7 @@ BY_COLUMNS = ("o_proj", "down_proj")
 BY_TOKENS = ("embed_tokens", "lm_head")
 
 
-class Shard:
+class Shard(ModelPart):
     """See :class:`swiftllm.model.weights.ModelPart`."""
 
     def __init__(self, model: ModelConfig, rank: int, size: int) -> None:
@@ -35,7 +36,7 @@ class Shard:
         Raises:
             ValueError: it cannot be divided among ``size`` ranks.
         """
-        self.sizes = model.shard(size)
+        super().__init__(model.shard(size))
         self._rank = rank
         self._size = size
 
