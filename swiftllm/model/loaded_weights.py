@@ -21,9 +21,11 @@ from swiftllm.ops.quantised_matrix import Matrix
 
 
 class LoadedWeights:
-    """See :class:`swiftllm.model.providers.WeightProvider`. Norms, embedding and vocabulary stay on the device.
+    """The boundaries of a model. Norms, embedding and vocabulary stay on the device.
 
     Attributes:
+        num_logits: columns of the last boundary's projection.
+        boundaries: from -1 on, as :meth:`boundary` gives them.
         slots: of the streamed boundaries; None if there are none.
     """
 
@@ -46,7 +48,7 @@ class LoadedWeights:
         streamed = {i: weights.take_linears(i) for i, place in enumerate(places, -1) if place is Place.STREAMED}
         chunks = {boundary: chunks_of(linears) for boundary, linears in streamed.items()}
         self.slots = WeightSlots(device, chunks) if chunks else None
-        self._boundaries: list[BoundaryWeights] = []
+        self.boundaries: list[BoundaryWeights] = []
         for boundary, place in enumerate(places, -1):
             if place is Place.STREAMED:
                 linears = lay_out(streamed[boundary], self.slots.slot_of(boundary))
@@ -54,21 +56,25 @@ class LoadedWeights:
             else:
                 linears = weights.take_linears(boundary)
                 make = partial(make_linear, ops) if place is Place.RESIDENT else partial(_cpu_linear, device, host_ops)
-            self._boundaries.append(make_boundary(ops, config, weights, boundary, linears, make))
+            self.boundaries.append(make_boundary(ops, config, weights, boundary, linears, make))
 
     def enter(self, layer: int) -> None:
+        """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
         if self.slots is not None:
             self.slots.enter(layer)
 
     def launched(self) -> None:
+        """All that reads the boundary entered last is launched, so far."""
         if self.slots is not None:
             self.slots.launched()
 
     def holds(self, layer: int) -> bool:
+        """Whether a boundary can be entered without a copy of its own."""
         return self.slots is None or self.slots.holds(layer)
 
     def boundary(self, layer: int) -> BoundaryWeights:
-        return self._boundaries[layer + 1]
+        """The matrices of a boundary, for work on the compute stream once it is entered."""
+        return self.boundaries[layer + 1]
 
 
 def host_memory(placement: Placement, device: Device) -> dict[int, Allocate]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,10 @@ class FfnWeights:
 
 @dataclass(frozen=True)
 class BoundaryWeights:
-    """A boundary: tokens are embedded or a layer is completed, then comes a norm and one more matrix."""
+    """A boundary: tokens are embedded or a layer is completed, then comes a norm and one more matrix.
+
+    Boundary ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all.
+    """
 
     embed: Callable[[torch.Tensor], torch.Tensor] | None
     """From token ids ``[rows]`` to hidden ``[rows, hidden_size]``; of boundary -1 alone."""
@@ -44,25 +46,6 @@ class BoundaryWeights:
     """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
     in_one_call: Crossing | None = None
     """All of the above but the embedding, where the operations have it."""
-
-
-class WeightProvider(Protocol):
-    """Boundary ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all."""
-
-    num_logits: int
-    """Columns of the last boundary's projection."""
-
-    def enter(self, layer: int) -> None:
-        """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
-
-    def launched(self) -> None:
-        """All that reads the boundary entered last is launched, so far."""
-
-    def holds(self, layer: int) -> bool:
-        """Whether a boundary can be entered without a copy of its own."""
-
-    def boundary(self, layer: int) -> BoundaryWeights:
-        """The matrices of a boundary, for work on the compute stream once it is entered."""
 
 
 def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
