@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from apex.schedulers.adaptive.policy import Adaptive
 from apex.schedulers.apex import Apex
-from apex.schedulers.fastdecode import FastDecode
 from apex.schedulers.hybrid import Predicting
-from apex.schedulers.neo import Neo
+from apex.schedulers.neo import FastDecode, Neo
 from apex.schedulers.omniserve.baselines import Llumnix, Sarathi
 from apex.schedulers.omniserve.policy import OmniServe
 from apex.schedulers.omniserve.stepping import OmniServeStepping

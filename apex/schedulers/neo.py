@@ -1,22 +1,26 @@
-"""NEO (MLSys'25): load-aware scheduling with asymmetric pipelining; steps as in its section 3.2 and appendix A."""
+"""NEO (MLSys'25), and FastDecode+ as NEO rebuilt it: asymmetric pipelining, with and without a view of the load."""
 
 from __future__ import annotations
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined, ready_decodes
+from apex.schedulers.hybrid import Hybrid, Predicting, gpu_only, lane_s, pipelined, ready_decodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import one_tier
+from swiftllm.scheduling.parts import one_tier, two_tiers
 from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.rules import Rules
 
 
 class Neo(Hybrid):
-    """Compares a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second."""
+    """Compares a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second.
+
+    Steps as in section 3.2 and appendix A.
+    """
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         if config.strategy == "asynchronous-overlap":
@@ -61,3 +65,27 @@ def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline) -> None:
             pipeline.set_load(load)
             break
         draft.put_off(item)
+
+
+class FastDecode(Predicting):
+    """FastDecode+ (NEO section 5.1): every KV cache is in the CPU tier, and its decodes are two even batches.
+
+    The GPU computes prefills and linear layers only.
+    """
+
+    rules = Rules(tiers=(Tier.CPU,))
+
+    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
+        if not config.pipelines:
+            raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
+        super().__init__(model, config)
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        draft = Draft(residents)
+        ready = CpuDecodes(two_tiers(draft))
+        load = LaneLoad.from_draft(draft)
+        if not ready:
+            return gpu_only(draft, self.model, load)
+        pipeline = Pipeline(self.model, load)
+        pipeline.split_evenly(ready)
+        return pipelined(draft, pipeline)

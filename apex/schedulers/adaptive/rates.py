@@ -70,16 +70,21 @@ def gpu_only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
 
 
 def pipelining_layer_s(
-    times: OperationTimes, load: SteadyLoad, prompts: Floats, riding: Floats, stepping: Floats
+    times: OperationTimes,
+    lane_tokens: Floats | int,
+    lane_attention_s: Floats | float,
+    riding: tuple[Floats, Floats | float],
+    stepping: tuple[Floats, Floats | float],
 ) -> Floats:
     """One layer of pipelining, in seconds: max(T_l0, T_c1) + max(T_l1 + T_g, T_c0), with hand-overs.
 
-    The ``riding`` decodes share the lane's boundary (batch-0), the ``stepping`` ones have their own (batch-1). Either's
-    CPU attention runs beside the other's part of the layer; the lane waits where it takes longer.
+    The ``riding`` decodes share the lane's boundary (batch-0), the ``stepping`` ones have their own (batch-1): their
+    number, and their mean context in tokens. Either's CPU attention runs beside the other's part of the layer; the lane
+    waits where it takes longer.
     """
-    ride_s = times.linear_s(load.gpu_decodes + prompts + riding) + times.hand_over_s(riding)
-    step_s = times.step_s(stepping) + times.gpu_attention_s(load.gpu_decodes, load.gpu_context)
-    cpu_0_s, cpu_1_s = (times.cpu_attention_s(batch, load.cpu_context) for batch in (riding, stepping))
+    ride_s = times.linear_s(lane_tokens + riding[0]) + times.hand_over_s(riding[0])
+    step_s = times.step_s(stepping[0]) + lane_attention_s
+    cpu_0_s, cpu_1_s = times.cpu_attention_s(*riding), times.cpu_attention_s(*stepping)
     return times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
 
 
@@ -95,7 +100,8 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     members = np.broadcast_to(members, stepping.shape)
     riding = members - stepping
     prompts = load.prompt_tokens(g + members)
-    layer_s = pipelining_layer_s(times, load, prompts, riding, stepping)
+    attention_s, context = times.gpu_attention_s(g, load.gpu_context), load.cpu_context
+    layer_s = pipelining_layer_s(times, g + prompts, attention_s, (riding, context), (stepping, context))
     total_s = times.num_layers * layer_s + times.ends_s(g + riding) + times.ends_s(stepping)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
     best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)

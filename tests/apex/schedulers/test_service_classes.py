@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from apex.schedulers.adaptive import Adaptive
+from apex.schedulers.adaptive.policy import Adaptive
 from apex.schedulers.neo import Neo
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Request, SamplingParams, Tier

@@ -34,6 +34,12 @@ def cpu_s(requests: float) -> float:
     return CPU_START_S + requests * 500 * CPU_TOKEN_S
 
 
+def layer_of(times: OperationTimes, riding: np.ndarray, stepping: np.ndarray) -> np.ndarray:
+    """A layer of pipelining of ``LOAD`` without prompts."""
+    attention_s, context = times.gpu_attention_s(LOAD.gpu_decodes, LOAD.gpu_context), LOAD.cpu_context
+    return pipelining_layer_s(times, LOAD.gpu_decodes, attention_s, (riding, context), (stepping, context))
+
+
 def first(values: np.ndarray) -> float:
     return float(np.ravel(values)[0])
 
@@ -55,9 +61,9 @@ def test_prompts_are_charged_up_to_the_backlog() -> None:
 
 def test_a_layer_of_pipelining() -> None:
     """The stepping batch's attention hides behind the lane's linear time, or the lane waits for it."""
-    hidden = pipelining_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([1.0]))
+    hidden = layer_of(TIMES, np.array([1.0]), np.array([1.0]))
     assert first(hidden) == pytest.approx(linear_s(9) + linear_s(1) + LANE_S)
-    shown = pipelining_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([40.0]))
+    shown = layer_of(TIMES, np.array([1.0]), np.array([40.0]))
     assert first(shown) == pytest.approx(cpu_s(40) + linear_s(40) + LANE_S)
 
 
@@ -67,7 +73,7 @@ def test_pipelining_takes_the_best_share() -> None:
     slow = pipelining_rate(TIMES, LOAD, numbers)
     for share in (1.0, 0.5, 0.25):
         k = 40 * share
-        layer_s = pipelining_layer_s(TIMES, LOAD, np.zeros(1), np.array([k / 2]), np.array([k / 2]))
+        layer_s = layer_of(TIMES, np.array([k / 2]), np.array([k / 2]))
         assert first(slow.tokens_per_s) >= (8 + k) / (LAYERS * first(layer_s) + 2 * ENDS_S) * (1 - 1e-9)
 
 
@@ -155,8 +161,8 @@ def test_streamed_weights_are_a_floor_for_layers_and_not_for_each_boundary() -> 
     alone = gpu_only_rate(times, LOAD, np.zeros(1))
     assert first(alone.tokens_per_s) == pytest.approx(8 / (LAYERS * stream_s + ENDS_S))
     one = np.array([1.0])
-    assert first(pipelining_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=one)) == pytest.approx(stream_s)
-    shown = pipelining_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=np.array([400.0]))
+    assert first(layer_of(times, one, one)) == pytest.approx(stream_s)
+    shown = layer_of(times, one, np.array([400.0]))
     assert first(shown) == pytest.approx(cpu_s(400) + linear_s(400) + LANE_S) and first(shown) > stream_s
     rates = [
         first(cohorts_rate(OperationTimes(PerfModel(replace(TABLE, streamed_layers=n), LAYERS)), LOAD, one, 1).steps_s)
