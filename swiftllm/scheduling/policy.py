@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request
@@ -45,4 +44,4 @@ class Policy:
     @property
     def prediction_factors(self) -> Mapping[str, float]:
         """Measured over profiled time of each operation, by name; empty for policies that predict nothing."""
-        return MappingProxyType({})
+        return {}
