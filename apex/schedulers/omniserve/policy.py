@@ -129,8 +129,8 @@ class OmniServe(Predicting):
         cohorts = [*riding, residents.cohorts.start(starting)] if starting else riding
         plans, added_s = self.cohort_plans(cohorts, limit_s - expected_s)
         expected_s += added_s
-        # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
         if lane.is_empty:
             expected_s = min(expected_s, target_s)
         self._length.add_iteration(expected_s, residents.iteration)
+        # With an empty lane nothing else would end the iteration before the cohorts have their tokens.
         return lane.draft.plan(plans, {"iteration_s": expected_s}, time_limit_s=target_s)
