@@ -1,4 +1,4 @@
-"""Measures the cost of scheduling: ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
+"""Measures the cost of scheduling: ``plan()``, ``observe()`` and ``apply()`` per iteration, at 1,000 running requests.
 
 The scheduler is the real one; the engine is simulated, so that no model runs. Measured is the CPU time of the
 scheduler's thread. The thread never waits, so this is its real time on an otherwise idle core. Other work on the

@@ -25,24 +25,16 @@ class Strategy(enum.Enum):
 class Rule:
     """How a cohort crosses the boundaries of an iteration."""
 
-    waits: bool
-    """Whether the lane waits for the cohort's tickets, so that its token is done when the iteration is."""
-    rides: bool
-    """Whether it crosses boundaries together with the lane."""
-    steps: bool
-    """Whether it crosses boundaries on its own."""
-    most: float = math.inf
-    """Boundaries that it crosses at most, beside a lane."""
+    waits: bool  # the lane waits for its tickets, so that its token is done when the iteration is
+    rides: bool  # it crosses boundaries together with the lane
+    steps: bool  # it crosses boundaries on its own
+    most: float = math.inf  # boundaries that it crosses at most, beside a lane
 
 
-RIDE = Rule(waits=True, rides=True, steps=False)
-"""NEO's batch-0."""
-STEP = Rule(waits=True, rides=False, steps=True)
-"""NEO's batch-1."""
-HOP = Rule(waits=False, rides=True, steps=False, most=1)
-"""APEX's overlap: at most one boundary an iteration, when the ticket is ready."""
-FREE = Rule(waits=False, rides=True, steps=True)
-"""Free-running: crosses as soon as the ticket is ready, riding where it can."""
+RIDE = Rule(waits=True, rides=True, steps=False)  # NEO's batch-0
+STEP = Rule(waits=True, rides=False, steps=True)  # NEO's batch-1
+HOP = Rule(waits=False, rides=True, steps=False, most=1)  # APEX's overlap: when the ticket is ready
+FREE = Rule(waits=False, rides=True, steps=True)  # free-running: as soon as the ticket is ready, riding where it can
 
 
 class LaneItem(NamedTuple):
