@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
 from evaluation.results.folder import ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.core.request import SamplingParams
@@ -80,6 +81,7 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
         num_cpu_blocks=num_cpu * 80,
         max_num_batched_tokens=2048,
         max_num_seqs=num_gpu + num_cpu,
+        strategy=StrategyConfig(disable_admission_control=True),  # all requests come at once
     )
     for i in range(2 * (num_gpu + num_cpu)):
         engine.add_request(str(i), (0,) * 900, SamplingParams(max_tokens=2000))
