@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.perf.lane_load import LaneLoad, context_tokens
-from apex.perf.model import PerfModel, total_s
+from apex.perf.model import total_s
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined, ready_decodes
+from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined
 from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.schedulers.pipeline import Pipeline
-from apex.strategy import StrategyConfig
 from swiftllm.core.plan import HOP, CohortPlan, IterationPlan
 from swiftllm.core.request import Request
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import one_tier
-from swiftllm.scheduling.residents import Residents
 
 
 class Apex(Hybrid):
     """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
 
-    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
-        super().__init__(model, config, uses_cpu=config.pipelines or config.overlaps)
-
-    def plan(self, residents: Residents) -> IterationPlan:
-        if not self.uses_cpu:
-            return one_tier(residents)
-        draft = Draft(residents)
-        return self.decide(draft, ready_decodes(draft, self.patience))
-
     def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
-        """The plan for what is drafted and the CPU decodes that are ready."""
         under_way, load = draft.residents.cohorts.under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
             return gpu_only(draft, self.model, load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad
@@ -15,8 +15,9 @@ from swiftllm.core.plan import RIDE, STEP, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
 from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import two_tiers
+from swiftllm.scheduling.parts import one_tier, two_tiers
 from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
 
 
@@ -44,14 +45,31 @@ class Predicting(Policy):
 
 
 class Hybrid(Predicting):
-    """One that may be kept from the CPU. Then it predicts nothing, and its plans are those of ``one_tier``."""
+    """Fills both tiers, the GPU first, and decides what the CPU decodes that are ready do.
 
-    def __init__(self, model: PerfModel, config: StrategyConfig, *, uses_cpu: bool) -> None:
+    One that is kept from the CPU predicts nothing, and its plans are those of ``one_tier``.
+    """
+
+    def __init__(self, model: PerfModel, config: StrategyConfig, *, can_overlap: bool = True) -> None:
         super().__init__(model, config)
-        self.uses_cpu = uses_cpu
+        self.uses_cpu = config.pipelines or (can_overlap and config.overlaps)
         self.patience = Patience(config.max_wait_iterations)
-        if not uses_cpu:
+        if not self.uses_cpu:
             self.rules, self._correction = Rules(), None
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        if not self.uses_cpu:
+            return one_tier(residents)
+        draft = Draft(residents)
+        ready = two_tiers(draft, self.limit_prompts)
+        return self.decide(draft, CpuDecodes(ready, self.patience.overdue(ready, residents.iteration)))
+
+    def limit_prompts(self, draft: Draft) -> None:
+        """Called once a plan, before the first prompt is added."""
+
+    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
+        """The plan for what is drafted and the CPU decodes that may start a token; it must serve ``ready.overdue``."""
+        raise NotImplementedError
 
 
 class Patience:
@@ -78,14 +96,6 @@ class Patience:
     def look_again(self, iteration: int) -> None:
         """It could not be served: look for it from this iteration on."""
         self._next_look = iteration
-
-
-def ready_decodes(
-    draft: Draft, patience: Patience, before_prompts: Callable[[Draft], None] | None = None
-) -> CpuDecodes:
-    """Fill both tiers. Returns the CPU decodes that may start their next token, and which of them is overdue."""
-    ready = two_tiers(draft, before_prompts)
-    return CpuDecodes(ready, patience.overdue(ready, draft.residents.iteration))
 
 
 def lane_s(model: PerfModel, load: LaneLoad) -> float:

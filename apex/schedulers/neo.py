@@ -5,13 +5,13 @@ from __future__ import annotations
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, Predicting, gpu_only, lane_s, pipelined, ready_decodes
+from apex.schedulers.hybrid import Hybrid, Predicting, gpu_only, lane_s, pipelined
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import one_tier, two_tiers
+from swiftllm.scheduling.parts import two_tiers
 from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
 
@@ -25,16 +25,9 @@ class Neo(Hybrid):
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         if config.strategy == "asynchronous-overlap":
             raise ValueError("neo has no asynchronous overlap; use --system apex for it")
-        super().__init__(model, config, uses_cpu=config.pipelines)
-
-    def plan(self, residents: Residents) -> IterationPlan:
-        if not self.uses_cpu:
-            return one_tier(residents)
-        draft = Draft(residents)
-        return self.decide(draft, ready_decodes(draft, self.patience))
+        super().__init__(model, config, can_overlap=False)
 
     def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
-        """The plan for what is drafted and the CPU decodes that are ready."""
         pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
         if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other

@@ -13,7 +13,7 @@ from apex.schedulers.adaptive.rates import SteadyLoad
 from apex.schedulers.adaptive.split import best_split
 from apex.schedulers.adaptive.times import OperationTimes
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined, ready_decodes
+from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined
 from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
@@ -21,7 +21,6 @@ from swiftllm.core.plan import FREE, HOP, IterationPlan, Rule, Strategy
 from swiftllm.core.request import FinishReason, Request, Tier
 from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.parts import one_tier
 from swiftllm.scheduling.residents import Residents
 
 ESTIMATE_KEPT = 8
@@ -45,7 +44,7 @@ class Adaptive(Hybrid):
     """
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
-        super().__init__(model, config, uses_cpu=config.pipelines or config.overlaps)
+        super().__init__(model, config)
         self.lengths = LengthsSeen()
         self.emptied()
 
@@ -66,12 +65,8 @@ class Adaptive(Hybrid):
     def ended(self, request: Request) -> None:
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
 
-    def plan(self, residents: Residents) -> IterationPlan:
-        if not self.uses_cpu:
-            return one_tier(residents)
-        draft = Draft(residents)
-        ready = ready_decodes(draft, self.patience, self._limit_prompts)
-        under_way, load = residents.cohorts.under_way(), LaneLoad.from_draft(draft)
+    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
+        under_way, load = draft.residents.cohorts.under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
             return gpu_only(draft, self.model, load)
         ready = _longest_waiting_first(ready)
@@ -83,7 +78,7 @@ class Adaptive(Hybrid):
 
     # -- the choice of a strategy and of the prompt chunk -----------------------------------------------------------
 
-    def _limit_prompts(self, draft: Draft) -> None:
+    def limit_prompts(self, draft: Draft) -> None:
         """Choose the strategy, unless the last choice still stands, and the most prompt tokens of this iteration."""
         residents = draft.residents
         if self._chunk_sizes is None:
