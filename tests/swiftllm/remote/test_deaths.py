@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
 from swiftllm.engine.engine import Engine
 from swiftllm.remote.tier import RemoteCpuTier
+from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
@@ -131,8 +133,23 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
         engine.close()
 
 
-@pytest.mark.parametrize("operation", ["put", "get", "attend", "store", "load", "open"])
-def test_a_host_that_dies_in_any_operation(tiny, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("operation", "task"),
+    [
+        ("write", BlocksWrite),
+        ("read", BlocksRead),
+        ("attend", AttentionTask),
+        ("write", RowsWrite),
+        ("read", ContextRead),
+        ("open", torch.Tensor),
+    ],
+)
+def test_a_host_that_dies_in_any_operation(
+    tiny,  # noqa: F811
+    operation: str,
+    task: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever the engine asks of the host when it dies. Swaps of that plan are not known to be done, so they count."""
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     model_dir, prompts, expected = tiny
@@ -141,12 +158,12 @@ def test_a_host_that_dies_in_any_operation(tiny, operation: str, monkeypatch: py
         tier = remote(engine)
         inner, calls = getattr(tier, operation), []
 
-        def dies(*arguments):
-            calls.append(operation)
-            if len(calls) == (1 if operation in ("put", "get") else 3):
+        def dies(asked, *arguments):
+            calls.extend([asked] if isinstance(asked, task) else [])
+            if isinstance(asked, task) and len(calls) == (1 if task in (BlocksRead, BlocksWrite) else 3):
                 host.close()
                 assert tier.channel.wait_dead(5.0)
-            return inner(*arguments)
+            return inner(asked, *arguments)
 
         monkeypatch.setattr(tier, operation, dies)
         recomputed, requests = count_recomputed(engine), add_all(engine, prompts)
@@ -185,7 +202,7 @@ def test_a_death_that_no_host_reports_is_an_error(tiny) -> None:  # noqa: F811
     model_dir, prompts, _ = tiny
     engine = open_engine(model_dir, "neo", [], **ROOM)
     add_all(engine, prompts[:1])
-    engine.executor.run = lambda plan: (_ for _ in ()).throw(HostDied(1, "as if"))
+    engine.executor.run = lambda plan: (_ for _ in ()).throw(HostDied("as if"))
     with pytest.raises(HostDied, match="as if"):
         engine.step()
     engine.recover()

@@ -22,11 +22,11 @@ READ_BYTES = 1 << 16
 Message = tuple[Any, ...]
 
 
-class ChannelClosed(ConnectionError):
+class PipeClosed(ConnectionError):
     """The other end has closed, or its process has ended."""
 
 
-class Channel:
+class Pipe:
     """One end. Messages may be sent from any thread, and received by one."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -39,20 +39,20 @@ class Channel:
         """Waits only while the other end has a hundred kilobytes unread.
 
         Raises:
-            ChannelClosed: the other end has closed.
+            PipeClosed: the other end has closed.
         """
         body = marshal.dumps(message)
         try:
             with self._sending:
                 self._end.sendall(LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            raise PipeClosed(str(error)) from None
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message. None: none came within ``timeout_s``; 0 does not wait, None waits for ever.
 
         Raises:
-            ChannelClosed: the other end has closed, and all of its messages have been received.
+            PipeClosed: the other end has closed, and all of its messages have been received.
         """
         while not self._received:
             if timeout_s and not self._is_readable(timeout_s):
@@ -62,9 +62,9 @@ class Channel:
             except BlockingIOError:
                 return None
             except OSError as error:
-                raise ChannelClosed(str(error)) from None
+                raise PipeClosed(str(error)) from None
             if not data:
-                raise ChannelClosed("the other end has closed")
+                raise PipeClosed("the other end has closed")
             self._unread += data
             self._split()
         return self._received.popleft()
