@@ -54,7 +54,7 @@ class RemoteTicket(WorkTicket):
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _Outgoing:
     header: Header
     tensors: Sequence[torch.Tensor]
     arrived: Event | None
@@ -82,7 +82,7 @@ class Channel:
         self.name = name
         self._connection = connection
         self._sequences = itertools.count(1)
-        self._queue: SimpleQueue[_Frame | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Outgoing | None] = SimpleQueue()
         self._state = threading.Condition()
         self._pending: dict[int, RemoteTicket] = {}
         self._queued_bytes = 0
@@ -111,7 +111,7 @@ class Channel:
         Raises:
             HostDied: the channel has ended.
         """
-        frame = _Frame(header, tensors, arrived)
+        frame = _Outgoing(header, tensors, arrived)
         with self._state:
             self._state.wait_for(lambda: self.is_dead or self._queued_bytes <= MAX_QUEUED_BYTES)
             self._check()
@@ -149,7 +149,7 @@ class Channel:
         except Exception as error:
             self._end(error)
 
-    def _send_one(self, frame: _Frame) -> None:
+    def _send_one(self, frame: _Outgoing) -> None:
         if frame.arrived is not None:
             frame.arrived.synchronize()
         self.bytes_sent += send_frame(self._connection, frame.header, [as_bytes(tensor) for tensor in frame.tensors])
@@ -193,13 +193,10 @@ class Channel:
             self.error = str(error) or type(error).__name__
             pending, self._pending = self._pending, {}
             self._state.notify_all()
-        self._shut_down()
-        for ticket in pending.values():
-            ticket.fail(self._death(self.error))
-
-    def _shut_down(self) -> None:
         with contextlib.suppress(OSError):  # it is already
             self._connection.shutdown(socket.SHUT_RDWR)
+        for ticket in pending.values():
+            ticket.fail(self._death(self.error))
 
     def close(self) -> None:
         """End the connection and its threads. Nothing may be under way."""

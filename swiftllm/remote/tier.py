@@ -36,7 +36,6 @@ class RemoteRows:
     """Rows whose block tables and lengths the host has under a number."""
 
     number: int
-    num_rows: int
 
 
 class RemoteCpuTier:
@@ -129,9 +128,9 @@ class RemoteCpuTier:
             self.channel.post(Header(FrameKind.DROP, b=self._dropped.popleft()))
         most = -(-int(seq_lens.max()) // self._shape.block_size)
         tables = block_tables[:, :most].clamp(min=0).contiguous()  # what pads a table is no block of this host
-        rows = RemoteRows(next(self._numbers), len(seq_lens))
+        rows = RemoteRows(next(self._numbers))
         weakref.finalize(rows, self._dropped.append, rows.number).atexit = False
-        self.channel.post(Header(FrameKind.OPEN, rows.num_rows, rows.number), seq_lens, tables)
+        self.channel.post(Header(FrameKind.OPEN, len(seq_lens), rows.number), seq_lens, tables)
         return rows
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:

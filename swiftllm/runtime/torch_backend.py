@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +25,10 @@ from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, Prefill
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
-from swiftllm.runtime.dtype_and_kernel import device_name
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.loaded_model import LoadedModel
 from swiftllm.runtime.pacing import Pacer
-from swiftllm.runtime.processors import Processors
+from swiftllm.runtime.processors import Processors, device_name
 from swiftllm.runtime.workers import AttentionTask, InlineWorker, MakeWorker, TaskRunner
 from swiftllm.sampling.logprobs import PromptRows
 
@@ -55,15 +53,15 @@ class TorchBackend:
         cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
     """
 
-    def __init__(self, loaded: LoadedModel, kv_plan: KVPlan, kv_pools: KVPools, cpu_tier: LocalCpuTier) -> None:
+    def __init__(self, loaded: LoadedModel, kv_pools: KVPools, cpu_tier: LocalCpuTier) -> None:
         self._processors = processors = loaded.processors
         self.hardware, self.dtype, self.cpu_kernel = processors.hardware, processors.dtype, processors.cpu_kernel
         self.device = self.hardware.torch_device
         self.model_config, self.model, self.placement = loaded.model_config, loaded.model, loaded.placement
         self.sampler, self._prompt_scorer, self.graphs = loaded.sampler, loaded.prompt_scorer, loaded.graphs
-        self.kv_plan, self.kv_pools = kv_plan, kv_pools
-        self.block_size, self.kv_bytes_per_block = kv_plan.block_size, kv_plan.bytes_per_block
-        self.num_gpu_blocks, self.num_cpu_blocks = map(kv_plan.num_blocks.get, (Tier.GPU, Tier.CPU))
+        self.kv_pools, self.kv_plan = kv_pools, kv_pools.plan
+        self.block_size, self.kv_bytes_per_block = self.kv_plan.block_size, self.kv_plan.bytes_per_block
+        self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_plan.num_blocks.get, (Tier.GPU, Tier.CPU))
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._local_tier = cpu_tier
         self.cpu_tier: CpuTier = cpu_tier
@@ -78,7 +76,7 @@ class TorchBackend:
     # -- setting up ----------------------------------------------------------------------------------------------------
 
     def capture_graphs(self) -> None:
-        """Capture the graphs, where there can be any: once the KV cache is there, and anew after they were closed."""
+        """Capture the graphs anew, after they were closed; no effect where there can be none."""
         if self.graphs is not None:
             self.graphs.capture(self.kv_pools.layers[Tier.GPU])
 
@@ -312,16 +310,15 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
-        logits_of = partial(self._prompt_logits, lane)
+        def logits_of(rows: slice) -> torch.Tensor:
+            return self.model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # of a copy
+
         if lane.prompts:
             self._prompt_scorer.score_prompts(lane.prompts, logits_of)
             return
         for rows in lane.scored_rows:  # the rank with the requests does the same, and keeps the results
             for piece in self._prompt_scorer.pieces(rows):
                 logits_of(piece)
-
-    def _prompt_logits(self, lane: LaneBatch, rows: slice) -> torch.Tensor:
-        return self.model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # of a copy
 
     def _choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None, batches: Sequence[Rows]) -> dict[str, int]:
         """The next token of each request of the batches; see :meth:`Sampler.sample`."""
@@ -372,4 +369,4 @@ def serve_loaded(loaded: LoadedModel, kv_plan: KVPlan, make_worker: MakeWorker) 
     if loaded.graphs is not None:
         loaded.graphs.capture(pools.layers[Tier.GPU])
     # Last: if anything above failed, an unclosed worker would keep the CPU tier's memory.
-    return TorchBackend(loaded, kv_plan, pools, LocalCpuTier(runner, make_worker))
+    return TorchBackend(loaded, pools, LocalCpuTier(runner, make_worker))

@@ -36,12 +36,12 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[
     process.wait()
 
 
-def remote(engine: Engine, home: int = 1) -> RemoteCpuTier:
-    return engine.backend.attention_hosts.hosts[home - 1]
+def remote(engine: Engine, host: int = 1) -> RemoteCpuTier:
+    return engine.backend.attention_hosts.hosts[host - 1]
 
 
-def in_home(engine: Engine, home: int) -> set[str]:
-    pool = engine.kv.homes.pools[home]
+def on_host(engine: Engine, host: int) -> set[str]:
+    pool = engine.kv.homes.pools[host]
     running = engine.scheduler.running[Tier.CPU]
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
@@ -57,8 +57,8 @@ def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
     counted, forget = [], engine.scheduler.forget_homes
 
-    def noted(homes, unfinished_swaps):
-        lost = forget(homes, unfinished_swaps)
+    def noted(hosts, unfinished_swaps):
+        lost = forget(hosts, unfinished_swaps)
         counted.append({request.request_id for request in lost})
         return lost
 
@@ -67,14 +67,14 @@ def count_recomputed(engine: Engine) -> list[set[str]]:
 
 
 def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], prompts, expected) -> None:
-    """End the host of home 1 while all homes are in use. Home 1's requests, and no others, are computed again."""
+    """End host 1 while all hosts are in use. Its requests, and no others, are computed again."""
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
-    step_until(engine, lambda: len(in_home(engine, 1)) >= 2 and in_home(engine, 2) and in_home(engine, 0))
+    step_until(engine, lambda: len(on_host(engine, 1)) >= 2 and on_host(engine, 2) and on_host(engine, 0))
     start_s = time.monotonic()
     end_host()
     assert remote(engine).channel.wait_dead(5.0)
     assert time.monotonic() - start_s < 0.5
-    there = in_home(engine, 1)
+    there = on_host(engine, 1)
     engine.step()
     assert recomputed == [there]
     assert engine.stats().recomputed_after_host_deaths == len(there)
@@ -108,7 +108,7 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
     frozen, address = process
     engine = open_engine(model_dir, "apex-overlap", [address], **ROOM)
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
-    step_until(engine, lambda: bool(in_home(engine, 1)))
+    step_until(engine, lambda: bool(on_host(engine, 1)))
     os.kill(frozen.pid, signal.SIGSTOP)
     start_s = time.monotonic()
     step_until(engine, lambda: bool(recomputed))
@@ -126,7 +126,7 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
             engine.add_request(f"wakes-{step}", prompts[0], requests[0].sampling)
             run_to_end(engine)
         requests = [engine.add_request(f"again-{i}", p, requests[0].sampling) for i, p in enumerate(prompts)]
-        step_until(engine, lambda: bool(in_home(engine, 1)))
+        step_until(engine, lambda: bool(on_host(engine, 1)))
         run_to_end(engine)
         assert [tuple(request.output_token_ids) for request in requests] == expected
         assert engine.stats().host_deaths == 1

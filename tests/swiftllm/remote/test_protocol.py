@@ -135,7 +135,7 @@ def test_rows_that_nobody_holds_are_dropped(host) -> None:
     qkv, out = torch.zeros(1, 12, 32, dtype=torch.bfloat16), torch.empty(1, 8, 32, dtype=torch.bfloat16)
     for number in range(1, rows.number - 1):  # the one before is dropped when the next are opened
         with pytest.raises(RuntimeError, match=f"KeyError: {number}"):
-            tier.attend(AttentionTask(0, RemoteRows(number, 1), qkv, out), ARRIVED).wait()
+            tier.attend(AttentionTask(0, RemoteRows(number), qkv, out), ARRIVED).wait()
     tier.attend(AttentionTask(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out), ARRIVED).wait()
     tier.close()
 

@@ -348,7 +348,7 @@ def test_what_is_not_there_is_refused(make_driver, options, message):
 
 def test_auto_dtype_is_one_the_cpu_computes_fast(make_driver, monkeypatch):
     for flag, dtype in (("avx2", torch.float32), ("avx512_bf16", torch.bfloat16)):
-        monkeypatch.setattr("swiftllm.runtime.dtype_and_kernel.cpu_flags", lambda flag=flag: frozenset({flag}))
+        monkeypatch.setattr("swiftllm.runtime.processors.cpu_flags", lambda flag=flag: frozenset({flag}))
         assert make_driver(dtype="auto").backend.dtype is dtype
 
 
