@@ -9,15 +9,11 @@ import marshal
 import os
 import select
 import socket
-import struct
 import threading
-from collections import deque
+from multiprocessing.connection import Connection
 from typing import Any
 
 from swiftllm.threads import DeviceThread
-
-LENGTH = struct.Struct("<I")
-READ_BYTES = 1 << 16
 
 Message = tuple[Any, ...]
 
@@ -30,10 +26,11 @@ class Pipe:
     """One end. Messages may be sent from any thread, and received by one."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._unread = bytearray()
-        self._received: deque[Message] = deque()
+        """Takes ``end`` over."""
+        self._end = Connection(end.detach())
         self._sending = threading.Lock()
+        self._arrivals = select.poll()
+        self._arrivals.register(self._end, select.POLLIN)
 
     def send(self, *message: Any) -> None:
         """Waits only while the other end has a hundred kilobytes unread.
@@ -41,10 +38,9 @@ class Pipe:
         Raises:
             PipeClosed: the other end has closed.
         """
-        body = marshal.dumps(message)
         try:
             with self._sending:
-                self._end.sendall(LENGTH.pack(len(body)) + body)
+                self._end.send_bytes(marshal.dumps(message))
         except OSError as error:
             raise PipeClosed(str(error)) from None
 
@@ -54,36 +50,12 @@ class Pipe:
         Raises:
             PipeClosed: the other end has closed, and all of its messages have been received.
         """
-        while not self._received:
-            if timeout_s and not self._is_readable(timeout_s):
+        try:
+            if timeout_s is not None and not self._arrivals.poll(1000 * timeout_s):
                 return None
-            try:
-                data = self._end.recv(READ_BYTES, 0 if timeout_s is None else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                raise PipeClosed(str(error)) from None
-            if not data:
-                raise PipeClosed("the other end has closed")
-            self._unread += data
-            self._split()
-        return self._received.popleft()
-
-    def _is_readable(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        return bool(poll.poll(1000 * timeout_s))
-
-    def _split(self) -> None:
-        start = 0
-        while len(self._unread) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._unread, start)
-            end = start + LENGTH.size + length
-            if end > len(self._unread):
-                break
-            self._received.append(marshal.loads(memoryview(self._unread)[start + LENGTH.size : end]))
-            start = end
-        del self._unread[:start]
+            return marshal.loads(self._end.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise PipeClosed(str(error) or "the other end has closed") from None
 
     def wait_until_closed(self) -> None:
         """Sleep until the other end has closed, whatever it sent before. From any thread."""

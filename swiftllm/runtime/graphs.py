@@ -109,8 +109,7 @@ class GraphKey(NamedTuple):
 class LayerGraphs:
     """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
 
-    Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and ``all_agree``:
-    whether all ranks of several say so. They must capture the same graphs, since these hold their collectives.
+    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of device memory that the graphs take.
     """
 
     def __init__(
@@ -122,13 +121,14 @@ class LayerGraphs:
         max_rows: int,
         max_blocks: int,
         placement: Placement,
-        all_agree: Callable[[bool], bool],
+        all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
         most ``max_blocks`` blocks. Boundaries that the CPU computes are not captured, nor are whole iterations unless
-        all weights are resident. ``all_agree``: whether all ranks say so."""
+        all weights are resident. ``all_agree``: whether all of several ranks say so. They must capture the same graphs,
+        since these hold their collectives."""
         self._placement = placement
-        self._all_agree = all_agree
+        self._all_agree = all_agree or (lambda is_well: is_well)
         self._device = device
         self._model = model
         self._last = model.config.num_layers - 1

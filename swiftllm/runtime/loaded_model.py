@@ -36,7 +36,7 @@ class LoadedModel:
         sizes: ModelConfig,
         weights: WeightProvider,
         placement: Placement,
-        all_agree: Callable[[bool], bool] = lambda is_well: is_well,
+        all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Put ``weights`` of these ``sizes`` to use, and measure what an iteration needs beside them.
 
