@@ -1,4 +1,4 @@
-"""The driver's view of the other ranks: their processes, what they report, and how they are replaced."""
+"""Another rank as the driver sees it: its process, what it reports, and how it ends."""
 
 from __future__ import annotations
 
