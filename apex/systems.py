@@ -26,8 +26,7 @@ from swiftllm.runtime.build import (
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.workers import CpuWorker, InlineWorker
 from swiftllm.systems import find_system
 
 

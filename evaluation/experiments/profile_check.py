@@ -65,10 +65,10 @@ class MachineProfiles:
 @contextmanager
 def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
     """A backend that does nothing, with the worker thread of a serving engine."""
-    from swiftllm.runtime.torch_backend import TorchBackend
-    from swiftllm.runtime.workers.thread import CpuWorker  # torch is loaded only where something really runs
+    from swiftllm.runtime.torch_backend import open_torch_backend
+    from swiftllm.runtime.workers import CpuWorker  # torch is loaded only where something really runs
 
-    backend = TorchBackend(config, CpuWorker)
+    backend = open_torch_backend(config, CpuWorker)
     try:
         yield backend
     finally:

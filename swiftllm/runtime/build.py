@@ -14,9 +14,8 @@ from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.prefetch import use_fastest_prefetch
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.interface import MakeWorker
+from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
+from swiftllm.runtime.workers import InlineWorker, MakeWorker
 from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
 
 
@@ -33,10 +32,10 @@ def make_backend(
         check_listening(config.ray_address)  # before weights are loaded
     use_fastest_prefetch()
     if config.tensor_parallel == 1:
-        return TorchBackend(config, make_worker, placement=placement)
-    from swiftllm.parallel.backend import ShardedBackend  # not needed by one process
+        return open_torch_backend(config, make_worker, placement=placement)
+    from swiftllm.parallel.backend import open_sharded_backend  # not needed by one process
 
-    return ShardedBackend(config, make_worker)
+    return open_sharded_backend(config, make_worker)
 
 
 def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
@@ -108,7 +107,7 @@ def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
     assert isinstance(backend, ShardedBackend)
     return [
         f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each",
-        f"Cores of the ranks: {backend.describe_cores()}",
+        f"Cores of the ranks: {backend.team.describe_cores()}",
     ]
 
 

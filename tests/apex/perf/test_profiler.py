@@ -13,7 +13,7 @@ from apex.perf.workbench import Workbench
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
 from tests.reference.tiny_model import make_tiny_llama
@@ -58,7 +58,7 @@ def test_no_cache_at_all_is_refused(model_dir: Path) -> None:
 
 def test_cached_table_is_used_and_foreign_ones_are_refused(model_dir: Path, own_cache: Path) -> None:
     options = config(model_dir, 40, 200)
-    backend = TorchBackend(options)
+    backend = open_torch_backend(options)
     table = load_or_measure(options, backend)
     (cached,) = (own_cache / "profiles").glob("*.json")
     written = cached.stat().st_mtime_ns
@@ -75,7 +75,7 @@ def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir
     """The worker writes the blocks to the CPU tier: no device waits for that, but the next chunk of a prompt does."""
     with fake_gpu(seed) as cuda:
         options = config(model_dir, 40, 200, max_num_seqs=1)
-        backend = TorchBackend(options, partial(FakeWorker, cuda))
+        backend = open_torch_backend(options, partial(FakeWorker, cuda))
         bench = make_workbench(options, backend)
         with bench.in_use():
             sample = bench.swap(32)

@@ -314,7 +314,7 @@ def test_a_model_goes_on_after_faults(tiny_model_dir, undisturbed, system: str) 
 def test_a_dead_cpu_worker_is_started_again(tiny_model_dir, undisturbed, system: str, monkeypatch) -> None:
     """It dies in the middle of its 5th task, and from outside once more."""
     engine = model_engine(tiny_model_dir(), system)
-    worker = engine.backend._worker
+    worker = engine.backend.cpu_tier.worker
     submit, numbers = worker.submit, itertools.count(1)
 
     def deadly(task, arrived, send_back=None):

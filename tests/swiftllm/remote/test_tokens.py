@@ -91,4 +91,4 @@ def test_hosts_do_not_change_tokens(tiny, variant: str, num_hosts: int, monkeypa
         assert all(pool.num_blocks == 30 for pool in pools[1:])
         assert all(host.channel.bytes_received > 0 for host in engine.backend.attention_hosts.hosts)
         if variant in LOCKSTEP:
-            assert {source for source, home in moved if home > 0} == set(Tier)
+            assert {source for source, host in moved if host > 0} == set(Tier)

@@ -15,7 +15,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 
@@ -55,7 +55,7 @@ def expected(tiny_model_dir) -> list[torch.Tensor]:
 
 def make_driver(model_dir: Path) -> BackendDriver:
     return BackendDriver(
-        TorchBackend(
+        open_torch_backend(
             EngineConfig(
                 str(model_dir), dtype="float32", num_gpu_blocks=40, num_cpu_blocks=40, max_num_seqs=8, max_model_len=128
             )
