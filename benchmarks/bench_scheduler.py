@@ -118,7 +118,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
         sampling = SamplingParams(max_tokens=draw.randint(*mix.output_tokens))
         is_best_effort = mix.systems and i >= mix.gpu_requests
         service_class = ServiceClass.BEST_EFFORT if is_best_effort else ServiceClass.LATENCY_SENSITIVE
-        engine.add_request(str(i), prompt, sampling, service_class=service_class)
+        engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class))
     for _ in range(WARM_UP_ITERATIONS):
         engine.step()
     return engine

@@ -90,7 +90,7 @@ class LLM:
                 token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
                 request_id = f"generate-{next(self._ids)}"
                 request = self.engine.make_request(request_id, token_ids, params, service_class=of_class)
-                self.engine.requeue_request(request)
+                self.engine.add(request, check_targets=False)
                 final[request_id] = None
             while None in final.values():
                 final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})

@@ -64,7 +64,7 @@ class Generate(ConfigFile):
         with running_engine(self.system, config, strategy, self.profile) as engine:
             with input_errors():
                 for index, prompt in enumerate(encode(engine, prompts, self.chat)):
-                    engine.requeue_request(engine.make_request(str(index), prompt, sampling))
+                    engine.add(engine.make_request(str(index), prompt, sampling), check_targets=False)
             start_s = engine.now()
             num_tokens = self._print_one(engine) if len(prompts) == 1 else self._print_all(engine, prompts)
             seconds = engine.now() - start_s

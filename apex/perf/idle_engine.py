@@ -47,7 +47,8 @@ def idle_engine(num_layers: int, requests: int) -> Engine:
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
     engine = Engine(Scheduler(limits, kv, backend.now), OverlapExecutor(backend), backend, vocab_size=1)
+    endless = SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True)
     for i in range(requests):
-        engine.add_request(str(i), (0,), SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True))
+        engine.add(engine.make_request(str(i), (0,), endless))
     engine.step()  # the prefills
     return engine

@@ -193,7 +193,7 @@ def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: in
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         service_class = ServiceClass.BEST_EFFORT if best_effort else ServiceClass.LATENCY_SENSITIVE
         try:
-            engine.add_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class)
+            engine.add(engine.make_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class))
         except RequestRefused:
             return
     alive = [request for request in engine.scheduler.requests.values() if not request.is_finished]

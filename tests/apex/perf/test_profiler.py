@@ -40,7 +40,7 @@ def config(model_dir: Path, gpu: int, cpu: int, **options) -> EngineConfig:
 def test_profile_of_any_pools(model_dir: Path, gpu: int, cpu: int) -> None:
     options = config(model_dir, gpu, cpu, max_num_batched_tokens=33)
     engine = build_system("apex", options)
-    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add(engine.make_request("a", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True)))
     while engine.has_unfinished():
         engine.step()
     assert engine.stats().output_tokens == 5

@@ -50,7 +50,7 @@ def simulated_engine(
 
 def add(engine: Engine, request_id: str, prompt: int, output: int, service_class: ServiceClass = LS):
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-    return engine.add_request(request_id, (0,) * prompt, sampling, service_class=service_class)
+    return engine.add(engine.make_request(request_id, (0,) * prompt, sampling, service_class=service_class))
 
 
 def random_load(

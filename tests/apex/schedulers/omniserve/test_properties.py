@@ -262,7 +262,7 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
     requests = engine.recover()
     assert len(requests) == 24 and not engine.scheduler._cohorts
     for request in requests:
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     while engine.has_unfinished():
         engine.step()
     assert all(request.output_len == 300 for request in requests)
