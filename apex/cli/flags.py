@@ -117,7 +117,7 @@ class StrategyFlags(Unchecked, StrategyConfig):
             InputError: a strategy flag is given and none of ``systems`` has strategies.
             ValueError: the flags contradict each other.
         """
-        if not any(find_system(name).offloads for name in systems) and self != StrategyFlags():
+        if not any(find_system(name).needs_predictions for name in systems) and self != StrategyFlags():
             raise InputError(
                 f"the strategy flags have no effect on {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"

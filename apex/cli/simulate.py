@@ -197,7 +197,7 @@ class Simulate(ConfigFile):
         from apex.placement.budget import Load
         from apex.simulator.placed_machine import WeightPlacer
 
-        load = Load(self.input_len, self.output_len, self.max_num_seqs, find_system(system).offloads)
+        load = Load(self.input_len, self.output_len, self.max_num_seqs, find_system(system).needs_predictions)
         return WeightPlacer(machine, self.block_size).place(self.weights_gpu_memory, load)
 
     def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:

@@ -11,10 +11,9 @@ from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import PlacedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.scheduler import SchedulerLimits
-from swiftllm.systems import find_system
+from swiftllm.systems import Hardware, build, find_system
 
 
 def build_simulated(
@@ -68,10 +67,8 @@ def build_simulated(
 
     backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect, weights=weights)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
-    prediction = (model(believed or table), strategy) if found.offloads else ()
-    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
+    predictions = (model(believed or table), strategy) if found.needs_predictions else ()
     description = {
-        "system": system,
         "backend": "simulated",
         "device": table.identity.get("device", "simulated"),
         "num_layers": num_layers,
@@ -85,10 +82,4 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    return Engine(
-        scheduler,
-        OverlapExecutor(backend, backend.holds_weights),
-        backend,
-        vocab_size=vocab_size,
-        description=description,
-    )
+    return build(found, Hardware(backend, limits, kv, description, vocab_size), predictions)

@@ -260,7 +260,7 @@ def test_offline_api(tiny) -> None:
         assert not llm.engine.scheduler.has_work
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'orca'"):
-        swiftllm.LLM(model_dir, scheduler="orca")
+        swiftllm.LLM(model_dir, system="orca")
 
 
 MODEL = cache_dir() / "models" / "SmolLM2-135M-Instruct"

@@ -57,7 +57,7 @@ def fake_engine(
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
-    prediction = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.offloads else ()
+    prediction = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.needs_predictions else ()
     scheduler = found.scheduler(limits, kv, backend.now, *prediction)
     executor = OverlapExecutor(backend)
     return Engine(scheduler, executor, backend, vocab_size=VOCABULARY, eos_token_ids=[EOS], hosts=hosts)

@@ -290,5 +290,5 @@ def test_tiny_cpu_tier() -> None:
 def test_a_registered_scheduler_is_built_with_predictions_and_a_strategy(monkeypatch) -> None:
     monkeypatch.setattr("swiftllm.systems._systems", dict(systems()))
     register_scheduler("another", "NEO by another name", NeoScheduler)
-    assert find_system("another").offloads
+    assert find_system("another").needs_predictions
     assert isinstance(fake_engine("another", num_gpu_blocks=4, num_cpu_blocks=4).scheduler, NeoScheduler)
