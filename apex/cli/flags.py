@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from apex.cli.errors import InputError, input_errors
-from apex.replay.records import ReplayRequest
+from apex.cli.errors import InputError, check_at_least, check_positive, input_errors
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams, ServiceClass
+from swiftllm.core.request import SamplingParams
 from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
 
@@ -55,15 +54,6 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
         TemporaryFile(dir=folder).close()
     except OSError as error:
         raise InputError(f"{flag}: the folder {folder} cannot be made or written to ({error.strerror})") from None
-
-
-def check_systems(systems: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: there is none.
-    """
-    if not systems:
-        raise InputError("--system needs the name of at least one system")
 
 
 class Unchecked:
@@ -140,44 +130,16 @@ class BestEffortFlags:
     By default it ends with its last request."""
 
     def check_flags(self) -> None:
-        """Check that the flags are in range and have an effect.
-
-        Raises:
-            InputError: they are not.
         """
-        if self.best_effort_requests < 0:
-            raise InputError(f"best_effort_requests={self.best_effort_requests} must not be negative")
+        Raises:
+            InputError: a flag is out of range or has no effect.
+        """
+        check_at_least(0, self, "best_effort_requests")
         for name in ("best_effort_input_len", "best_effort_output_len"):
-            length = getattr(self, name)
-            if length is not None and not self.best_effort_requests:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag} means nothing without --best-effort-requests")
-            if length is not None and length < 1:
-                raise InputError(f"{name}={length} must be at least 1")
-        if self.duration_s is not None and not 0.0 < self.duration_s < float("inf"):
-            raise InputError(f"duration_s={self.duration_s} must be a positive number of seconds")
-
-    def sizes(self, input_len: int, output_len: int) -> tuple[int, int]:
-        """Prompt and output tokens of a best-effort request beside others of these sizes."""
-        return self.best_effort_input_len or input_len, self.best_effort_output_len or output_len
-
-    def requests(self, prompts: Sequence[tuple[int, ...]], output_len: int) -> list[ReplayRequest]:
-        """Best-effort requests with these prompts."""
-        return [
-            ReplayRequest(f"best-effort-{i}", 0.0, prompt, output_len, ServiceClass.BEST_EFFORT)
-            for i, prompt in enumerate(prompts)
-        ]
-
-    def words(self, input_len: int, output_len: int) -> str:
-        """What to add to the description of a workload of these sizes; empty without best-effort requests."""
-        if not self.best_effort_requests:
-            return ""
-        prompt, output = self.sizes(input_len, output_len)
-        return f", {self.best_effort_requests} best-effort ones of {prompt} in / {output} out"
-
-    @property
-    def limit_s(self) -> float:
-        return float("inf") if self.duration_s is None else self.duration_s
+            if getattr(self, name) is not None and not self.best_effort_requests:
+                raise InputError(f"--{name.replace('_', '-')} means nothing without --best-effort-requests")
+            check_at_least(1, self, name)
+        check_positive(self, "duration_s", "number of seconds")
 
 
 @dataclass(frozen=True)
@@ -201,10 +163,8 @@ class TimelineFlags:
             if self != TimelineFlags():
                 raise InputError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
             return
-        if self.timeline_iterations < 1:
-            raise InputError(f"timeline_iterations={self.timeline_iterations} must be at least 1")
-        if self.timeline_start is not None and self.timeline_start < 0:
-            raise InputError(f"timeline_start={self.timeline_start} must not be negative")
+        check_at_least(1, self, "timeline_iterations")
+        check_at_least(0, self, "timeline_start")
         if names_file(self.trace_timeline) and len(systems) > 1:
             raise InputError(
                 f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
