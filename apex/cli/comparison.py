@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, check_at_least, input_errors
+from apex.cli.errors import input_errors
 from apex.cli.flags import BestEffortFlags, TimelineFlags, check_output_file
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.perf.progress import progress_bar
@@ -17,6 +17,7 @@ from apex.replay.loop import replay_requests
 from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
 from apex.replay.records import Replay, ReplayRequest
 from apex.strategy import StrategyConfig
+from swiftllm.config import check_at_least
 from swiftllm.core.request import ServiceClass
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ class Comparison(ConfigFile):
         Raises:
             InputError: an option is out of range or has no effect, or a file cannot be written.
         """
-        check_at_least(1, self, "num_requests", "input_len", "output_len")
-        if not self.system:
-            raise InputError("--system needs the name of at least one system")
-        self.best_effort.check_flags()
-        self.timeline.check_flags(self.system)
+        with input_errors(of_engine=False):
+            check_at_least(1, self, "num_requests", "input_len", "output_len")
+            if not self.system:
+                raise ValueError("--system needs the name of at least one system")
+            self.best_effort.check_flags()
+            self.timeline.check_flags(self.system)
         check_output_file("--output", self.output)
 
     # -- the requests -----------------------------------------------------------------------------------------------

@@ -35,24 +35,3 @@ def input_errors(*, of_engine: bool = True) -> Iterator[None]:
         yield
     except (ValueError, OSError, InsufficientMemory, RankFailed) as error:
         raise InputError(str(error)) from error
-
-
-def check_at_least(least: int, options: object, *names: str) -> None:
-    """
-    Raises:
-        InputError: one of these fields is a number below ``least``, 0 or 1; the message names it.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InputError(f"{name}={value} must {f'be at least {least}' if least else 'not be negative'}")
-
-
-def check_positive(options: object, name: str, what: str = "number") -> None:
-    """
-    Raises:
-        InputError: the field is a number that is not above 0, or infinite.
-    """
-    value = getattr(options, name)
-    if value is not None and not 0.0 < value < float("inf"):
-        raise InputError(f"{name}={value} must be a positive {what}")

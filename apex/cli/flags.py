@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from apex.cli.errors import InputError, check_at_least, check_positive, input_errors
+from apex.cli.errors import InputError, input_errors
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
-from swiftllm.config import EngineConfig
+from swiftllm.config import EngineConfig, check_at_least
 from swiftllm.core.request import SamplingParams
 from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
@@ -57,13 +58,21 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
 
 
 class Unchecked:
-    """Base of flag groups that skips the checks of their configuration class.
+    """First base of flag groups, which skips the checks of the second one, a configuration class.
 
-    They run when the command makes the configuration, so their messages reach the user without the parser's text.
+    They run in :meth:`checked`, so their messages reach the user without the parser's text.
     """
 
     def __post_init__(self) -> None:
         pass
+
+    def checked(self, **changes: Any) -> Any:
+        """The configuration with these values.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        return type(self).__bases__[1](**{**asdict(self), **changes})
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class EngineFlags(Unchecked, EngineConfig):
             FileNotFoundError: the model is neither a local folder nor on the hub.
             ValueError: a value is out of range.
         """
-        config = EngineConfig(**{**asdict(self), "model": model})
+        config = self.checked(model=model)
         return replace(config, model=str(model_folder(model, weights=config.load_format == "auto")))
 
 
@@ -91,9 +100,6 @@ class SamplingFlags(Unchecked, SamplingParams):
     logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # not useful on a command line
     logprobs: tyro.conf.Suppress[int | None] = None  # commands print only text
     prompt_logprobs: tyro.conf.Suppress[int | None] = None
-
-    def params(self) -> SamplingParams:
-        return SamplingParams(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class StrategyFlags(Unchecked, StrategyConfig):
                 f"the strategy flags have no effect on {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"
             )
-        return StrategyConfig(**asdict(self))
+        return self.checked()
 
 
 @dataclass(frozen=True)
@@ -132,14 +138,15 @@ class BestEffortFlags:
     def check_flags(self) -> None:
         """
         Raises:
-            InputError: a flag is out of range or has no effect.
+            ValueError: a flag is out of range or has no effect.
         """
         check_at_least(0, self, "best_effort_requests")
         for name in ("best_effort_input_len", "best_effort_output_len"):
             if getattr(self, name) is not None and not self.best_effort_requests:
-                raise InputError(f"--{name.replace('_', '-')} means nothing without --best-effort-requests")
+                raise ValueError(f"--{name.replace('_', '-')} means nothing without --best-effort-requests")
             check_at_least(1, self, name)
-        check_positive(self, "duration_s", "number of seconds")
+        if self.duration_s is not None and not 0.0 < self.duration_s < math.inf:
+            raise ValueError(f"duration_s={self.duration_s} must be a positive number of seconds")
 
 
 @dataclass(frozen=True)
@@ -157,16 +164,17 @@ class TimelineFlags:
         """Check the flags before anything runs.
 
         Raises:
-            InputError: a flag has no effect or is out of range, several systems share a file, or it is not writable.
+            ValueError: a flag has no effect or is out of range, or several systems share a file.
+            InputError: the file cannot be written.
         """
         if self.trace_timeline is None:
             if self != TimelineFlags():
-                raise InputError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
+                raise ValueError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
             return
         check_at_least(1, self, "timeline_iterations")
         check_at_least(0, self, "timeline_start")
         if names_file(self.trace_timeline) and len(systems) > 1:
-            raise InputError(
+            raise ValueError(
                 f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
             )
         check = check_output_file if names_file(self.trace_timeline) else check_output_folder

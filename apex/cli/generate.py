@@ -59,7 +59,7 @@ class Generate(ConfigFile):
         prompts = self.prompts or read_lines()
         check_text(prompts)
         with input_errors():
-            sampling = self.sampling.params()
+            sampling = self.sampling.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
         with running_engine(self.system, config, strategy, self.profile) as engine:
             with input_errors():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 class ServerFlags(Unchecked, ServerSettings):
     """Address and access rules of the server."""
 
-    def settings(self) -> ServerSettings:
-        return ServerSettings(**asdict(self))
-
 
 @dataclass(frozen=True)
 class LimitFlags(Unchecked, ServiceLimits):
     """Limits of the server."""
-
-    def limits(self) -> ServiceLimits:
-        return ServiceLimits(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Serve(ConfigFile):
             except (ValueError, OSError) as error:
                 raise InputError(str(error)) from None
         with input_errors():
-            settings, limits = self.server.settings(), self.limits.limits()
+            settings, limits = self.server.checked(), self.limits.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
         settings = replace(settings, port=free_port(settings.host, settings.port))
         run_server = import_run_server()

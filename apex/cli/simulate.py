@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -9,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from apex.cli.comparison import Comparison
-from apex.cli.errors import InputError, check_at_least, check_positive, input_errors
+from apex.cli.errors import input_errors
 from apex.cli.flags import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
 from apex.cli.output import stdout_console
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
+from swiftllm.config import EngineConfig
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class Simulate(Comparison):
     timeline: TimelineFlags = field(default_factory=TimelineFlags)
 
     def run(self) -> int:
-        self._check()
+        self.check_flags()
         with input_errors(of_engine=False):
             from apex.simulator.predicted_machine import predict_machine
 
@@ -150,17 +152,19 @@ class Simulate(Comparison):
             print(f"apex: {line}", file=sys.stderr)
         return 1 if any(why_none) else 0
 
-    def _check(self) -> None:
-        self.check_flags()
-        check_at_least(1, self, "block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel")
-        check_at_least(0, self, "num_gpu_blocks", "num_cpu_blocks")
-        check_positive(self, "request_rate")
-        if isinstance(self.weights_gpu_memory, float) and not 0.0 <= self.weights_gpu_memory < float("inf"):
-            raise InputError(f"weights_gpu_memory={self.weights_gpu_memory} must be a number of GiB from 0 on, or auto")
-        if self.link is not None and self.tensor_parallel == 1:
-            raise InputError("--link means nothing without --tensor-parallel")
-        if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
-            raise InputError("--network-gbps means nothing without --cpu-hosts")
+    def check_flags(self) -> None:
+        super().check_flags()
+        of_engine = ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel", "num_gpu_blocks",
+                     "num_cpu_blocks")  # fmt: skip
+        with input_errors(of_engine=False):
+            EngineConfig(self.model, **{name: getattr(self, name) for name in of_engine})
+            EngineConfig(self.model, weights_gpu_memory=self.weights_gpu_memory)
+            if self.request_rate is not None and not 0.0 < self.request_rate < math.inf:
+                raise ValueError(f"request_rate={self.request_rate} must be a positive number")
+            if self.link is not None and self.tensor_parallel == 1:
+                raise ValueError("--link means nothing without --tensor-parallel")
+            if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
+                raise ValueError("--network-gbps means nothing without --cpu-hosts")
 
     def _placed(self, system: str, machine: PredictedMachine) -> PlacedMachine | None:
         """The machine with a placement of its weights for a system; None where all are on the GPU."""

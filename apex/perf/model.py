@@ -51,6 +51,9 @@ class Curve:
         result = self.seconds[i] + self._slopes[i] * (size - sizes[i])
         return result if result > 0.0 else 0.0
 
+    def times(self, factor: float) -> Curve:
+        return Curve(self.sizes, tuple([seconds * factor for seconds in self.seconds]))
+
 
 def _ascending(values: Sequence[float]) -> list[float]:
     """The least-squares ascending sequence (isotonic regression): neighbours in the wrong order get their mean."""
@@ -79,6 +82,9 @@ class Surface:
         share = (first - firsts[i]) / (firsts[i + 1] - firsts[i])
         result = low + share * (high - low)
         return result if result > 0.0 else 0.0
+
+    def times(self, factor: float) -> Surface:
+        return Surface(self.firsts, tuple([curve.times(factor) for curve in self.curves]))
 
 
 FREE = Curve((1, 2), (0.0, 0.0))
