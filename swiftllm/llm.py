@@ -69,12 +69,11 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if not all(isinstance(params, SamplingParams) for params in sampling_params):
             raise TypeError("sampling_params must be SamplingParams, or a list with one for each prompt")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling parameters")
         if isinstance(service_class, (str, ServiceClass)):
             service_class = [service_class] * len(prompts)
-        if len(service_class) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(service_class)} service classes")
+        for what, given in (("sampling parameters", sampling_params), ("service classes", service_class)):
+            if len(given) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts but {len(given)} {what}")
         classes = [ServiceClass(name) for name in service_class]
         with self._lock:
             if not self._close_engine.alive:

@@ -148,30 +148,21 @@ def unfinished_line(record: Mapping[str, Any]) -> str:
 def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """The systems side by side; ratios are to the first. With two classes, also attainment and best-effort tokens."""
     first = records[0]["output_tokens_per_s"]
+    of_classes = (("in SLO", "slo_attainment", ".1%"), ("BE tok/s", "best_effort_tokens_per_s", ".1f"))
     has_classes = any(record.get("service_class") == "both" for record in records)
-    rows = [
-        (
-            record["system"],
-            number(record["output_tokens_per_s"], ".1f"),
-            number(ratio(record["output_tokens_per_s"], first), ".2f"),
-            number(record["per_token_latency_s_mean"], ".3f"),
-            *class_cells(record, has_classes),
-            number(record["lane_busy_fraction"], ".0%"),
-            number(record["cpu_busy_fraction"], ".0%"),
-            str(record["preemptions"]),
-            number(record["predicted_over_actual"], ".2f"),
-            record["strategy_mix"],
-        )
-        for record in records
-    ]
-    of_classes = ("in SLO", "BE tok/s") if has_classes else ()
-    columns = ("system", "tok/s", f"/{records[0]['system']}", "s/token", *of_classes, "lane", "CPU", "preempted",
-               "pred/actual", "strategy mix")  # fmt: skip
-    return table(columns, rows, left=("system", "strategy mix"))
-
-
-def class_cells(record: Mapping[str, Any], has_classes: bool) -> tuple[str, ...]:
-    """The share of latency-sensitive requests within their targets, and best-effort tokens per second."""
-    if not has_classes:
-        return ()
-    return number(record["slo_attainment"], ".1%"), number(record["best_effort_tokens_per_s"], ".1f")
+    columns = (
+        ("tok/s", "output_tokens_per_s", ".1f"),
+        (f"/{records[0]['system']}", "ratio", ".2f"),
+        ("s/token", "per_token_latency_s_mean", ".3f"),
+        *(of_classes if has_classes else ()),
+        ("lane", "lane_busy_fraction", ".0%"),
+        ("CPU", "cpu_busy_fraction", ".0%"),
+        ("preempted", "preemptions", "d"),
+        ("pred/actual", "predicted_over_actual", ".2f"),
+    )
+    rows = []
+    for record in records:
+        cells = {**record, "ratio": ratio(record["output_tokens_per_s"], first)}
+        rows.append((record["system"], *(number(cells[key], form) for _, key, form in columns), record["strategy_mix"]))
+    titles = ("system", *(title for title, _, _ in columns), "strategy mix")
+    return table(titles, rows, left=("system", "strategy mix"))
