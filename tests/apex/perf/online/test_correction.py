@@ -85,9 +85,9 @@ def test_with_a_right_table_nothing_changes_in_any_bit(system: str) -> None:
 def test_another_program_that_takes_half_of_the_cpu_is_noticed_and_so_is_its_end(system: str) -> None:
     engine = simulated_engine(system)
     add_requests(engine, 200, output=400)
-    right, busy = engine.backend._model, PerfModel(scaled_table(TABLE, 1.0, 2.0), LAYERS)
+    right, busy = engine.backend.model, PerfModel(scaled_table(TABLE, 1.0, 2.0), LAYERS)
     for machine, factor in ((right, 1.0), (busy, 2.0), (right, 1.0)):
-        engine.backend._model = machine
+        engine.backend.model = machine
         noticed = 0
         for _ in range(6 * WINDOW):
             engine.step()
