@@ -89,18 +89,19 @@ def read_config_file(path: Path, command: type) -> dict[str, Any]:
 
 def option_types(command: type) -> Iterator[tuple[str, Any]]:
     """Names and types of a command's options, including those of its groups."""
-    for item, kind, is_hidden in typed_fields(command):
+    for item, kind in shown_fields(command):
         if dataclasses.is_dataclass(kind):
             yield from option_types(kind)
-        elif item.name != "config" and not is_hidden:
+        elif item.name != "config":
             yield item.name, kind
 
 
-def typed_fields(command: type) -> Iterator[tuple[dataclasses.Field, Any, bool]]:
-    """Fields, their types, and whether the command line hides them."""
+def shown_fields(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """The fields that the command line does not hide, and their types."""
     kinds, marked = get_type_hints(command), get_type_hints(command, include_extras=True)
     for item in dataclasses.fields(command):
-        yield item, kinds[item.name], HIDDEN in getattr(marked[item.name], "__metadata__", ())
+        if HIDDEN not in getattr(marked[item.name], "__metadata__", ()):
+            yield item, kinds[item.name]
 
 
 def checked_value(where: str, name: str, value: Any, kind: Any) -> Any:
@@ -128,10 +129,10 @@ def with_values(command: type[Command], values: Mapping[str, Any]) -> Command:
     Required options without a value are left to the command line.
     """
     given = {}
-    for item, kind, is_hidden in typed_fields(command):
+    for item, kind in shown_fields(command):
         if dataclasses.is_dataclass(kind):
             given[item.name] = with_values(kind, values)
-        elif item.name in values and not is_hidden:
+        elif item.name in values:
             given[item.name] = values[item.name]
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             given[item.name] = tyro.MISSING
