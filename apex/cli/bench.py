@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -117,15 +118,12 @@ class Bench(Comparison):
 
     def workload(self) -> Workload:
         """The requests, with mean lengths where there are two classes."""
-        rest = self.best_effort.best_effort_requests
-        number = self.num_requests + rest
-        own = (self.input_len, self.output_len)
-        means = [(self.num_requests * a + rest * b) / number for a, b in zip(own, self.best_effort_sizes, strict=True)]
-        return Workload(number, *means)
+        return Workload(len(self.sizes), *map(fmean, zip(*self.sizes, strict=True)))
 
     def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
         with input_errors():
-            requests = self.requests(self._prompts(engine, self.prompt_lens), [0.0] * self.num_requests)
+            prompts = self._prompts(engine, [input_len for input_len, _ in self.sizes])
+            requests = self.requests(prompts, [0.0] * self.num_requests)
             prompt = requests[0].prompt_token_ids[:WARM_UP_INPUT_LEN]
             warm_up = [ReplayRequest(f"warm-up-{i}", 0.0, prompt, WARM_UP_OUTPUT_LEN) for i in range(WARM_UP_REQUESTS)]
             check_requests(engine, [*warm_up, *requests])
@@ -164,19 +162,15 @@ class Bench(Comparison):
                 "that begin differently"
             )
         starts = [i * len(text) // len(lengths) for i in range(len(lengths))]
-        return [
-            tuple(text[(start + i) % len(text)] for i in range(length))
-            for start, length in zip(starts, lengths, strict=True)
-        ]
+        places = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        return [tuple(text[i % len(text)] for i in place) for place in places]
 
     def _print_setting(self, engine: Engine) -> None:
         """What runs, and how many of the requests each tier holds at once."""
         description = engine.describe()
         per_request = -(-(self.input_len + self.output_len - 1) // description["block_size"])
-        tiers = ", ".join(
-            f"{blocks} {tier} blocks ({blocks // per_request} requests)"
-            for tier, blocks in (("GPU", description["num_gpu_blocks"]), ("CPU", description["num_cpu_blocks"]))
-        )
+        blocks = {tier: description[f"num_{tier.lower()}_blocks"] for tier in ("GPU", "CPU")}
+        tiers = ", ".join(f"{n} {tier} blocks ({n // per_request} requests)" for tier, n in blocks.items())
         requests = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"
         print(f"{self._setting(engine)}\n{requests}{self.best_effort_words}; {tiers}\n")
 

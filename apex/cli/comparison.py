@@ -71,21 +71,18 @@ class Comparison(ConfigFile):
         return f"{self.num_requests} x {self.input_len} in / {self.output_len} out{self.best_effort_words}"
 
     @property
-    def prompt_lens(self) -> list[int]:
-        """Prompt tokens of all requests, those of the best-effort ones last."""
-        best_effort = [self.best_effort_sizes[0]] * self.best_effort.best_effort_requests
-        return [self.input_len] * self.num_requests + best_effort
+    def sizes(self) -> list[tuple[int, int]]:
+        """Prompt and output tokens of all requests, the best-effort ones last."""
+        best_effort = [self.best_effort_sizes] * self.best_effort.best_effort_requests
+        return [(self.input_len, self.output_len)] * self.num_requests + best_effort
 
     def requests(self, prompts: Sequence[tuple[int, ...]], arrivals_s: Sequence[float]) -> list[ReplayRequest]:
         """The requests with these prompts. Best-effort ones are there from the start."""
         own, rest = prompts[: self.num_requests], prompts[self.num_requests :]
-        output_len = self.best_effort_sizes[1]
+        output_len, best_effort = self.best_effort_sizes[1], ServiceClass.BEST_EFFORT
         return [
             *(ReplayRequest(str(i), arrivals_s[i], prompt, self.output_len) for i, prompt in enumerate(own)),
-            *(
-                ReplayRequest(f"best-effort-{i}", 0.0, prompt, output_len, ServiceClass.BEST_EFFORT)
-                for i, prompt in enumerate(rest)
-            ),
+            *(ReplayRequest(f"best-effort-{i}", 0.0, p, output_len, best_effort) for i, p in enumerate(rest)),
         ]
 
     # -- a run, and its figures -------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class Simulate(Comparison):
             print(workload)
             for system, machine_placed in placed.items():
                 print(f"{system}: {machine_placed.choice.describe()}; {counts[system]}")
-        requests, records, why_none = self.requests([(0,) * n for n in self.prompt_lens], self.arrivals_s()), [], []
+        requests, records, why_none = self.requests([(0,) * n for n, _ in self.sizes], self.arrivals_s()), [], []
         for system in self.system:
             with input_errors(of_engine=False):
                 engine = self._engine(system, machine, blocks[system], strategy, placed[system])
