@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,15 +44,9 @@ def parse_command(command: type[Command], prog: str, arguments: Sequence[str]) -
 
 def config_path(arguments: Sequence[str]) -> Path | None:
     """The last ``--config FILE`` or ``--config=FILE``; the parser reports a flag without a file."""
-    path = None
-    for index, word in enumerate(arguments):
-        if word == "--":
-            break
-        if word.startswith("--config="):
-            path = Path(word.partition("=")[2])
-        elif word == "--config" and index + 1 < len(arguments):
-            path = Path(arguments[index + 1])
-    return path
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, nargs="?")
+    return parser.parse_known_args(arguments)[0].config
 
 
 def read_config_file(path: Path, command: type) -> dict[str, Any]:
