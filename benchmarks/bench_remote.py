@@ -139,7 +139,7 @@ def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
         draw = random.Random(3)
         for number in range(24):
             prompt = [draw.randrange(3, 128) for _ in range(30)]
-            engine.add_request(str(number), prompt, SamplingParams(260, ignore_eos=True))
+            engine.add(engine.make_request(str(number), prompt, SamplingParams(260, ignore_eos=True)))
         found = []
         while len(found) < iterations and engine.has_unfinished():
             engine.step()

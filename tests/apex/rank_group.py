@@ -55,7 +55,7 @@ class Group:
 
     def add(self, engine: Engine) -> list[Request]:
         sampling = SamplingParams(TOKENS)
-        return [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(self.prompts)]
+        return [engine.add(engine.make_request(str(i), prompt, sampling)) for i, prompt in enumerate(self.prompts)]
 
     def check(self, requests: list[Request]) -> None:
         assert [tuple(request.output_token_ids) for request in requests] == self.expected
@@ -83,5 +83,5 @@ def run_on(engine: Engine) -> tuple[Exception, float]:
         run(engine)
     at_s = time.monotonic()
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     return caught.value, at_s

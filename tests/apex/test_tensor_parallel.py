@@ -112,7 +112,9 @@ def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
     sampling = SamplingParams(4, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1)
     alone = replace(llama.config, tensor_parallel=1)
     for engine in (llama.engine("swiftllm"), build_system("swiftllm", alone)):
-        requests = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts[1:4])]
+        requests = [
+            engine.add(engine.make_request(str(i), prompt, sampling)) for i, prompt in enumerate(llama.prompts[1:4])
+        ]
         run(engine)
         found.append(requests)
     for two, one in zip(*found, strict=True):
@@ -244,7 +246,7 @@ def test_a_rank_whose_replacement_dies_while_it_loads(llama: Group, monkeypatch,
             engine.recover()
         assert len(started) == 3 and unfinished
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
     assert len(started) == num_deaths + 1 and all(process.poll() is not None for process in started[:-1])
@@ -308,7 +310,7 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
         with pytest.raises(OSError, match="failed for once"):
             run(engine)
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
     assert llama.peers()[0].process.pid == before
@@ -321,7 +323,7 @@ def test_recovering_without_need_keeps_the_group(llama: Group) -> None:
     for _ in range(6):
         engine.step()
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
     assert llama.backend.team.group.epoch == before is not None

@@ -123,9 +123,11 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
             step += 1
             assert step < 200
             time.sleep(0.05)
-            engine.add_request(f"wakes-{step}", prompts[0], requests[0].sampling)
+            engine.add(engine.make_request(f"wakes-{step}", prompts[0], requests[0].sampling))
             run_to_end(engine)
-        requests = [engine.add_request(f"again-{i}", p, requests[0].sampling) for i, p in enumerate(prompts)]
+        requests = [
+            engine.add(engine.make_request(f"again-{i}", p, requests[0].sampling)) for i, p in enumerate(prompts)
+        ]
         step_until(engine, lambda: bool(on_host(engine, 1)))
         run_to_end(engine)
         assert [tuple(request.output_token_ids) for request in requests] == expected

@@ -37,8 +37,8 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
             swap(swaps)
 
         monkeypatch.setattr(engine.backend, "swap", noted)
-        requests = [
-            engine.add_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS))  # the first one stays on the GPU
+        requests = [  # the first one stays on the GPU
+            engine.add(engine.make_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS)))
             for i, prompt in enumerate(prompts[:NUM_REQUESTS])
         ]
         scheduler = engine.scheduler

@@ -111,7 +111,9 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
             **POOLS,
         )
         engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
-        requests = [engine.add_request(str(i), p, SamplingParams(MAX_TOKENS)) for i, p in enumerate(prompts)]
+        requests = [
+            engine.add(engine.make_request(str(i), p, SamplingParams(MAX_TOKENS))) for i, p in enumerate(prompts)
+        ]
         run_to_end(engine)
         stream = engine.backend.model.weights.slots
         sizes = boundary_bytes(engine.backend.model_config, torch.float32)

@@ -51,7 +51,9 @@ def open_engine(model_dir: Path, variant: str, addresses: Sequence[tuple[str, in
 
 
 def add_all(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Request]:
-    return [engine.add_request(str(i), prompt, SamplingParams(MAX_TOKENS)) for i, prompt in enumerate(prompts)]
+    return [
+        engine.add(engine.make_request(str(i), prompt, SamplingParams(MAX_TOKENS))) for i, prompt in enumerate(prompts)
+    ]
 
 
 def run_to_end(engine: Engine, most_steps: int = 20_000) -> None:

@@ -252,7 +252,7 @@ def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = froze
     """Output tokens of the requests that are not aborted on their way."""
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(torch.nan)
-    requests = [engine.add_request(str(i), prompt, sampling(i)) for i, prompt in enumerate(some_prompts)]
+    requests = [engine.add(engine.make_request(str(i), prompt, sampling(i))) for i, prompt in enumerate(some_prompts)]
     leaving = sorted(aborted)
     for step in range(2000):
         if not engine.has_unfinished():
