@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
-
 from apex.schedulers.adaptive.policy import Adaptive
 from apex.schedulers.apex import Apex
 from apex.schedulers.hybrid import Predicting
@@ -13,12 +9,7 @@ from apex.schedulers.neo import FastDecode, Neo
 from apex.schedulers.omniserve.baselines import Llumnix, Sarathi
 from apex.schedulers.omniserve.policy import OmniServe
 from apex.schedulers.omniserve.stepping import OmniServeStepping
-from apex.strategy import StrategyConfig
 from swiftllm.systems import System, register_system
-
-if TYPE_CHECKING:
-    from swiftllm.config import EngineConfig
-    from swiftllm.engine.engine import Engine
 
 
 def register_scheduler(name: str, summary: str, policy: type[Predicting]) -> None:
@@ -27,27 +18,14 @@ def register_scheduler(name: str, summary: str, policy: type[Predicting]) -> Non
     Raises:
         ValueError: another system has that name.
     """
-    register_system(System(name, summary, policy, offloads=True, build=_build))
-
-
-def _build(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
-    from apex.systems import build_system  # loads torch
-
-    known = {field.name for field in fields(StrategyConfig)}
-    if unknown := [name for name in strategy if name not in known]:
-        raise TypeError(f"{system.name} has no option {', '.join(unknown)}: its own are {', '.join(sorted(known))}")
-    return build_system(system.name, config, StrategyConfig(**strategy))
+    register_system(System(name, summary, policy, needs_predictions=True))
 
 
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", Neo)
 register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecode)
 register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", Apex)
-register_scheduler(
-    "adaptive", "this project's: prompts beside decodes, lockstep or free-running cohorts", Adaptive
-)
-register_scheduler(
-    "omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServe
-)
+register_scheduler("adaptive", "this project's: prompts beside decodes, lockstep or free-running cohorts", Adaptive)
+register_scheduler("omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServe)
 register_scheduler(
     "omniserve-stepping", "omniserve whose best-effort cohorts also step (this project's)", OmniServeStepping
 )

@@ -101,7 +101,7 @@ class Patience:
 def lane_s(model: PerfModel, load: LaneLoad) -> float:
     """Seconds of an iteration of the lane alone."""
     layer_s = model.layer_s(model.linear_s(load.tokens) + load.gpu_attention_s(model))
-    return model.num_layers * layer_s + model.ends_s(load.requests)
+    return model.num_layers * layer_s + model.outside_layers_s(load.requests)
 
 
 def gpu_only(

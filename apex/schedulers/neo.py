@@ -54,7 +54,7 @@ def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline) -> None:
         load = pipeline.load
         pipeline.set_load(load.without(item))
         lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-        if len(load.chunks) == 1 or lane_tokens < pipeline.model.linear_knee_tokens or not pipeline.hides_cpu():
+        if len(load.chunks) == 1 or lane_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
             pipeline.set_load(load)
             break
         draft.put_off(item)

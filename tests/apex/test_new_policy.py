@@ -25,6 +25,7 @@ from tests.reference.tiny_model import make_tiny_llama
 
 LS, BE = ServiceClass
 NAME = "shortest-first"
+SAMPLING = SamplingParams(max_tokens=10, ignore_eos=True)
 LENGTHS = (30, 5, 17, 9, 24, 3, 12, 28)
 
 
@@ -43,8 +44,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(engine: Engine, classes: Sequence[ServiceClass] = (LS,)) -> list[Request]:
     """All requests, in order of arrival, once they are done and both pools are empty."""
     requests = [
-        engine.add_request(
-            str(i), range(5, 5 + length), SamplingParams(10, ignore_eos=True), service_class=classes[i % len(classes)]
+        engine.add(
+            engine.make_request(str(i), range(5, 5 + length), SAMPLING, service_class=classes[i % len(classes)])
         )
         for i, length in enumerate(LENGTHS)
     ]

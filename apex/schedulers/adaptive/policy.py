@@ -83,7 +83,7 @@ class Adaptive(Hybrid):
         residents = draft.residents
         if self._chunk_sizes is None:
             budget = residents.limits.max_num_batched_tokens
-            self._chunk_sizes = ChunkSizes(self.times, budget, self.model.linear_knee_tokens)
+            self._chunk_sizes = ChunkSizes(self.times, budget, self.model.flat_linear_tokens)
         on_gpu = residents.decoding[Tier.GPU][: residents.limits.max_num_batched_tokens]
         on_cpu, gpu_context = residents.decoding[Tier.CPU], context_tokens(on_gpu)
         queue = len(residents.waiting) + len(residents.prefilling)

@@ -64,7 +64,7 @@ def gpu_only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     g, none = load.gpu_decodes, np.zeros_like(cpu_decodes)
     prompts = load.prompt_tokens(g)
     layer_s = times.layer_s(times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context))
-    total_s = times.num_layers * layer_s + times.ends_s(g)
+    total_s = times.num_layers * layer_s + times.outside_layers_s(g)
     rate = g / total_s if total_s > 0 else 0.0
     return Rate(none + rate, none + prompts, none, none, none)
 
@@ -102,7 +102,7 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     prompts = load.prompt_tokens(g + members)
     attention_s, context = times.gpu_attention_s(g, load.gpu_context), load.cpu_context
     layer_s = pipelining_layer_s(times, g + prompts, attention_s, (riding, context), (stepping, context))
-    total_s = times.num_layers * layer_s + times.ends_s(g + riding) + times.ends_s(stepping)
+    total_s = times.num_layers * layer_s + times.outside_layers_s(g + riding) + times.outside_layers_s(stepping)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
     best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
 
@@ -136,7 +136,7 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
     size = cpu_decodes / number
     step_s = times.step_s(size)
     steps_s, cpu_s = number * step_s, times.cpu_attention_s(size, load.cpu_context)
-    gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.ends_s(g) / layers
+    gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.outside_layers_s(g) / layers
     prompts = load.prompt_tokens(g + cpu_decodes)
     for _ in range(OVERLAP_ROUNDS):
         lane_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)

@@ -55,7 +55,7 @@ def _point(
         ValueError: the model fits neither GPU nor host.
     """
     machine, system = placer.machine, run["system"]
-    offloads = find_system(system).offloads
+    offloads = find_system(system).needs_predictions
     load = Load(input_len, output_len, settings["max_num_seqs"], offloads, run["cpu_computes"])
     placed = placer.place("auto", load)
     num_cpu_blocks = placed.num_cpu_blocks if offloads else 0

@@ -175,7 +175,7 @@ def test_the_offline_api_places_weights_of_every_system(model_dir):
 
 def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):
     rest = BestEffortFlags(best_effort_requests=3, best_effort_input_len=100)
-    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest)._workload() == Workload(4, 80, 8)
+    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == Workload(4, 80, 8)
     model = replace(ModelConfig.from_folder(model_dir), max_position_embeddings=4096)
     config = config_for(model_dir)
     assert assumed_workload(replace(config, max_model_len=None), model) == Workload(8, 1000, 200, assumed=True)

@@ -18,7 +18,7 @@ from swiftllm.kv.sizing import check_weights, plan_blocks, weight_bytes
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import load_weights
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
@@ -115,14 +115,14 @@ def test_nothing_is_loaded_of_a_model_that_is_too_large(tiny_model_dir, monkeypa
     monkeypatch.setattr(HostDevice, "free_bytes", lambda self: 1000)
     monkeypatch.setattr("swiftllm.runtime.torch_backend.open_weights", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InsufficientMemory, match="the model's weights take"):
-        TorchBackend(EngineConfig(str(tiny_model_dir()), device="cpu"))
+        open_torch_backend(EngineConfig(str(tiny_model_dir()), device="cpu"))
 
 
 def gpu_blocks(model_dir, total_bytes: int, **options) -> tuple[int, int]:
     """Blocks on a GPU of so many bytes, and those of them that are in use when the backend is built."""
     with fake_gpu(0) as cuda:
         cuda.total_bytes = total_bytes
-        backend = TorchBackend(
+        backend = open_torch_backend(
             EngineConfig(str(model_dir), dtype="float32", num_cpu_blocks=1, max_model_len=256, **options)
         )
         return backend.num_gpu_blocks, cuda.allocated
@@ -151,7 +151,7 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
         max_model_len=context,
     )
     with fake_gpu(0, can_capture=False) as cuda:
-        backend = TorchBackend(config)
+        backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         riders = [driver.admit(f"cpu{i}", range(3, 20), Tier.CPU, sampling) for i in range(16)]
@@ -164,7 +164,7 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
             work()
             return cuda.peak - before
 
-        widest = peak(lambda: widest_iteration(backend._model, backend._sampler, config, torch.float32))
+        widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
         taken = peak(lambda: driver.run(items, riders))
         assert 0.5 * widest < taken <= widest
 
@@ -182,7 +182,7 @@ def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(
         max_model_len=256,
     )  # fmt: skip
     with fake_gpu(0, can_capture=False, total_bytes=64 * MIB):
-        driver = BackendDriver(TorchBackend(config))
+        driver = BackendDriver(open_torch_backend(config))
         backend, lane, cohorts = driver.backend, prompts_of(driver, Tier.GPU, 8, 254), []
         riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, SamplingParams(max_tokens=2)) for i in range(8)]
         driver.prefill(riders)
@@ -200,7 +200,7 @@ def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_
         num_gpu_blocks=1, num_cpu_blocks=100, max_num_batched_tokens=1024, max_num_seqs=16, max_model_len=66,
     )  # fmt: skip
     with fake_gpu(seed, can_capture=False) as cuda:
-        backend = TorchBackend(config)
+        backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, sampling) for i in range(4)]
@@ -213,7 +213,7 @@ def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_
             work()
             return cuda.peak - before
 
-        widest = peak(lambda: widest_iteration(backend._model, backend._sampler, config, torch.float32))
+        widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
         taken = peak(lambda: driver.run(lane, riders))
         assert taken <= widest
 

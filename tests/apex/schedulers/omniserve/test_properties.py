@@ -94,7 +94,7 @@ def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> No
         settings = random_settings(rng)
         engine = simulated_engine(system, tpot_slo_s=tpot_slo_s, disable_online_correction=True, **settings)
         policy = engine.policy
-        limit_s, knee = policy.slo.iteration_s, policy.model.linear_knee_tokens
+        limit_s, knee = policy.slo.iteration_s, policy.model.flat_linear_tokens
 
         def watched(residents: Residents, make=policy.plan, limit_s=limit_s, knee=knee) -> IterationPlan:
             has_urgent = any(r.service_class is LS and not r.is_finished for r in residents.requests.values())
@@ -263,7 +263,7 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
     requests = engine.recover()
     assert len(requests) == 24 and not engine.residents.cohorts
     for request in requests:
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     while engine.has_unfinished():
         engine.step()
     assert all(request.output_len == 300 for request in requests)
