@@ -180,7 +180,7 @@ def _engine(system: str, workload: Workload) -> Engine:
         return fake_engine(system, **pools, **limits, host_blocks=workload.host_blocks, strategy=strategy)
     limits = {"max_num_batched_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
     return build_simulated(
-        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, believed=workload.believed
+        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, scheduler_table=workload.believed
     )
 
 

@@ -59,7 +59,7 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
         max_model_len=1 << 20,
         interconnect=placer.interconnect,
         weights=placer.with_placement(placement),
-        believed=placer.believed(placement),
+        scheduler_table=placer.believed(placement),
     )
     for i in range(num_gpu + num_cpu):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120)))

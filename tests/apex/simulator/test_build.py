@@ -60,7 +60,7 @@ def test_a_simulation_has_no_worker_to_restart_and_names_what_it_extrapolates() 
 
 def test_a_scheduler_may_believe_another_table_than_the_machine_s() -> None:
     believed = scaled_table(TABLE, lane=1.0, cpu_attention=2.0)
-    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, believed=believed)
+    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, scheduler_table=believed)
     assert engine.scheduler.model.table is believed
     right = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
     assert right.scheduler.model.table is TABLE

@@ -160,7 +160,8 @@ def test_a_scaled_table_predicts_multiples_of_everything() -> None:
     given = replace(TABLE, prefill_shared_s=1e-7, hand_over=TABLE.swap, iteration=TABLE.swap)
     table, scaled = PerfModel(given, LAYERS), PerfModel(scaled_table(given, 3.0, 0.5), LAYERS)
     chunks = [(100, 0), (50, 20)]
-    lane = ("linear_s", "ends_s", "first_boundary_s", "last_boundary_s", "hand_over_s", "host_work_s", "swap_s")
+    lane = ("linear_s", "outside_layers_s", "first_boundary_s", "last_boundary_s", "hand_over_s", "host_work_s",
+            "swap_s")  # fmt: skip
     for name, sizes, factor in (
         *((name, (9,), 3.0) for name in lane),
         ("prefill_attention_s", (chunks,), 3.0),
@@ -168,4 +169,4 @@ def test_a_scaled_table_predicts_multiples_of_everything() -> None:
         ("cpu_attention_s", (7, 900), 0.5),
     ):
         assert getattr(scaled, name)(*sizes) == pytest.approx(factor * getattr(table, name)(*sizes)), name
-    assert scaled.linear_knee_tokens == table.linear_knee_tokens
+    assert scaled.flat_linear_tokens == table.flat_linear_tokens

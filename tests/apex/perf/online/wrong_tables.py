@@ -35,7 +35,7 @@ def simulated_engine(
         max_num_batched_tokens=1024,
         max_model_len=2048,
         strategy=strategy,
-        believed=table,
+        scheduler_table=table,
     )
 
 

@@ -44,7 +44,7 @@ def simulated_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         strategy=StrategyConfig(**strategy) if system not in ("vllm", "swiftllm", "llumnix") else None,
-        believed=believed,
+        scheduler_table=believed,
     )
 
 

@@ -93,7 +93,7 @@ def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> No
         settings = random_settings(rng)
         engine = simulated_engine(system, tpot_slo_s=tpot_slo_s, disable_online_correction=True, **settings)
         scheduler = engine.scheduler
-        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.linear_knee_tokens
+        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.flat_linear_tokens
         schedule = scheduler.schedule
 
         def watched(scheduler=scheduler, schedule=schedule, limit_s=limit_s, knee=knee) -> IterationPlan:
