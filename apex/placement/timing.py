@@ -6,21 +6,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import torch
 
 import pacpu
 from apex.perf.model import Curve
-from apex.placement.budget import Rates
-from apex.placement.costs import BoundaryCost, CopyEffect
+from apex.placement.costs import BoundaryCost, CopyEffect, Rates, boundary_costs
 from swiftllm.device.device import Device
-from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.machine import usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placed_weights import PlacedWeights
 from swiftllm.model.placement import Place, Placement
+from swiftllm.model.sizes import boundary_bytes
 from swiftllm.model.weight_stream import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
@@ -52,29 +52,18 @@ class BoundaryTimes:
 
     def costs(self, sizes: Sequence[float], rows: float) -> list[BoundaryCost]:
         """Of boundaries of these sizes in bytes: each takes its share of the times."""
-        gpu_s, cpu_s = self.gpu(rows), self.cpu(rows)
-        shares = [size / self.weight_bytes for size in sizes]
-        return [
-            BoundaryCost(size, gpu_s * share, cpu_s * share, self.stream_s * share)
-            for size, share in zip(sizes, shares, strict=True)
-        ]
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        return boundary_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        return self.weight_bytes / self.stream_s
-
-    @property
-    def dram_bytes_per_s(self) -> float:
-        """What link and CPU read together."""
-        return max(self.read_bytes_per_s, self.link_bytes_per_s / MOST_OF_DRAM)
+    def rates(self, cpu_attention_bytes_per_s: float) -> Rates:
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        dram_bytes_per_s = max(self.read_bytes_per_s, pcie_bytes_per_s / MOST_OF_DRAM)
+        return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s)
 
     @property
     def copy_effect(self) -> CopyEffect:
         """What copies do to the CPU."""
-        return CopyEffect(self.link_bytes_per_s / self.dram_bytes_per_s, CHUNK_BYTES / self.link_bytes_per_s / 2)
-
-    def rates(self, cpu_attention_bytes_per_s: float) -> Rates:
-        return Rates(self.link_bytes_per_s, cpu_attention_bytes_per_s, self.dram_bytes_per_s)
+        return self.rates(inf).copy_effect(CHUNK_BYTES)
 
 
 def time_boundary(

@@ -13,10 +13,11 @@ from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
 from swiftllm.config import DtypeName, EngineConfig, LoadFormat
 from swiftllm.files import cache_dir, write_atomically
-from swiftllm.kv.fit import MemoryFit, check_fit, memory_fit
+from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import Card, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 GB = 1e9
 USABLE_SHARE = 0.97
@@ -69,7 +70,7 @@ class LocalSetting:
     weights: Literal["checkpoint", "dummy"]
     papers_model: bool
     engine: EngineConfig
-    fit: MemoryFit
+    fit: MemoryBudget
     differences: tuple[str, ...]
 
     @property
@@ -117,7 +118,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         cpu_threads=choices.cpu_threads,
         cpu_kernel=choices.cpu_kernel,
     )
-    fit = memory_fit(
+    fit = estimate_memory(
         shape,
         dtype,
         block_size=BLOCK_SIZE,
@@ -139,7 +140,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         longest = -(-engine.max_model_len // BLOCK_SIZE)
         cpu_blocks = max(_steady_blocks(left_for_cpu), min(longest, left_for_cpu))
     try:
-        check_fit(fit, gpu_blocks, cpu_blocks)
+        fit.check(gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
         raise ValueError(f"setting {paper.name} does not fit here: {error}") from None
     for where, blocks in (("the GPU pool", gpu_blocks), ("host memory", cpu_blocks)):
@@ -192,7 +193,7 @@ def _cpu_blocks(paper: PaperSetting, choices: Choices, bytes_per_block: int) -> 
         return TINY_CPU_BLOCKS
     if choices.num_layers is not None:
         return paper.num_cpu_blocks
-    return int(paper["cpu_kv_gb"] * GB // bytes_per_block)
+    return blocks_in(paper["cpu_kv_gb"] * GB, bytes_per_block)
 
 
 def _steady_blocks(most: int) -> int:

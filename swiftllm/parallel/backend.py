@@ -28,7 +28,7 @@ from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
-from swiftllm.kv.sizing import KVPlan, plan_blocks
+from swiftllm.kv.budget import KVPlan, plan_blocks
 from swiftllm.machine import allowed_cores, available_host_bytes, bind_to, unbind, usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group

@@ -11,7 +11,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import Ticket
-from swiftllm.kv.sizing import KVPlan
+from swiftllm.kv.budget import KVPlan
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.channel import Channel, ChannelClosed

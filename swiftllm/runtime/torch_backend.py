@@ -15,8 +15,8 @@ from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
+from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
 from swiftllm.kv.pools import KVPools
-from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
@@ -133,7 +133,7 @@ class TorchBackend:
         return self.hardware.free_bytes()
 
     def _plan_blocks(self, config: EngineConfig, device_bytes: int | None) -> KVPlan:
-        """``device_bytes``: see :func:`~swiftllm.kv.sizing.plan_blocks`."""
+        """``device_bytes``: see :func:`~swiftllm.kv.budget.plan_blocks`."""
         return plan_blocks(config, self.kv_bytes_per_block, available_host_bytes(), device_bytes)
 
     def _capture_graphs(self) -> None:
