@@ -120,17 +120,13 @@ def _attention_rate(
     block_bytes = 2 * model.num_kv_heads * BLOCK_SIZE * model.head_dim * dtype.itemsize
     blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
     pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=dtype, device=where)
-    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in _head_counts(model)]
+    counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V
+    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in counts]
     tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)
     lens = torch.full((ATTENDING,), blocks_each * BLOCK_SIZE, dtype=torch.int32, device=where)
     out = torch.zeros_like(heads[0])
     seconds = _median_s(device, lambda: attend(*heads, pool, tables, lens, out, model.head_dim**-0.5))
     return pool.nbytes / seconds
-
-
-def _head_counts(model: ModelConfig) -> tuple[int, int, int]:
-    """Of Q, K and V."""
-    return model.num_heads, model.num_kv_heads, model.num_kv_heads
 
 
 def _copy(weights: PlacedWeights) -> None:

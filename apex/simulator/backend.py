@@ -21,13 +21,14 @@ Resources:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
-from apex.simulator.weight_path import PlacedWeights, StreamingLink, WeightStream
+from apex.simulator.weight_path import SimulatedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import SwapTimes, TicketTimes
@@ -76,17 +77,6 @@ class SimulatedTicket:
         return self.task.times()
 
 
-class _Memo(dict[int, float]):
-    """Predictions by size, each made once."""
-
-    def __init__(self, predict: Callable[[int], float]) -> None:
-        self._predict = predict
-
-    def __missing__(self, size: int) -> float:
-        seconds = self[size] = self._predict(size)
-        return seconds
-
-
 class SimulatedBackend:
     """See :class:`swiftllm.engine.backend.Backend` for the interface and the module's docstring for the model.
 
@@ -102,7 +92,7 @@ class SimulatedBackend:
         *,
         launch_s: float = 0.0,
         interconnect: Interconnect | None = None,
-        weights: PlacedWeights | None = None,
+        weights: SimulatedWeights | None = None,
     ) -> None:
         """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
 
@@ -117,12 +107,12 @@ class SimulatedBackend:
         self._launch_s = launch_s
         self._interconnect = interconnect
         self._last = model.num_layers - 1
-        self._linear_s = _Memo(model.linear_s)
-        self._first_s = _Memo(model.first_boundary_s)
-        self._last_s = _Memo(model.last_boundary_s)
-        self._hand_over_s = _Memo(model.hand_over_s)
-        self._iteration_s = model.host_work_s(0)
-        self._requests_s = _Memo(lambda requests: model.host_work_s(requests) - self._iteration_s)
+        self._linear_s = cache(model.linear_s)  # sizes recur in every layer
+        self._first_s = cache(model.first_boundary_s)
+        self._last_s = cache(model.last_boundary_s)
+        self._hand_over_s = cache(model.hand_over_s)
+        self._iteration_s = iteration_s = model.host_work_s(0)
+        self._requests_s = cache(lambda requests: model.host_work_s(requests) - iteration_s)
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
@@ -157,13 +147,13 @@ class SimulatedBackend:
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
-        self.clock_s += self._requests_s[len(items)]
+        self.clock_s += self._requests_s(len(items))
         load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
-        self.clock_s += self._requests_s[len(requests)]
+        self.clock_s += self._requests_s(len(requests))
         return self._cohort(requests)
 
     def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
@@ -192,12 +182,12 @@ class SimulatedBackend:
         for batch in batches:
             num_rows += batch.num_rows
         if 0 <= layer < self._last:
-            self._run(self._linear_s[num_rows])
+            self._run(self._linear_s(num_rows))
             return {}
         if layer < 0:
-            self._run(self._first_s[num_rows])
+            self._run(self._first_s(num_rows))
             return {}
-        self._run(self._last_s[sum(len(batch.sampled) for batch in batches)])
+        self._run(self._last_s(sum(len(batch.sampled) for batch in batches)))
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
@@ -232,7 +222,7 @@ class SimulatedBackend:
     # -- PCIe and the CPU worker ------------------------------------------------------------------------------------
 
     def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
-        self.clock_s += self._hand_over_s[cohort.num_rows]
+        self.clock_s += self._hand_over_s(cohort.num_rows)
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect

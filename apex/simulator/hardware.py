@@ -131,7 +131,7 @@ class Host(Hardware):
 
 
 @dataclass(frozen=True)
-class Link(Hardware):
+class GpuLink(Hardware):
     """What joins the GPUs of a host."""
 
 
@@ -165,10 +165,10 @@ def load_host(name_or_path: str | Path) -> Host:
 
 
 @functools.cache
-def load_link(name_or_path: str | Path) -> Link:
+def load_link(name_or_path: str | Path) -> GpuLink:
     """Read a link between GPUs, as :func:`load_gpu` does a GPU."""
     raw, figures = _read(_find(name_or_path, "link"), "link", LINK_FIGURES)
-    return Link(raw["name"], figures)
+    return GpuLink(raw["name"], figures)
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:

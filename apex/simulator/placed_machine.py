@@ -18,7 +18,7 @@ from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
 from apex.simulator.predicted_machine import PredictedMachine
 from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
-from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
+from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.machine import GIB
 from swiftllm.model.placement import Place, Placement
@@ -37,7 +37,7 @@ class PlacedMachine:
     table: ProfileTable
     scheduler_table: ProfileTable
     interconnect: Interconnect
-    weights: PlacedWeights
+    weights: SimulatedWeights
     predicted_tokens_per_s: float
 
     @property
@@ -118,9 +118,9 @@ class WeightPlacer:
         sizes = self.boundary_bytes
         return boundary_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
 
-    def with_placement(self, placement: Placement) -> PlacedWeights:
+    def with_placement(self, placement: Placement) -> SimulatedWeights:
         """What the simulated backend needs to run a placement."""
-        return PlacedWeights(placement, self.boundary_bytes, self._cpu_linear, self._hidden_bytes)
+        return SimulatedWeights(placement, self.boundary_bytes, self._cpu_linear, self._hidden_bytes)
 
     def without_transfers(self) -> ProfileTable:
         """The machine's table with CPU attention that leaves PCIe transfers to the simulated link."""
