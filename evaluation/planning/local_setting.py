@@ -125,9 +125,8 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=engine.max_model_len,
-        device_bytes=0 if card is None else int(USABLE_SHARE * card.total_bytes),
+        device_bytes=None if card is None else int(USABLE_SHARE * card.total_bytes),
         host_bytes=host_bytes,
-        on_host=card is None,
     )
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = "chosen" if choices.num_gpu_blocks else choices.pools if is_own_card else "card"

@@ -36,47 +36,45 @@ def blocks_in(free_bytes: float, bytes_per_block: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a card (without one: the host) and the host hold of a model. All but ``on_host`` and numbers are bytes.
+    """What a card and its host hold of a model, in bytes, and the KV blocks that fit beside it.
 
     Attributes:
-        device_bytes: the card's memory that may be used; without a card 0.
+        device_bytes: the card's memory that may be used. None: no card, weights and both pools lie in host memory.
         host_bytes: available host memory.
         weight_bytes: of all weights.
         bytes_per_block: K and V of a block in all layers.
         activation_bytes: at the peak of the widest iteration, with the buffers that stay.
         reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
-        host_headroom_bytes: of the host, for all else.
-        on_host: there is no card; weights and both pools lie in host memory.
-        weights: where there is a card, their sizes if they are placed elsewhere or quantised.
+        host_headroom_bytes: of the host beside a card, for all else.
+        weights: their sizes if they are placed elsewhere or quantised, for advice.
     """
 
-    device_bytes: float
+    device_bytes: float | None
     host_bytes: float
     weight_bytes: int
     bytes_per_block: int
     activation_bytes: int = 0
     reserved_bytes: int = 0
     host_headroom_bytes: int = 0
-    on_host: bool = False
     weights: WeightSizes | None = None
 
     @property
     def usable_bytes(self) -> float:
-        """Of the card, for weights and KV cache."""
-        return self.device_bytes - self.activation_bytes - self.reserved_bytes
+        """For weights and KV cache: of the card, without one of the host."""
+        all_bytes = self.host_bytes if self.device_bytes is None else self.device_bytes
+        return all_bytes - self.activation_bytes - self.reserved_bytes
 
     @property
     def max_gpu_blocks(self) -> int:
-        """Blocks that fit beside weights, activations and reserve."""
-        if self.on_host:
-            return self.max_cpu_blocks
+        """Blocks that fit beside weights, activations and reserve. Without a card both pools share this number."""
         return blocks_in(self.usable_bytes - self.weight_bytes, self.bytes_per_block)
 
     @property
     def max_cpu_blocks(self) -> int:
-        """Blocks that fit the host beside its headroom. Without a card both pools share this number."""
-        taken = self.weight_bytes + self.activation_bytes + self.reserved_bytes if self.on_host else 0
-        return blocks_in(self.host_bytes - self.host_headroom_bytes - taken, self.bytes_per_block)
+        """Blocks that fit the host beside its headroom."""
+        if self.device_bytes is None:
+            return self.max_gpu_blocks
+        return blocks_in(self.host_bytes - self.host_headroom_bytes, self.bytes_per_block)
 
     def check(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Check that pools of these numbers of blocks fit.
@@ -85,20 +83,20 @@ class MemoryBudget:
             InsufficientMemory: they do not. The message says what each part needs, what is there, how many blocks would
                 fit, and what to do.
         """
-        fixed_bytes = self.weight_bytes + self.activation_bytes + self.reserved_bytes
+        room_bytes = self.usable_bytes - self.weight_bytes
         weights, activations, reserved = map(_gib, (self.weight_bytes, self.activation_bytes, self.reserved_bytes))
         parts = f"Needed are weights {weights}, activations {activations}, {reserved}"
-        device = f"the {'host' if self.on_host else 'GPU'} has"
-        if self.on_host:
+        host = f"the host has {_gib(self.host_bytes)} of memory available"
+        if self.device_bytes is None:
             blocks = num_gpu_blocks + num_cpu_blocks
-            if fixed_bytes + blocks * self.bytes_per_block > self.host_bytes:
+            if blocks * self.bytes_per_block > room_bytes:
                 raise InsufficientMemory(
-                    f"{device} {_gib(self.host_bytes)} of memory available. {parts} of headroom, and "
+                    f"{host}. {parts} of headroom, and "
                     f"{self._words('num_gpu_blocks + num_cpu_blocks', blocks, self.max_cpu_blocks)}. Lower both "
                     "numbers, or take a smaller model"
                 )
             return
-        if fixed_bytes + num_gpu_blocks * self.bytes_per_block > self.device_bytes:
+        if num_gpu_blocks * self.bytes_per_block > room_bytes:
             most = self.max_gpu_blocks
             if self.weight_bytes + self.reserved_bytes > self.device_bytes:
                 advice = weights_advice(self.weights, self.usable_bytes, self.host_bytes)
@@ -110,13 +108,12 @@ class MemoryBudget:
             else:
                 remedy = f"Set num_gpu_blocks to {most:,}, or lower max_num_batched_tokens"
             raise InsufficientMemory(
-                f"{device} {_gib(self.device_bytes)} of memory. {parts} for CUDA and headroom, and "
+                f"the GPU has {_gib(self.device_bytes)} of memory. {parts} for CUDA and headroom, and "
                 f"{self._words('num_gpu_blocks', num_gpu_blocks, most)}. {remedy}"
             )
         if num_cpu_blocks > (most := self.max_cpu_blocks):
             raise InsufficientMemory(
-                f"the host has {_gib(self.host_bytes)} of memory available. Needed are "
-                f"{_gib(self.host_headroom_bytes)} of headroom, and "
+                f"{host}. Needed are {_gib(self.host_headroom_bytes)} of headroom, and "
                 f"{self._words('num_cpu_blocks', num_cpu_blocks, most)}. Set num_cpu_blocks to {most:,}, end other "
                 "programs, or take a machine with more memory"
             )

@@ -11,7 +11,7 @@ from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
-from swiftllm.model.sizes import WeightSizes, weight_bytes
+from swiftllm.model.sizes import WeightSizes
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.reference import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
@@ -29,9 +29,8 @@ def estimate_memory(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    device_bytes: int,
+    device_bytes: int | None,
     host_bytes: int,
-    on_host: bool = False,
 ) -> MemoryBudget:
     """The budget of an engine with KV blocks of ``block_size`` tokens.
 
@@ -39,11 +38,11 @@ def estimate_memory(
         dtype: of weights, activations and KV cache, or its name.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
         device_bytes: the card's memory as torch reports it (``total_memory``). ``nvidia-smi`` reports 2% to 3% more
-            as ``memory.total``, of which ``memory.reserved`` cannot be used.
+            as ``memory.total``, of which ``memory.reserved`` cannot be used. None: there is no card.
         host_bytes: available host memory (:func:`swiftllm.machine.available_host_bytes`).
-        on_host: there is no card: ``device_bytes`` is not looked at.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
     activations = activation_bytes(
         model,
         dtype.itemsize,
@@ -53,15 +52,14 @@ def estimate_memory(
         on_host=on_host,
     )
     return MemoryBudget(
-        device_bytes=0 if on_host else device_bytes,
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
-        weight_bytes=weight_bytes(model, dtype),
+        weight_bytes=sizes.total,
         bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * block_size,
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
         host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,
-        on_host=on_host,
-        weights=None if on_host else WeightSizes.of(model, dtype),
+        weights=sizes,
     )
 
 

@@ -203,14 +203,14 @@ def test_the_host_s_pool_is_held_against_the_host():
 
 def test_without_a_card_the_host_holds_everything():
     host_bytes = 20 * GIB
-    fit = estimate_memory(LLAMA_7B, torch.float16, device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+    fit = estimate_memory(LLAMA_7B, torch.float16, device_bytes=None, host_bytes=host_bytes, **SIZES)
     rest = host_bytes - fit.weight_bytes - fit.activation_bytes - HOST_HEADROOM_BYTES
     assert fit.max_gpu_blocks == fit.max_cpu_blocks == rest // fit.bytes_per_block > 0
     half = fit.max_cpu_blocks // 2
     fit.check(half, half)
     with pytest.raises(InsufficientMemory, match=r"num_gpu_blocks \+ num_cpu_blocks = .* Lower both"):
         fit.check(half, fit.max_cpu_blocks)
-    small = estimate_memory(LLAMA_7B, "float32", device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+    small = estimate_memory(LLAMA_7B, "float32", device_bytes=None, host_bytes=host_bytes, **SIZES)
     with pytest.raises(InsufficientMemory, match=r"weights 25\.10 GiB"):
         small.check(0, 0)
 
