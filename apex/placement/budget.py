@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from apex.placement.costs import BoundaryCost, CopyEffect, Rates, batch_s
+from apex.placement.costs import BoundaryCost, Rates, batch_s
 from apex.placement.search import PlacementProblem, fastest_placements, least_gpu_bytes
 from swiftllm.machine import GIB, gib_rounded_up
 from swiftllm.model.placement import Place
@@ -50,7 +50,6 @@ class CostModel(Protocol):
     kv_bytes_per_token: float
     """In all layers."""
     rates: Rates
-    copy_effect: CopyEffect
 
     def costs(self, rows: float) -> list[BoundaryCost]:
         """Of the boundaries, for an iteration of ``rows``."""
@@ -156,7 +155,7 @@ def _estimate(
         model.costs(workload.rows(requests)),
         weight_bytes - model.other_bytes,
         model.other_s(on_gpu, workload.context, requests),
-        model.copy_effect,
+        model.rates.copy_effect,
         cpu_computes,
     )
     fastest = fastest_placements(problem)[0]

@@ -32,15 +32,19 @@ class CopyEffect:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second: of one direction of PCIe, of CPU attention alone, and what both read together."""
+    """Bytes a second: of one direction of PCIe, of CPU attention alone, and what both read together.
+
+    Copies of weights cross in chunks of ``chunk_bytes``.
+    """
 
     pcie: float
     cpu_attention: float
     dram: float
+    chunk_bytes: float
 
-    def copy_effect(self, chunk_bytes: float) -> CopyEffect:
-        """Of copies in chunks of this size."""
-        return CopyEffect(self.pcie / self.dram, chunk_bytes / self.pcie / 2)
+    @property
+    def copy_effect(self) -> CopyEffect:
+        return CopyEffect(self.pcie / self.dram, self.chunk_bytes / self.pcie / 2)
 
 
 def boundary_costs(

@@ -71,7 +71,7 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         with progress_bar("measuring where weights belong") as progress:
             times = time_boundary(model, dtype, device, ops, rows, progress)
         costs = times.costs(memory.boundary_bytes, config.max_num_seqs)
-        return WeightsPlan(refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.copy_effect)))
+        return WeightsPlan(refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect)))
     workload = workload or assumed_workload(config, model)
     at_once = replace(workload, num_requests=min(config.max_num_seqs, workload.num_requests))
     if memory.holds_all(at_once):
@@ -114,7 +114,7 @@ class MeasuredCosts:
         self.boundary_bytes, self.other_bytes = memory.boundary_bytes, memory.other_bytes
         self.kv_bytes_per_token = memory.kv_bytes_per_token
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
-        self.rates, self.copy_effect = times.rates(cpu_attention), times.copy_effect
+        self.rates = times.rates(cpu_attention)
         self._times = times
         self._gpu_attention = gpu_attention
         model = memory.model

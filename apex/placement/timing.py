@@ -13,7 +13,7 @@ import torch
 
 import pacpu
 from apex.perf.model import Curve
-from apex.placement.costs import BoundaryCost, CopyEffect, Rates, boundary_costs
+from apex.placement.costs import BoundaryCost, Rates, boundary_costs
 from swiftllm.device.device import Device
 from swiftllm.machine import usable_cores
 from swiftllm.model.config import ModelConfig
@@ -55,15 +55,10 @@ class BoundaryTimes:
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
         return boundary_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
 
-    def rates(self, cpu_attention_bytes_per_s: float) -> Rates:
+    def rates(self, cpu_attention_bytes_per_s: float = inf) -> Rates:
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
         dram_bytes_per_s = max(self.read_bytes_per_s, pcie_bytes_per_s / MOST_OF_DRAM)
-        return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s)
-
-    @property
-    def copy_effect(self) -> CopyEffect:
-        """What copies do to the CPU."""
-        return self.rates(inf).copy_effect(CHUNK_BYTES)
+        return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s, CHUNK_BYTES)
 
 
 def time_boundary(

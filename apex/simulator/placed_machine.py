@@ -88,8 +88,7 @@ class WeightPlacer:
         )
         link = self.interconnect
         cpu_attention = float(identity["cpu_attention_gb_s"]) * 1e9
-        self.rates = Rates(link.bytes_per_s, cpu_attention, link.dram_bytes_per_s)
-        self.copy_effect = self.rates.copy_effect(CHUNK_BYTES)
+        self.rates = Rates(link.bytes_per_s, cpu_attention, link.dram_bytes_per_s, CHUNK_BYTES)
         self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * itemsize
         self._crossing_bytes = crossing_bytes_per_row(shape, itemsize)
         plain = cpu_linear_curve(machine.host, shape, itemsize)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from apex.placement.budget import Workload
-from apex.placement.costs import BoundaryCost, Rates, batch_s, beside_copies_s
+from apex.placement.costs import BoundaryCost, CopyEffect, Rates, batch_s, beside_copies_s
 from apex.placement.search import PlacementProblem, TimedPlacement, fastest_placements, iteration_s, refined_placement
 from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
@@ -38,7 +38,7 @@ def test_no_placement_is_more_than_2_percent_faster(machine: str, rows: int, mor
     predicted = predict_machine(*MACHINES[machine], "float16")
     placer = WeightPlacer(replace(predicted, model=replace(predicted.model, num_layers=LAYERS)), BLOCK)
     gpu_bytes = (SLOTS + more) * max(placer.boundary_bytes)
-    costs, effect = placer.costs(rows), placer.copy_effect
+    costs, effect = placer.costs(rows), placer.rates.copy_effect
     chosen = refined_placement(PlacementProblem(costs, gpu_bytes, effect=effect)).placement
 
     def simulated_s(placement: Placement) -> float:
@@ -57,7 +57,7 @@ def test_many_rows_stream_and_few_rows_are_computed_by_the_cpu() -> None:
     predicted = predict_machine(*MACHINES["a4000"], "float16")
     placer = WeightPlacer(predicted, BLOCK)
     budget = SLOTS * max(placer.boundary_bytes)
-    few, some, many = (fastest(placer.costs(n), budget, effect=placer.copy_effect) for n in (1, 30, 2000))
+    few, some, many = (fastest(placer.costs(n), budget, effect=placer.rates.copy_effect) for n in (1, 30, 2000))
     assert few.placement.count(Place.STREAMED) == 0
     assert some.placement.count(Place.STREAMED) and some.placement.count(Place.CPU)
     assert many.placement.count(Place.CPU) == 0 and many.iteration_s == pytest.approx(many.stream_s, rel=0.03)
@@ -101,12 +101,12 @@ def test_boundaries_are_spread_evenly(number: int) -> None:
 
 
 def test_formulas() -> None:
-    rates = Rates(pcie=20.0, cpu_attention=30.0, dram=50.0)
+    rates = Rates(pcie=20.0, cpu_attention=30.0, dram=50.0, chunk_bytes=8.0)
     assert batch_s(100.0, 60.0, 0.5, rates) == 5.0
     assert batch_s(100.0, 180.0, 0.5, rates) == 8.0
     assert batch_s(100.0, 60.0, 9.0, rates) == 9.0
     assert batch_s(100.0, 60.0, 0.5, rates, cpu_linear_s=3.0) == 7.0
-    assert (rates.copy_effect(chunk_bytes=8.0).dram_share, rates.copy_effect(chunk_bytes=8.0).wait_s) == (0.4, 0.2)
+    assert rates.copy_effect == CopyEffect(dram_share=0.4, wait_s=0.2)
     assert beside_copies_s(1.0, copies_s=9.0, dram_share=0.2) == 1.25  # at 0.8 of the rate all the time
     assert beside_copies_s(4.0, copies_s=1.0, dram_share=0.2) == 4.2
 

@@ -42,7 +42,7 @@ def test_one_request_keeps_link_and_cpu_at_work(machine: str, weights: str) -> N
     """(W + b G) / (beta + b): nothing is resident, and as much is streamed as crosses while the CPU works."""
     placer = placer_of(machine, weights)
     link, model = placer.interconnect, PerfModel(placer.machine.table, placer.machine.model.num_layers)
-    costs, effect = placer.costs(1), placer.copy_effect
+    costs, effect = placer.costs(1), placer.rates.copy_effect
     read_s = costs[1].cpu_s / (1.0 - effect.dram_share)
     cpu_bytes_per_s = costs[1].weight_bytes / (read_s + costs[1].crossing_s + effect.wait_s)
     other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.ends_s(1)
