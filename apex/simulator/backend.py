@@ -58,14 +58,12 @@ class SimulatedBatch:
     requests: tuple[Request, ...] = ()
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedTicket:
     """See :class:`swiftllm.engine.backend.Ticket`."""
 
-    __slots__ = ("backend", "task")
-
-    def __init__(self, backend: SimulatedBackend, task: CpuTask) -> None:
-        self.backend = backend
-        self.task = task
+    backend: SimulatedBackend
+    task: CpuTask
 
     def ready(self) -> bool:
         return self.backend.is_ready(self.task)
