@@ -61,14 +61,14 @@ class CostModel(Protocol):
         """GPU memory for KV cache beside so many bytes of weights.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or not enough for the blocks asked for.
         """
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
         """Host memory for KV cache beside so many bytes of weights.
 
         Raises:
-            ValueError: the host does not hold them.
+            ValueError: the host does not hold them, or the blocks asked for beside them.
         """
 
 

@@ -25,22 +25,15 @@ class EngineMemory:
     def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
         """``free_bytes``: the GPU's free memory."""
         self.config, self.model, self.dtype = config, model, dtype
-        budget = estimate_memory(
-            model,
-            dtype,
-            block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len or model.max_position_embeddings,
-            device_bytes=free_bytes + CONTEXT_BYTES,  # which has taken its memory already
-            host_bytes=available_host_bytes(),
-        )
+        card_bytes = free_bytes + CONTEXT_BYTES  # the context has taken its memory already
+        host_bytes = available_host_bytes()
+        budget = estimate_memory(config, model, dtype, device_bytes=card_bytes, host_bytes=host_bytes)
         self.boundary_bytes = boundary_bytes(model, dtype)
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.block_bytes = budget.bytes_per_block
         self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
         self.usable_bytes = budget.usable_bytes
-        self.host_bytes = budget.host_bytes - HOST_HEADROOM_BYTES
+        self.host_bytes = host_bytes - HOST_HEADROOM_BYTES
 
     def given_bytes(self, memory_gib: float) -> float:
         """Bytes for resident boundaries and slots, where weights may use ``memory_gib``.
@@ -81,11 +74,7 @@ class EngineMemory:
         return self.usable_bytes - self.weight_bytes >= blocks * self.block_bytes
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
-        """GPU memory for KV cache beside so many bytes of weights: that of the blocks asked for, else what is left.
-
-        Raises:
-            ValueError: there is none, or not enough for the blocks asked for.
-        """
+        """That of the blocks asked for, else what is left; see :class:`apex.placement.budget.CostModel`."""
         asked = (self.config.num_gpu_blocks or 0) * self.block_bytes
         left = self.usable_bytes - weight_bytes
         if left < asked:
@@ -96,11 +85,7 @@ class EngineMemory:
         return left if self.config.num_gpu_blocks is None else asked
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """Host memory for KV cache beside so many bytes of weights: that of the blocks asked for, else a share.
-
-        Raises:
-            ValueError: the host does not hold the weights, or the blocks asked for beside them.
-        """
+        """That of the blocks asked for, else a share of what is left."""
         asked = (self.config.num_cpu_blocks or 0) * self.block_bytes
         left = self._left_on_host(off_gpu_bytes, asked)
         return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked

@@ -164,31 +164,34 @@ class SimulatedBackend:
 
     def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         if self._stream is None:
-            return self._cross(layer, batches)
-        self.clock_s = self._stream.enter(layer, self.clock_s)
-        on_cpu = self._weights.placement.at(layer) is Place.CPU
-        tokens = self._cross_on_cpu(layer, batches) if on_cpu else self._cross(layer, batches)
-        self._stream.leave(self.clock_s)
-        return tokens
+            self._cross(layer, batches)
+        else:
+            self.clock_s = self._stream.enter(layer, self.clock_s)
+            if self._weights.placement.at(layer) is Place.CPU:
+                self._cross_on_cpu(layer, batches)
+            else:
+                self._cross(layer, batches)
+            self._stream.leave(self.clock_s)
+        if layer < self._last:
+            return {}
+        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def holds_weights(self, layer: int) -> bool:
         """Whether a cohort may cross boundary ``layer`` by itself now, without a copy of weights for it alone."""
         return self._stream is None or self._stream.holds(layer)
 
-    def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+    def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
         num_rows = 0
         for batch in batches:
             num_rows += batch.num_rows
         if 0 <= layer < self._last:
             self._run(self._linear_s(num_rows))
-            return {}
-        if layer < 0:
+        elif layer < 0:
             self._run(self._first_s(num_rows))
-            return {}
-        self._run(self._last_s(sum(len(batch.sampled) for batch in batches)))
-        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+        else:
+            self._run(self._last_s(sum(len(batch.sampled) for batch in batches)))
 
-    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
         """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
         rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
         if rows:
@@ -198,10 +201,8 @@ class SimulatedBackend:
             to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
             task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
             self.collect_output(task)
-        if layer < self._last:
-            return {}
-        self._run(self._model.logits_s(rows))
-        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+        if layer == self._last:
+            self._run(self._model.logits_s(rows))
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
         if self._swaps is not None:

@@ -110,7 +110,7 @@ class WeightPlacer:
         return self._placed(estimate_budget(self, memory_gib * GIB, workload, offloads, cpu_computes))
 
     def costs(self, rows: float) -> list[BoundaryCost]:
-        """Of the boundaries from -1 on, for an iteration of ``rows``."""
+        """See :class:`apex.placement.budget.CostModel`, here and below."""
         link = self.interconnect
         gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows)
         crossing_s = 2 * link.transfer_s(round(rows * self._hidden_bytes))
@@ -151,16 +151,10 @@ class WeightPlacer:
         )
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
-        """GPU time of an iteration beside its boundaries; see :class:`apex.placement.budget.CostModel`."""
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
         return self.machine.model.num_layers * attention_s + self._model.ends_s(max(1, round(requests)))
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
-        """GPU memory for KV cache beside so many bytes of weights.
-
-        Raises:
-            ValueError: there is none.
-        """
         if weight_bytes > self._budget.usable_bytes:
             raise ValueError(
                 f"{weight_bytes / GIB:.2f} GiB of weights exceed the {self._budget.usable_bytes / GIB:.2f} GiB of "
@@ -169,11 +163,6 @@ class WeightPlacer:
         return self._budget.usable_bytes - weight_bytes
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """Host memory for KV cache beside the weights that the host holds.
-
-        Raises:
-            ValueError: it does not hold them.
-        """
         machine, host_bytes = self.machine, self._budget.host_bytes
         tier_bytes = min(host_bytes * CPU_TIER_SHARE, host_bytes * SIMULATED_HOST_SHARE - max(0.0, off_gpu_bytes))
         if tier_bytes < 0:

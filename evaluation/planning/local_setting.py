@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 
 from apex.simulator.hardware import MODELS_DIR
@@ -118,16 +119,8 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         cpu_threads=choices.cpu_threads,
         cpu_kernel=choices.cpu_kernel,
     )
-    fit = estimate_memory(
-        shape,
-        dtype,
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=engine.max_model_len,
-        device_bytes=None if card is None else int(USABLE_SHARE * card.total_bytes),
-        host_bytes=host_bytes,
-    )
+    card_bytes = None if card is None else int(USABLE_SHARE * card.total_bytes)
+    fit = estimate_memory(engine, shape, getattr(torch, dtype), device_bytes=card_bytes, host_bytes=host_bytes)
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = "chosen" if choices.num_gpu_blocks else choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)

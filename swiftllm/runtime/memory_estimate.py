@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
 from swiftllm.model.config import ModelConfig
@@ -22,40 +23,31 @@ SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
 
 
 def estimate_memory(
-    model: ModelConfig,
-    dtype: torch.dtype | str,
-    *,
-    block_size: int,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    device_bytes: int | None,
-    host_bytes: int,
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, *, device_bytes: int | None, host_bytes: int
 ) -> MemoryBudget:
-    """The budget of an engine with KV blocks of ``block_size`` tokens.
+    """The budget of an engine.
 
     Args:
-        dtype: of weights, activations and KV cache, or its name.
-        max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
+        config: its limits and the size of its KV blocks.
+        dtype: of weights, activations and KV cache.
         device_bytes: the card's memory as torch reports it (``total_memory``). ``nvidia-smi`` reports 2% to 3% more
             as ``memory.total``, of which ``memory.reserved`` cannot be used. None: there is no card.
         host_bytes: available host memory (:func:`swiftllm.machine.available_host_bytes`).
     """
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
     activations = activation_bytes(
         model,
         dtype.itemsize,
-        rows=max_num_batched_tokens,
-        requests=max_num_seqs,
-        context=max_model_len,
+        rows=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        context=config.max_model_len or model.max_position_embeddings,
         on_host=on_host,
     )
     return MemoryBudget(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         weight_bytes=sizes.total,
-        bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * block_size,
+        bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
         host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,

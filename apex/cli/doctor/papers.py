@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
+
 from apex.simulator.hardware import load_gpu
 from apex.simulator.paper_settings import (
     BLOCK_SIZE,
@@ -17,6 +19,7 @@ from apex.simulator.paper_settings import (
     nearest_setting,
     setting_names,
 )
+from swiftllm.config import EngineConfig
 from swiftllm.kv.budget import MemoryBudget
 from swiftllm.machine import InsufficientMemory
 from swiftllm.runtime.memory_estimate import estimate_memory
@@ -69,11 +72,6 @@ def _found(setting: PaperSetting, product_name: str, fit: MemoryBudget) -> tuple
 
 def setting_fit(setting: PaperSetting, device_bytes: int, host_bytes: int) -> MemoryBudget:
     """What a machine's memory holds of a setting's model, beside the widest iteration of the setting's limits."""
-    return estimate_memory(
-        setting.model_config,
-        setting.dtype,
-        block_size=BLOCK_SIZE,
-        **vars(setting.limits),
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-    )
+    config = EngineConfig(setting.model, block_size=BLOCK_SIZE, **vars(setting.limits))
+    dtype = getattr(torch, setting.dtype)
+    return estimate_memory(config, setting.model_config, dtype, device_bytes=device_bytes, host_bytes=host_bytes)

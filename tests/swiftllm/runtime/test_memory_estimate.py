@@ -36,12 +36,13 @@ T4, A10, A10G, L4 = (14.56, 75, 40), (22.06, 86, 72), (22.06, 86, 80), (21.95, 8
 A100_40, H100, RTX_3060 = (39.39, 80, 108), (79.1, 90, 132), (11.64, 86, 28)
 LLAMA_8B = load_model_config("llama-3.1-8b")
 LLAMA_7B = load_model_config("llama-2-7b")
-SIZES = {"block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 256, "max_model_len": 4096}
+CONFIG = EngineConfig("m", block_size=16, max_num_batched_tokens=512, max_num_seqs=256, max_model_len=4096)
 
 
 def fit_of(setting: PaperSetting, device_gib: float, host_gib: float = 256, **options: object) -> MemoryBudget:
-    sizes = {"device_bytes": int(device_gib * GIB), "host_bytes": int(host_gib * GIB), "block_size": BLOCK_SIZE}
-    return estimate_memory(setting.model_config, setting.dtype, **{**sizes, **vars(setting.limits), **options})
+    config = EngineConfig("m", block_size=BLOCK_SIZE, **{**vars(setting.limits), **options})
+    sizes = {"device_bytes": int(device_gib * GIB), "host_bytes": int(host_gib * GIB)}
+    return estimate_memory(config, setting.model_config, getattr(torch, setting.dtype), **sizes)
 
 
 @dataclass
@@ -100,8 +101,7 @@ def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, r
 def test_quantised_weights_stay_packed_and_are_written_out_one_at_a_time(card, rows, requests, context):
     model = replace(LLAMA_7B, quantisation=QuantisationScheme(AWQ, 128))
     config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
-    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": requests, "max_model_len": context, "block_size": 16}
-    fit = estimate_memory(model, "float16", device_bytes=int(card[0] * GIB), host_bytes=64 * GIB, **sizes)
+    fit = estimate_memory(config, model, torch.float16, device_bytes=int(card[0] * GIB), host_bytes=64 * GIB)
     with started(model, card, config) as start:
         assert 0.97 * start.activations <= fit.activation_bytes
         if card is T4 or rows > 512:  # an A10 multiplies codes of up to 512 rows and takes less
@@ -203,14 +203,14 @@ def test_the_host_s_pool_is_held_against_the_host():
 
 def test_without_a_card_the_host_holds_everything():
     host_bytes = 20 * GIB
-    fit = estimate_memory(LLAMA_7B, torch.float16, device_bytes=None, host_bytes=host_bytes, **SIZES)
+    fit = estimate_memory(CONFIG, LLAMA_7B, torch.float16, device_bytes=None, host_bytes=host_bytes)
     rest = host_bytes - fit.weight_bytes - fit.activation_bytes - HOST_HEADROOM_BYTES
     assert fit.max_gpu_blocks == fit.max_cpu_blocks == rest // fit.bytes_per_block > 0
     half = fit.max_cpu_blocks // 2
     fit.check(half, half)
     with pytest.raises(InsufficientMemory, match=r"num_gpu_blocks \+ num_cpu_blocks = .* Lower both"):
         fit.check(half, fit.max_cpu_blocks)
-    small = estimate_memory(LLAMA_7B, "float32", device_bytes=None, host_bytes=host_bytes, **SIZES)
+    small = estimate_memory(CONFIG, LLAMA_7B, torch.float32, device_bytes=None, host_bytes=host_bytes)
     with pytest.raises(InsufficientMemory, match=r"weights 25\.10 GiB"):
         small.check(0, 0)
 
