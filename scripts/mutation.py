@@ -70,7 +70,7 @@ TESTS = (
     "tests/swiftllm/engine",
 )
 UNCONCERNED = (
-    "tests/swiftllm/kv/test_sizing.py",
+    "tests/swiftllm/kv/test_budget.py",
     "tests/swiftllm/scheduling/test_admission.py",
     "tests/apex/simulator/test_accounts.py::test_other_processes_give_the_same_bits",
 )

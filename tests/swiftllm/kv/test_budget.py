@@ -14,9 +14,10 @@ from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
-from swiftllm.kv.sizing import check_weights, plan_blocks, weight_bytes
+from swiftllm.kv.budget import check_weights, plan_blocks
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.sizes import weight_bytes
 from swiftllm.model.weights import load_weights
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration
@@ -193,7 +194,9 @@ def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, seed):
+def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(
+    tiny_model_dir, monkeypatch, seed
+):
     """However late its K and V are copied to the host."""
     config = EngineConfig(
         str(tiny_model_dir(num_hidden_layers=8, intermediate_size=512, num_key_value_heads=4)), dtype="float32",
