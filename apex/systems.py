@@ -15,20 +15,12 @@ from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.model.placement import Placement
 from swiftllm.remote.connect import connect_hosts
-from swiftllm.runtime.build import (
-    assemble_engine,
-    build_gpu_only,
-    closed_on_failure,
-    make_backend,
-    make_kv_manager,
-    scheduler_limits,
-)
+from swiftllm.runtime.build import build_gpu_only, closed_on_failure, make_backend, this_machine
 from swiftllm.runtime.cores import core_divisions
 from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.thread import CpuWorker
-from swiftllm.systems import find_system
+from swiftllm.runtime.workers import CpuWorker, InlineWorker
+from swiftllm.systems import build, find_system
 
 
 def build_system(
@@ -55,20 +47,18 @@ def build_system(
     """
     system = find_system(name)
     use_fastest_prefetch()  # first, since what is measured from here on depends on it
-    plan = place_weights(config, workload, offloads=system.offloads)
+    plan = place_weights(config, workload, offloads=system.needs_predictions)
     placed = {"weights_placement": plan.describe()} if plan.describe() else {}
-    if not system.offloads:
-        return build_gpu_only(name, system.scheduler, config, plan.placement, placed)
+    if not system.needs_predictions:
+        return build_gpu_only(system, config, plan.placement, placed)
     strategy = strategy or StrategyConfig()
     backend = open_backend(config, plan.placement)
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))
-        limits, kv = scheduler_limits(config, backend), make_kv_manager(backend)
+        hardware = this_machine(config, backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
         table = with_copies(table, plan.placement, plan.stream_s)
-        model = PerfModel(table, backend.num_layers)
-        scheduler = system.scheduler(limits, kv, backend.now, model, strategy)
         details = {
             "strategy": asdict(strategy),
             "profile": dict(table.identity),
@@ -76,7 +66,7 @@ def build_system(
             **placed,
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
-        return assemble_engine(name, config, backend, scheduler, details)
+        return build(system, hardware, (PerfModel(table, backend.num_layers), strategy), details)
 
 
 def open_backend(

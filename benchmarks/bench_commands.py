@@ -21,8 +21,8 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.cli.parser import parse_options
 from evaluation.results.folder import ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.parallel.channel import Channel
 from swiftllm.parallel.launch import SpawnedRanks
+from swiftllm.parallel.pipe import Pipe
 
 COMMAND = ("boundary", 17, [3, 5, 8])  # a lane with two riders
 COLUMNS = (
@@ -45,18 +45,18 @@ class Options:
     """Results go to bench_commands/<run>/ in this folder."""
 
 
-def answer_with_delays(channel: Channel) -> None:
+def answer_with_delays(pipe: Pipe) -> None:
     """The rank's part: answer each row with the seconds that its commands took."""
     while True:
         taken = []
-        while (message := channel.receive())[0] == "boundary":
+        while (message := pipe.receive())[0] == "boundary":
             taken.append(time.monotonic() - message[-1])
         if message[0] == "finish":
             return
-        channel.send("taken", taken)
+        pipe.send("taken", taken)
 
 
-def measure(channel: Channel, commands: int, pause_us: int) -> dict[str, Any]:
+def measure(pipe: Pipe, commands: int, pause_us: int) -> dict[str, Any]:
     """Seconds from before the sending to after the receiving: the clock is the same in all processes of a machine."""
     sending = []
     for _ in range(commands):
@@ -64,10 +64,10 @@ def measure(channel: Channel, commands: int, pause_us: int) -> dict[str, Any]:
         while time.monotonic() < end_s:
             pass
         start_s = time.monotonic()
-        channel.send(*COMMAND, start_s)
+        pipe.send(*COMMAND, start_s)
         sending.append(time.monotonic() - start_s)
-    channel.send("report")
-    _, taken = channel.receive()
+    pipe.send("report")
+    _, taken = pipe.receive()
     percentiles = statistics.quantiles(taken, n=100)
     return {
         "system": "command",
@@ -84,10 +84,10 @@ def main(options: Options) -> None:
     """Measure, print, save."""
     folder = ResultFolder("bench_commands", {"benchmark": "commands", "date": time.ctime()}, options.results_dir)
     folder.record_invocation()
-    process, channel = SpawnedRanks("benchmarks.bench_commands:answer_with_delays").start(1, 1)
-    measure(channel, 200, 100)  # warms up
-    records = [measure(channel, options.commands, pause_us) for pause_us in options.pauses_us]
-    channel.send("finish")
+    process, pipe = SpawnedRanks("benchmarks.bench_commands:answer_with_delays").start(1, 1)
+    measure(pipe, 200, 100)  # warms up
+    records = [measure(pipe, options.commands, pause_us) for pause_us in options.pauses_us]
+    pipe.send("finish")
     process.wait()
     table = markdown_table(records, COLUMNS)
     print(table)

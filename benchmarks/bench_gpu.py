@@ -50,7 +50,7 @@ from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.files import write_atomically
 from swiftllm.machine import InsufficientMemory, usable_cores
 from swiftllm.model.config import ModelConfig
-from swiftllm.runtime.torch_backend import TorchBackend, device_name
+from swiftllm.runtime.torch_backend import TorchBackend, device_name, open_torch_backend
 from swiftllm.sampling.sampler import Sampler
 
 ITERATION_BATCHES = (1, 8, 32, 64)
@@ -258,7 +258,7 @@ def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
         while True:
             (Path(folder) / "config.json").write_text(json.dumps(raw))
             try:
-                return TorchBackend(
+                return open_torch_backend(
                     EngineConfig(
                         folder,
                         case.device,

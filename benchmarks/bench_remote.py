@@ -35,10 +35,10 @@ import torch
 
 from apex.cli.parser import parse_options
 from swiftllm.device.host import HostDevice
-from swiftllm.remote.frames import SECRET_VARIABLE
-from swiftllm.remote.host import AttentionHost, KVShape
+from swiftllm.remote.frames import SECRET_VARIABLE, KVShape
+from swiftllm.remote.host import AttentionHost
 from swiftllm.remote.tier import RemoteCpuTier
-from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
+from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
 
 LLAMA_8B = KVShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 SECRET = b"benchmark"
@@ -111,7 +111,7 @@ def overheads_s(tier: RemoteCpuTier, rows: int, context: int, tickets: int) -> l
     out, found = torch.empty(rows, heads, LLAMA_8B.head_dim, dtype=dtype), []
     for _ in range(WARM_UP + tickets):
         start_s = time.perf_counter()
-        computed_s = tier.attend(0, opened, qkv, out, HostDevice.compute).wait()
+        computed_s = tier.attend(AttentionTask(0, opened, qkv, out), HostDevice.compute).wait()
         found.append(time.perf_counter() - start_s - computed_s)
     return sorted(found[WARM_UP:])
 
@@ -139,7 +139,7 @@ def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
         draw = random.Random(3)
         for number in range(24):
             prompt = [draw.randrange(3, 128) for _ in range(30)]
-            engine.add_request(str(number), prompt, SamplingParams(260, ignore_eos=True))
+            engine.add(engine.make_request(str(number), prompt, SamplingParams(260, ignore_eos=True)))
         found = []
         while len(found) < iterations and engine.has_unfinished():
             engine.step()
@@ -160,7 +160,7 @@ def main() -> int:
     options = parse_options(Options, prog="benchmarks/bench_remote.py")
     torch.set_num_threads(1)
     with host_process() as address:
-        tier = RemoteCpuTier(1, lambda: address, SECRET, LLAMA_8B, MOST_BLOCKS)
+        tier = RemoteCpuTier(lambda: address, SECRET, LLAMA_8B, MOST_BLOCKS)
         print("| rows | KiB out | KiB back | p50 ms | p90 ms | p99 ms |\n|---|---|---|---|---|---|")
         for rows in options.rows:
             found = overheads_s(tier, rows, options.context, options.tickets)

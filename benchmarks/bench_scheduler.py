@@ -101,7 +101,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
     """An engine past its warm-up, with more requests waiting; a GPU-only system has all requests on the GPU."""
     num_requests = mix.gpu_requests + mix.cpu_requests
     blocks_each = (mix.prompt_tokens[1] + mix.output_tokens[1]) // BLOCK_SIZE + 2
-    offloads = find_system(system).offloads
+    offloads = find_system(system).needs_predictions
     engine = build_simulated(
         system,
         example_table(),
@@ -118,7 +118,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
         sampling = SamplingParams(max_tokens=draw.randint(*mix.output_tokens))
         is_best_effort = mix.systems and i >= mix.gpu_requests
         service_class = ServiceClass.BEST_EFFORT if is_best_effort else ServiceClass.LATENCY_SENSITIVE
-        engine.add_request(str(i), prompt, sampling, service_class=service_class)
+        engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class))
     for _ in range(WARM_UP_ITERATIONS):
         engine.step()
     return engine

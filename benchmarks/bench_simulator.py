@@ -81,7 +81,7 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
         max_num_seqs=num_gpu + num_cpu,
     )
     for i in range(2 * (num_gpu + num_cpu)):
-        engine.add_request(str(i), (0,) * 900, SamplingParams(max_tokens=2000))
+        engine.add(engine.make_request(str(i), (0,) * 900, SamplingParams(max_tokens=2000)))
     while engine.stats().output_tokens < num_gpu + num_cpu // 4:
         engine.step()
     return engine

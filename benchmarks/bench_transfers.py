@@ -36,8 +36,7 @@ from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import LocalCpuTier
 from swiftllm.runtime.kv_transfers import KVTransfers
-from swiftllm.runtime.workers.task import TaskRunner
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.workers import CpuWorker, TaskRunner
 
 
 def main() -> None:
@@ -80,9 +79,7 @@ def main() -> None:
 
     torch_s = compare(f"{args.tokens} earlier tokens", moved, context_by_torch, context_by_pacpu, args.rounds)
     runner = TaskRunner(pool, kernel="native", num_threads=args.threads)
-    tier = LocalCpuTier(
-        runner, CpuWorker(runner), CpuWorker(runner), num_heads=1, num_kv_heads=args.kv_heads, scale=1.0
-    )
+    tier = LocalCpuTier(runner, CpuWorker)
     transfers = KVTransfers(HostOfBuffers(pinned), pools, ops, tier)
     asked = transfers, args.layers, blocks, args.tokens, args.layer_ms / 1e3
     seconds = sorted(launching_s(*asked) for _ in range(args.rounds))
@@ -118,9 +115,7 @@ class HostOfBuffers(HostDevice):
         return next(self._buffers)
 
 
-def launching_s(
-    transfers: KVTransfers, num_layers: int, blocks: torch.Tensor, tokens: int, layer_s: float
-) -> float:
+def launching_s(transfers: KVTransfers, num_layers: int, blocks: torch.Tensor, tokens: int, layer_s: float) -> float:
     """Seconds in which this thread asks for the earlier tokens of all layers and waits for them."""
     seconds, start_s = 0.0, time.perf_counter()
     loaded = transfers.load_context(0, blocks, tokens)

@@ -124,7 +124,7 @@ def serve(model: Path, port: int, system: str) -> None:
     )
     # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
     engine = build_system(system, config, StrategyConfig(strategy="asynchronous-overlap"))
-    worker = engine.backend._worker  # only this test needs to kill it
+    worker = engine.backend.cpu_tier.worker
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     limits = ServiceLimits(max_queued_requests=MAX_QUEUED, max_queued_best_effort=MAX_QUEUED)
     run_server(EngineService(engine, limits), ServerSettings(port=port))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 
-WHOLE_NUMBERS = (
-    "block_size",
-    "num_gpu_blocks",
-    "num_cpu_blocks",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "lane_threads",
-    "cpu_threads",
-    "tensor_parallel",
-    "seed",
-)
+
+def check_at_least(least: int, options: object, *names: str) -> None:
+    """
+    Raises:
+        ValueError: one of these fields is a number below ``least``, 0 or 1; the message names it.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must {f'be at least {least}' if least else 'not be negative'}")
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,9 @@ class EngineConfig:
                 raise ValueError(f"weights_gpu_memory={given} must be a number of GiB from 0 on, or auto")
             if self.tensor_parallel != 1:
                 raise ValueError("weights_gpu_memory and tensor_parallel do not work together: drop one of them")
-        for name in WHOLE_NUMBERS:
-            if not isinstance(getattr(self, name), int | None):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("num_gpu_blocks", "num_cpu_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
-        for name in ("max_model_len", "lane_threads", "cpu_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        for item in fields(self):
+            if item.type in ("int", "int | None") and not isinstance(getattr(self, item.name), int | None):
+                raise ValueError(f"{item.name}={getattr(self, item.name)!r} must be a whole number")
+        check_at_least(1, self, "block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel")
+        check_at_least(0, self, "num_gpu_blocks", "num_cpu_blocks")
+        check_at_least(1, self, "max_model_len", "lane_threads", "cpu_threads")

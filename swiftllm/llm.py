@@ -20,27 +20,27 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model with a scheduler. It is closed by :meth:`close`, at the end of a ``with``, or when nothing refers to it.
+    """A model and the system that serves it, closed by :meth:`close`, after a ``with``, or when nothing refers to it.
 
     Threads may share it: one call of :meth:`generate` runs at a time.
 
     Args:
         model: Hugging Face folder of a Llama-family model, or a name on the hub such as "meta-llama/Llama-3.1-8B".
-        scheduler: a name of :func:`swiftllm.systems.systems`, such as "vllm", "swiftllm", "neo", "apex", "omniserve".
+        system: a name of :func:`swiftllm.systems.systems`, such as "vllm", "swiftllm", "neo", "apex", "omniserve".
         options: fields of :class:`swiftllm.config.EngineConfig`, such as ``device``, ``dtype``, ``num_gpu_blocks``, and
-            of the scheduler's strategy, such as ``tpot_slo_s``.
+            of the system's strategy, such as ``tpot_slo_s``.
 
     Raises:
-        ValueError: no such scheduler, or an option is out of its range.
+        ValueError: no such system, or an option is out of its range.
         TypeError: there is no such option.
     """
 
-    def __init__(self, model: str | Path, scheduler: str = "swiftllm", **options: Any) -> None:
+    def __init__(self, model: str | Path, system: str = "swiftllm", **options: Any) -> None:
         of_engine = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(str(model), **{name: value for name, value in options.items() if name in of_engine})
         strategy = {name: value for name, value in options.items() if name not in of_engine}
         folder = model_folder(model, weights=config.load_format == "auto")
-        self.engine = build_engine(scheduler, replace(config, model=str(folder)), strategy)
+        self.engine = build_engine(system, replace(config, model=str(folder)), strategy)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         # The worker's thread refers to the CPU tier: without this an LLM that is dropped would keep that memory.
@@ -54,7 +54,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts (texts, or lists of token ids) and return their outputs in the same order.
 
-        All of them queue, whatever the targets of the scheduler: nobody could try again later.
+        All of them queue, whatever the targets of the system: nobody could try again later.
         ``service_class`` is "latency-sensitive" or "best-effort": for all prompts, or a list with one for each.
 
         Raises:
@@ -69,12 +69,11 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if not all(isinstance(params, SamplingParams) for params in sampling_params):
             raise TypeError("sampling_params must be SamplingParams, or a list with one for each prompt")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling parameters")
         if isinstance(service_class, (str, ServiceClass)):
             service_class = [service_class] * len(prompts)
-        if len(service_class) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(service_class)} service classes")
+        for what, given in (("sampling parameters", sampling_params), ("service classes", service_class)):
+            if len(given) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts but {len(given)} {what}")
         classes = [ServiceClass(name) for name in service_class]
         with self._lock:
             if not self._close_engine.alive:
@@ -90,7 +89,7 @@ class LLM:
                 token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
                 request_id = f"generate-{next(self._ids)}"
                 request = self.engine.make_request(request_id, token_ids, params, service_class=of_class)
-                self.engine.requeue_request(request)
+                self.engine.add(request, check_targets=False)
                 final[request_id] = None
             while None in final.values():
                 final.update({o.request_id: o for o in self.engine.step() if o.finished and o.request_id in final})

@@ -1,8 +1,4 @@
-"""The one registry of named systems: what schedules each of them. Loads neither torch nor a backend.
-
-Three builders look systems up here: :mod:`swiftllm.runtime.build` (GPU-only, on this machine), :mod:`apex.systems`
-(every system, on this machine) and :mod:`apex.simulator.build` (every system, on predicted hardware).
-"""
+"""The one registry of named systems, and how one becomes an engine. Loads neither torch nor a backend."""
 
 from __future__ import annotations
 
@@ -10,52 +6,71 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.engine.engine import Engine, HomeWatch
+from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
 from swiftllm.scheduling.vllm import VllmScheduler
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
-    from swiftllm.engine.engine import Engine
+    from swiftllm.engine.backend import Backend
+    from swiftllm.model.tokenizer import Tokenizer
 
-PLUGINS = ("apex.schedulers",)
+PLUGINS = ("apex.plugin",)
 """Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""
-
-
-PLACES_WEIGHTS = "apex.systems"
-"""What builds engines whose weights are placed, where it is installed."""
-
-
-def _build_gpu_only(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
-    if strategy:
-        raise TypeError(f"{system.name} has no option {', '.join(strategy)}: it uses the GPU only and has no strategy")
-    if config.weights_gpu_memory is not None:
-        if importlib.util.find_spec(PLACES_WEIGHTS.partition(".")[0]) is None:
-            raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
-        return importlib.import_module(PLACES_WEIGHTS).build_system(system.name, config)
-    from swiftllm.runtime.build import build_gpu_only  # loads torch
-
-    return build_gpu_only(system.name, system.scheduler, config)
 
 
 @dataclass(frozen=True)
 class System:
     """A named system.
 
-    ``scheduler`` is called with limits, KV manager and clock. One that ``offloads`` decodes on the CPU: it is also
-    given a performance model and a :class:`apex.strategy.StrategyConfig`. ``build`` makes an engine of the system on
-    this machine, from its configuration and fields of its strategy.
+    ``scheduler`` is called with limits, KV manager and clock. One that ``needs_predictions`` is also given a
+    performance model and a :class:`apex.strategy.StrategyConfig`: those of :mod:`apex.schedulers`.
     """
 
     name: str
     summary: str
     scheduler: Callable[..., Scheduler]
-    offloads: bool = False
-    build: Callable[[System, EngineConfig, Mapping[str, Any]], Engine] = _build_gpu_only
+    needs_predictions: bool = False
 
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a system runs on, real or simulated: a backend, the blocks of its two pools, and what it serves."""
+
+    backend: Backend
+    limits: SchedulerLimits
+    kv: KVCacheManager
+    description: Mapping[str, Any]
+    vocab_size: int
+    eos_token_ids: Sequence[int] = ()
+    tokenizer: Tokenizer | None = None
+    hosts: HomeWatch | None = None
+
+
+def build(
+    system: System, hardware: Hardware, predictions: Sequence[Any] = (), details: Mapping[str, Any] | None = None
+) -> Engine:
+    """An engine of a system. ``predictions``: what it needs, if any; ``details`` are part of its description."""
+    backend = hardware.backend
+    return Engine(
+        system.scheduler(hardware.limits, hardware.kv, backend.now, *predictions),
+        OverlapExecutor(backend, backend.holds_weights),
+        backend,
+        vocab_size=hardware.vocab_size,
+        eos_token_ids=hardware.eos_token_ids,
+        tokenizer=hardware.tokenizer,
+        description={"system": system.name, **hardware.description, **(details or {})},
+        hosts=hardware.hosts,
+    )
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
 
 _systems: dict[str, System] = {}
 
@@ -87,17 +102,6 @@ def find_system(name: str) -> System:
     return _systems[name]
 
 
-def build_engine(name: str, config: EngineConfig, strategy: Mapping[str, Any] | None = None) -> Engine:
-    """An engine of the named system on this machine. ``strategy``: fields of its strategy, by default its own.
-
-    Raises:
-        ValueError: no such system; the message lists those there are. Or an option is out of its range.
-        TypeError: the system's strategy has no such field.
-    """
-    system = find_system(name)
-    return system.build(system, config, strategy or {})
-
-
 class PluginNotFound(ImportError):
     """A module that ``$APEX_PLUGINS`` names, or one that it needs, cannot be found."""
 
@@ -116,3 +120,42 @@ def _load_plugins() -> None:
 
 register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))
 register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", Scheduler))
+
+
+# -- engines on this machine ------------------------------------------------------------------------------------------
+
+
+def _build_gpu_only(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
+    if config.weights_gpu_memory is not None:
+        raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
+    from swiftllm.runtime.build import build_gpu_only  # loads torch
+
+    return build_gpu_only(system, config)
+
+
+Builder = Callable[[System, "EngineConfig", Mapping[str, Any]], Engine]
+_builder: Builder = _build_gpu_only
+
+
+def use_builder(builder: Builder) -> None:
+    """Build all engines on this machine with a plugin's function, which also predicts times and places weights.
+
+    It is called with the system, the configuration, and fields of the system's strategy.
+    """
+    global _builder
+    _builder = builder
+
+
+def build_engine(name: str, config: EngineConfig, strategy: Mapping[str, Any] | None = None) -> Engine:
+    """An engine of the named system on this machine. ``strategy``: fields of its strategy, by default its own.
+
+    Raises:
+        ValueError: no such system; the message lists those there are. Or an option is out of its range.
+        TypeError: the system's strategy has no such field.
+    """
+    system, strategy = find_system(name), strategy or {}
+    if strategy and not system.needs_predictions:
+        raise TypeError(
+            f"system={name!r} has no option {', '.join(strategy)}: it uses the GPU only and has no strategy"
+        )
+    return _builder(system, config, strategy)

@@ -31,11 +31,10 @@ class AttentionHostCommand(ConfigFile):
     """Threads of attention; by default all cores."""
 
     def run(self) -> int:
-        for name in ("memory_gib", "threads"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name}={value} must be more than 0")
         with input_errors():
+            for name in ("memory_gib", "threads"):
+                if (value := getattr(self, name)) is not None and value <= 0:
+                    raise ValueError(f"{name}={value} must be more than 0")
             from swiftllm.machine import GIB, available_host_bytes
             from swiftllm.remote.frames import parse_address, shared_secret
             from swiftllm.remote.host import AttentionHost
@@ -43,7 +42,7 @@ class AttentionHostCommand(ConfigFile):
             logging.basicConfig(level=logging.INFO, format="%(message)s")
             memory_bytes = None if self.memory_gib is None else int(self.memory_gib * GIB)
             if (memory_bytes or 0) > (available := available_host_bytes()):
-                raise InputError(f"memory_gib={self.memory_gib} exceeds the {available / GIB:.1f} GiB available here")
+                raise ValueError(f"memory_gib={self.memory_gib} exceeds the {available / GIB:.1f} GiB available here")
             address = parse_address(self.listen)
             try:
                 host = AttentionHost(address, shared_secret(), memory_bytes=memory_bytes, num_threads=self.threads)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, input_errors
+from apex.cli.comparison import Comparison
+from apex.cli.errors import input_errors
 from apex.cli.flags import (
     BestEffortFlags,
     EngineFlags,
@@ -22,25 +22,18 @@ from apex.cli.flags import (
     StrategyFlags,
     SystemName,
     TimelineFlags,
-    check_output_file,
     check_output_folder,
-    check_systems,
     running_engine,
 )
-from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.cli.validate import optional_module
 from apex.perf.online import OPERATIONS
-from apex.perf.progress import progress_bar
 from apex.placement.budget import Workload
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
-from apex.replay.records import Replay, ReplayRequest, RequestRecord
+from apex.replay.records import ReplayRequest, RequestRecord
 from apex.strategy import StrategyConfig
 from swiftllm.model.hub import model_name
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from swiftllm.engine.engine import Engine
 
 WARM_UP_REQUESTS, WARM_UP_INPUT_LEN, WARM_UP_OUTPUT_LEN = 2, 32, 4
@@ -57,7 +50,7 @@ class BenchRun:
 
 
 @dataclass(frozen=True)
-class Bench(ConfigFile):
+class Bench(Comparison):
     """Measure throughput offline: requests of one size, all there from the start.
 
     With --best-effort-requests there are two classes, each of one size.
@@ -97,13 +90,7 @@ class Bench(ConfigFile):
     timeline: TimelineFlags = field(default_factory=TimelineFlags)
 
     def run(self) -> int:
-        for name in ("num_requests", "input_len", "output_len"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        check_systems(self.system)
-        self.best_effort.check_flags()
-        self.timeline.check_flags(self.system)
-        check_output_file("--output", self.output)
+        self.check_flags()
         check_output_folder("--results-dir", self.results_dir)
         results = self.results_dir and optional_module("evaluation.results.bench", "apex bench --results-dir")
         runs: list[BenchRun] = []
@@ -112,18 +99,12 @@ class Bench(ConfigFile):
         if len(self.system) > 1 and config.lane_threads is None:
             config = replace(config, lane_threads=1)
         for system in self.system:
-            with running_engine(system, config, strategy, self.profile, self._workload()) as engine:
+            with running_engine(system, config, strategy, self.profile, self.workload()) as engine:
                 if not runs:
                     self._print_setting(engine)
                 runs.append(self._measure(engine, strategy))
         records = [run.figures for run in runs]
-        stdout_console().print(figures_table(records))
-        for line in (*map(unfinished_line, records), *map(correction_line, records)):
-            if line:
-                print(line)
-        if self.output is not None:
-            with input_errors():
-                self.output.write_text(json.dumps(records, indent=1) + "\n")
+        self.report(records, *map(correction_line, records))
         if results:
             engine_options = {name: value for name, value in asdict(config).items() if name != "model"}
             sizes = {name: getattr(self, name) for name in ("num_requests", "input_len", "output_len")}
@@ -135,61 +116,33 @@ class Bench(ConfigFile):
             print(f"summary, raw records and provenance: {folder}")
         return 0
 
-    def _workload(self) -> Workload:
+    def workload(self) -> Workload:
         """The requests, with mean lengths where there are two classes."""
-        rest = self.best_effort.best_effort_requests
-        number = self.num_requests + rest
-        own, others = (self.input_len, self.output_len), self.best_effort.sizes(self.input_len, self.output_len)
-        means = [(self.num_requests * a + rest * b) / number for a, b in zip(own, others, strict=True)]
-        return Workload(number, *means)
+        return Workload(len(self.sizes), *map(fmean, zip(*self.sizes, strict=True)))
 
     def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
-        rest_input_len, rest_output_len = self.best_effort.sizes(self.input_len, self.output_len)
-        rest = self.best_effort.words(self.input_len, self.output_len)
         with input_errors():
-            num_rest = self.best_effort.best_effort_requests
-            prompts = self._prompts(engine, [self.input_len] * self.num_requests + [rest_input_len] * num_rest)
-            requests = [
-                ReplayRequest(str(i), 0.0, prompt, self.output_len)
-                for i, prompt in enumerate(prompts[: self.num_requests])
-            ]
-            requests += self.best_effort.requests(prompts[self.num_requests :], rest_output_len)
-            warm_up = [
-                ReplayRequest(f"warm-up-{i}", 0.0, prompts[0][:WARM_UP_INPUT_LEN], WARM_UP_OUTPUT_LEN)
-                for i in range(WARM_UP_REQUESTS)
-            ]
+            prompts = self._prompts(engine, [input_len for input_len, _ in self.sizes])
+            requests = self.requests(prompts, [0.0] * self.num_requests)
+            prompt = requests[0].prompt_token_ids[:WARM_UP_INPUT_LEN]
+            warm_up = [ReplayRequest(f"warm-up-{i}", 0.0, prompt, WARM_UP_OUTPUT_LEN) for i in range(WARM_UP_REQUESTS)]
             check_requests(engine, [*warm_up, *requests])
         # First calls pay for caches and lazy initialisation, which no measurement may contain.
         replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
-        start_tokens, start_s = engine.stats().output_tokens, engine.now()
-        total = sum(request.output_len for request in requests)
         description = engine.describe()
         on_cpu = engine.backend.device.type == "cpu"
         clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"
-
-        def fraction_done() -> float:
-            return (engine.stats().output_tokens - start_tokens) / total
-
-        with (
-            self.timeline.traced(engine, self._setting(engine) + clock, fraction_done),
-            progress_bar(description["system"]) as report,
-        ):
-
-            def show(tokens: int) -> None:
-                report(tokens / total, f"{tokens}/{total} tokens, {tokens / (engine.now() - start_s):.0f}/s")
-
-            limits = {"stall_timeout_s": STALL_TIMEOUT_S, "limit_s": self.best_effort.limit_s}
-            replay = replay_requests(engine, requests, show, **limits)
+        replay = self.replay(engine, requests, self._setting(engine) + clock, stall_timeout_s=STALL_TIMEOUT_S)
         values = {
             "system": description["system"],
             "backend": f"torch-{engine.backend.device.type}",
             "gpu": None if on_cpu else description["device"],
             "model": model_name(description["model"]),
             "dtype": description["dtype"],
-            "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out{rest}",
+            "workload": self.workload_words,
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
-            **figures(replay, strategy, self.best_effort.duration_s),
+            **self.figures(replay, strategy),
             **{f"{name}_factor": engine.scheduler.prediction_factors.get(name) for name in OPERATIONS},
         }
         return BenchRun(values, replay.records, description)
@@ -209,24 +162,17 @@ class Bench(ConfigFile):
                 "that begin differently"
             )
         starts = [i * len(text) // len(lengths) for i in range(len(lengths))]
-        return [
-            tuple(text[(start + i) % len(text)] for i in range(length))
-            for start, length in zip(starts, lengths, strict=True)
-        ]
+        places = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        return [tuple(text[i % len(text)] for i in place) for place in places]
 
     def _print_setting(self, engine: Engine) -> None:
         """What runs, and how many of the requests each tier holds at once."""
         description = engine.describe()
         per_request = -(-(self.input_len + self.output_len - 1) // description["block_size"])
-        tiers = ", ".join(
-            f"{blocks} {tier} blocks ({blocks // per_request} requests)"
-            for tier, blocks in (("GPU", description["num_gpu_blocks"]), ("CPU", description["num_cpu_blocks"]))
-        )
-        rest = self.best_effort.words(self.input_len, self.output_len)
-        print(
-            f"{self._setting(engine)}\n"
-            f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out{rest}; {tiers}\n"
-        )
+        blocks = {tier: description[f"num_{tier.lower()}_blocks"] for tier in ("GPU", "CPU")}
+        tiers = ", ".join(f"{n} {tier} blocks ({n // per_request} requests)" for tier, n in blocks.items())
+        requests = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"
+        print(f"{self._setting(engine)}\n{requests}{self.best_effort_words}; {tiers}\n")
 
     def _setting(self, engine: Engine) -> str:
         description = engine.describe()
@@ -236,20 +182,6 @@ class Bench(ConfigFile):
         )
 
 
-def figures(replay: Replay, strategy: StrategyConfig, duration_s: float | None = None) -> dict[str, Any]:
-    """Flat figures of one run: every metric, and what the engine counted.
-
-    Targets are those of ``strategy``. ``duration_s`` is the duration of a run that is cut after it.
-    """
-    stats, targets = replay.stats, Targets(strategy.ttft_slo_s, strategy.tpot_slo_s)
-    return {
-        **compute_metrics(replay.records, replay.wall_s, stats, targets, duration_s),
-        "preemptions": stats["preemptions"],
-        "predicted_over_actual": predicted_over_actual(stats),
-        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
-    }
-
-
 def correction_line(record: Mapping[str, Any]) -> str:
     """What a system's predictions were multiplied by at the end of its run; empty where the profile held."""
     factors = {name: record[f"{name}_factor"] for name in OPERATIONS}
@@ -257,44 +189,3 @@ def correction_line(record: Mapping[str, Any]) -> str:
         return ""
     parts = [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in factors.items()]
     return f"{record['system']}: times of the profile corrected, {', '.join(parts)}"
-
-
-def unfinished_line(record: Mapping[str, Any]) -> str:
-    """How many requests are not in the first two figures; empty if none."""
-    if not record["failed"]:
-        return ""
-    total = record["completed"] + record["failed"]
-    what = "requests were refused or cut short: tok/s and s/token leave them out"
-    return f"{record['system']}: {record['failed']} of {total} {what}"
-
-
-def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The systems side by side; ratios are to the first. With two classes, also attainment and best-effort tokens."""
-    first = records[0]["output_tokens_per_s"]
-    has_classes = any(record.get("service_class") == "both" for record in records)
-    rows = [
-        (
-            record["system"],
-            number(record["output_tokens_per_s"], ".1f"),
-            number(ratio(record["output_tokens_per_s"], first), ".2f"),
-            number(record["per_token_latency_s_mean"], ".3f"),
-            *class_cells(record, has_classes),
-            number(record["lane_busy_fraction"], ".0%"),
-            number(record["cpu_busy_fraction"], ".0%"),
-            str(record["preemptions"]),
-            number(record["predicted_over_actual"], ".2f"),
-            record["strategy_mix"],
-        )
-        for record in records
-    ]
-    of_classes = ("in SLO", "BE tok/s") if has_classes else ()
-    columns = ("system", "tok/s", f"/{records[0]['system']}", "s/token", *of_classes, "lane", "CPU", "preempted",
-               "pred/actual", "strategy mix")  # fmt: skip
-    return table(columns, rows, left=("system", "strategy mix"))
-
-
-def class_cells(record: Mapping[str, Any], has_classes: bool) -> tuple[str, ...]:
-    """The share of latency-sensitive requests within their targets, and best-effort tokens per second."""
-    if not has_classes:
-        return ()
-    return number(record["slo_attainment"], ".1%"), number(record["best_effort_tokens_per_s"], ".1f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,15 +44,9 @@ def parse_command(command: type[Command], prog: str, arguments: Sequence[str]) -
 
 def config_path(arguments: Sequence[str]) -> Path | None:
     """The last ``--config FILE`` or ``--config=FILE``; the parser reports a flag without a file."""
-    path = None
-    for index, word in enumerate(arguments):
-        if word == "--":
-            break
-        if word.startswith("--config="):
-            path = Path(word.partition("=")[2])
-        elif word == "--config" and index + 1 < len(arguments):
-            path = Path(arguments[index + 1])
-    return path
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, nargs="?")
+    return parser.parse_known_args(arguments)[0].config
 
 
 def read_config_file(path: Path, command: type) -> dict[str, Any]:
@@ -89,18 +84,19 @@ def read_config_file(path: Path, command: type) -> dict[str, Any]:
 
 def option_types(command: type) -> Iterator[tuple[str, Any]]:
     """Names and types of a command's options, including those of its groups."""
-    for item, kind, is_hidden in typed_fields(command):
+    for item, kind in shown_fields(command):
         if dataclasses.is_dataclass(kind):
             yield from option_types(kind)
-        elif item.name != "config" and not is_hidden:
+        elif item.name != "config":
             yield item.name, kind
 
 
-def typed_fields(command: type) -> Iterator[tuple[dataclasses.Field, Any, bool]]:
-    """Fields, their types, and whether the command line hides them."""
+def shown_fields(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """The fields that the command line does not hide, and their types."""
     kinds, marked = get_type_hints(command), get_type_hints(command, include_extras=True)
     for item in dataclasses.fields(command):
-        yield item, kinds[item.name], HIDDEN in getattr(marked[item.name], "__metadata__", ())
+        if HIDDEN not in getattr(marked[item.name], "__metadata__", ()):
+            yield item, kinds[item.name]
 
 
 def checked_value(where: str, name: str, value: Any, kind: Any) -> Any:
@@ -128,10 +124,10 @@ def with_values(command: type[Command], values: Mapping[str, Any]) -> Command:
     Required options without a value are left to the command line.
     """
     given = {}
-    for item, kind, is_hidden in typed_fields(command):
+    for item, kind in shown_fields(command):
         if dataclasses.is_dataclass(kind):
             given[item.name] = with_values(kind, values)
-        elif item.name in values and not is_hidden:
+        elif item.name in values:
             given[item.name] = values[item.name]
         elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             given[item.name] = tyro.MISSING

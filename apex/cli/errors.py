@@ -13,14 +13,17 @@ class InputError(Exception):
 
 
 @contextmanager
-def input_errors() -> Iterator[None]:
+def input_errors(*, of_engine: bool = True) -> Iterator[None]:
     """Wraps code that checks the user's input: building an engine, adding requests. Not code that runs them.
+
+    ``of_engine=False``: for what does without the CPU kernels.
 
     Raises:
         InputError: in place of the engine's errors for wrong flags, files, requests and installations.
     """
     try:
-        import pacpu  # noqa: F401  fails before anything is read or measured
+        if of_engine:
+            import pacpu  # noqa: F401  fails before anything is read or measured
         from swiftllm.engine.backend import RankFailed
         from swiftllm.machine import InsufficientMemory
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -13,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from apex.cli.errors import InputError, input_errors
-from apex.replay.records import ReplayRequest
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
-from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams, ServiceClass
+from swiftllm.config import EngineConfig, check_at_least
+from swiftllm.core.request import SamplingParams
 from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
 
@@ -57,23 +57,22 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
         raise InputError(f"{flag}: the folder {folder} cannot be made or written to ({error.strerror})") from None
 
 
-def check_systems(systems: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: there is none.
-    """
-    if not systems:
-        raise InputError("--system needs the name of at least one system")
-
-
 class Unchecked:
-    """Base of flag groups that skips the checks of their configuration class.
+    """First base of flag groups, which skips the checks of the second one, a configuration class.
 
-    They run when the command makes the configuration, so their messages reach the user without the parser's text.
+    They run in :meth:`checked`, so their messages reach the user without the parser's text.
     """
 
     def __post_init__(self) -> None:
         pass
+
+    def checked(self, **changes: Any) -> Any:
+        """The configuration with these values.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        return type(self).__bases__[1](**{**asdict(self), **changes})
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class EngineFlags(Unchecked, EngineConfig):
             FileNotFoundError: the model is neither a local folder nor on the hub.
             ValueError: a value is out of range.
         """
-        config = EngineConfig(**{**asdict(self), "model": model})
+        config = self.checked(model=model)
         return replace(config, model=str(model_folder(model, weights=config.load_format == "auto")))
 
 
@@ -101,9 +100,6 @@ class SamplingFlags(Unchecked, SamplingParams):
     logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # not useful on a command line
     logprobs: tyro.conf.Suppress[int | None] = None  # commands print only text
     prompt_logprobs: tyro.conf.Suppress[int | None] = None
-
-    def params(self) -> SamplingParams:
-        return SamplingParams(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,12 @@ class StrategyFlags(Unchecked, StrategyConfig):
             InputError: a strategy flag is given and none of ``systems`` has strategies.
             ValueError: the flags contradict each other.
         """
-        if not any(find_system(name).offloads for name in systems) and self != StrategyFlags():
+        if not any(find_system(name).needs_predictions for name in systems) and self != StrategyFlags():
             raise InputError(
                 f"the strategy flags have no effect on {' and '.join(systems)}, GPU-only: drop them, or name another "
                 "--system"
             )
-        return StrategyConfig(**asdict(self))
+        return self.checked()
 
 
 @dataclass(frozen=True)
@@ -140,44 +136,17 @@ class BestEffortFlags:
     By default it ends with its last request."""
 
     def check_flags(self) -> None:
-        """Check that the flags are in range and have an effect.
-
-        Raises:
-            InputError: they are not.
         """
-        if self.best_effort_requests < 0:
-            raise InputError(f"best_effort_requests={self.best_effort_requests} must not be negative")
+        Raises:
+            ValueError: a flag is out of range or has no effect.
+        """
+        check_at_least(0, self, "best_effort_requests")
         for name in ("best_effort_input_len", "best_effort_output_len"):
-            length = getattr(self, name)
-            if length is not None and not self.best_effort_requests:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag} means nothing without --best-effort-requests")
-            if length is not None and length < 1:
-                raise InputError(f"{name}={length} must be at least 1")
-        if self.duration_s is not None and not 0.0 < self.duration_s < float("inf"):
-            raise InputError(f"duration_s={self.duration_s} must be a positive number of seconds")
-
-    def sizes(self, input_len: int, output_len: int) -> tuple[int, int]:
-        """Prompt and output tokens of a best-effort request beside others of these sizes."""
-        return self.best_effort_input_len or input_len, self.best_effort_output_len or output_len
-
-    def requests(self, prompts: Sequence[tuple[int, ...]], output_len: int) -> list[ReplayRequest]:
-        """Best-effort requests with these prompts."""
-        return [
-            ReplayRequest(f"best-effort-{i}", 0.0, prompt, output_len, ServiceClass.BEST_EFFORT)
-            for i, prompt in enumerate(prompts)
-        ]
-
-    def words(self, input_len: int, output_len: int) -> str:
-        """What to add to the description of a workload of these sizes; empty without best-effort requests."""
-        if not self.best_effort_requests:
-            return ""
-        prompt, output = self.sizes(input_len, output_len)
-        return f", {self.best_effort_requests} best-effort ones of {prompt} in / {output} out"
-
-    @property
-    def limit_s(self) -> float:
-        return float("inf") if self.duration_s is None else self.duration_s
+            if getattr(self, name) is not None and not self.best_effort_requests:
+                raise ValueError(f"--{name.replace('_', '-')} means nothing without --best-effort-requests")
+            check_at_least(1, self, name)
+        if self.duration_s is not None and not 0.0 < self.duration_s < math.inf:
+            raise ValueError(f"duration_s={self.duration_s} must be a positive number of seconds")
 
 
 @dataclass(frozen=True)
@@ -195,18 +164,17 @@ class TimelineFlags:
         """Check the flags before anything runs.
 
         Raises:
-            InputError: a flag has no effect or is out of range, several systems share a file, or it is not writable.
+            ValueError: a flag has no effect or is out of range, or several systems share a file.
+            InputError: the file cannot be written.
         """
         if self.trace_timeline is None:
             if self != TimelineFlags():
-                raise InputError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
+                raise ValueError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
             return
-        if self.timeline_iterations < 1:
-            raise InputError(f"timeline_iterations={self.timeline_iterations} must be at least 1")
-        if self.timeline_start is not None and self.timeline_start < 0:
-            raise InputError(f"timeline_start={self.timeline_start} must not be negative")
+        check_at_least(1, self, "timeline_iterations")
+        check_at_least(0, self, "timeline_start")
         if names_file(self.trace_timeline) and len(systems) > 1:
-            raise InputError(
+            raise ValueError(
                 f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
             )
         check = check_output_file if names_file(self.trace_timeline) else check_output_folder

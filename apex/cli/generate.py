@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,12 +59,12 @@ class Generate(ConfigFile):
         prompts = self.prompts or read_lines()
         check_text(prompts)
         with input_errors():
-            sampling = self.sampling.params()
+            sampling = self.sampling.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
         with running_engine(self.system, config, strategy, self.profile) as engine:
             with input_errors():
                 for index, prompt in enumerate(encode(engine, prompts, self.chat)):
-                    engine.requeue_request(engine.make_request(str(index), prompt, sampling))
+                    engine.add(engine.make_request(str(index), prompt, sampling), check_targets=False)
             start_s = engine.now()
             num_tokens = self._print_one(engine) if len(prompts) == 1 else self._print_all(engine, prompts)
             seconds = engine.now() - start_s
@@ -73,26 +73,24 @@ class Generate(ConfigFile):
 
     def _print_one(self, engine: Engine) -> int:
         """Print the only output as it is generated."""
-        stream = engine.tokenizer.stream()
-        outputs = run_to_end(engine, lambda output: print(stream.push(output.new_token_ids), end="", flush=True))
+        stream, done = engine.tokenizer.stream(), 0
+        for output in outputs_of(engine):
+            print(stream.push(output.new_token_ids), end="", flush=True)
+            done += len(output.new_token_ids)
         print(stream.finish())
-        return len(outputs["0"].token_ids)
+        return done
 
     def _print_all(self, engine: Engine, prompts: Sequence[str]) -> int:
         """Print all outputs at the end, each below its prompt."""
-        total = len(prompts) * self.sampling.max_tokens
-        done = 0
+        total, done, texts = len(prompts) * self.sampling.max_tokens, 0, {}
         with progress_bar("generating") as report:
-
-            def count(output: RequestOutput) -> None:
-                nonlocal done
+            for output in outputs_of(engine):
                 done += len(output.new_token_ids)
                 report(done / total, f"{done} tokens")
-
-            outputs = run_to_end(engine, count)
+                if output.finished:
+                    texts[output.request_id] = engine.tokenizer.decode(output.token_ids)
         for index, prompt in enumerate(prompts):
-            print(f"{'' if index == 0 else chr(10)}>>> {prompt}")
-            print(engine.tokenizer.decode(outputs[str(index)].token_ids))
+            print(f"{'' if index == 0 else chr(10)}>>> {prompt}\n{texts[str(index)]}")
         return done
 
 
@@ -129,11 +127,7 @@ def encode(engine: Engine, prompts: Sequence[str], chat: bool) -> list[list[int]
     return [tokenizer.encode(prompt) for prompt in prompts]
 
 
-def run_to_end(engine: Engine, on_output: Callable[[RequestOutput], None]) -> dict[str, RequestOutput]:
-    """Run the engine until all requests have ended. Returns the last output of each."""
-    outputs = {}
+def outputs_of(engine: Engine) -> Iterator[RequestOutput]:
+    """Run the engine until all requests have ended."""
     while engine.has_unfinished():
-        for output in engine.step():
-            on_output(output)
-            outputs[output.request_id] = output
-    return outputs
+        yield from engine.step()

@@ -73,7 +73,7 @@ def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) 
         for tokens in LINEAR_TOKENS
     ]
     rows += [
-        ("  nearly constant up to (the knee)", str(model.linear_knee_tokens), "tokens"),
+        ("  nearly constant up to", str(model.flat_linear_tokens), "tokens"),
         ("GPU attention rate N_G", rate_text(gpu), "context tokens/s, one layer"),
         ("CPU attention rate N_C", rate_text(cpu), "context tokens/s, one layer"),
         ("  which reads", number(cpu and cpu * bytes_per_token / 1e9, ".2f"), "GB/s of K and V"),

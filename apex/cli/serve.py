@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
@@ -17,7 +16,6 @@ from swiftllm.server.settings import ServerSettings
 from swiftllm.share import Share, take_share
 
 if TYPE_CHECKING:
-    from apex.timeline.live import LiveTimeline
     from swiftllm.engine.engine import Engine
 
 
@@ -25,16 +23,10 @@ if TYPE_CHECKING:
 class ServerFlags(Unchecked, ServerSettings):
     """Address and access rules of the server."""
 
-    def settings(self) -> ServerSettings:
-        return ServerSettings(**asdict(self))
-
 
 @dataclass(frozen=True)
 class LimitFlags(Unchecked, ServiceLimits):
     """Limits of the server."""
-
-    def limits(self) -> ServiceLimits:
-        return ServiceLimits(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -74,10 +66,13 @@ class Serve(ConfigFile):
             except (ValueError, OSError) as error:
                 raise InputError(str(error)) from None
         with input_errors():
-            settings, limits = self.server.settings(), self.limits.limits()
+            settings, limits = self.server.checked(), self.limits.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
         settings = replace(settings, port=free_port(settings.host, settings.port))
-        run_server = import_run_server()
+        try:
+            from swiftllm.server.run import run_server
+        except ModuleNotFoundError as error:
+            raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
         with running_engine(self.system, config, strategy, self.profile) as engine:
             from apex.timeline.live import LiveTimeline
 
@@ -114,19 +109,6 @@ def why_not(error: OSError) -> str:
         errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is itself, 0.0.0.0 all its interfaces",
     }
     return advice.get(error.errno, error.strerror or str(error))
-
-
-def import_run_server() -> Callable[[EngineService, ServerSettings, LiveTimeline], None]:
-    """The function that serves an engine over HTTP.
-
-    Raises:
-        InputError: a package it needs is not installed.
-    """
-    try:
-        from swiftllm.server.run import run_server
-    except ModuleNotFoundError as error:
-        raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
-    return run_server
 
 
 def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimits) -> str:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from apex.cli.bench import figures, figures_table, unfinished_line
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError
-from apex.cli.flags import (
-    BestEffortFlags,
-    OutputFile,
-    StrategyFlags,
-    SystemName,
-    TimelineFlags,
-    check_output_file,
-    check_systems,
-)
+from apex.cli.comparison import Comparison
+from apex.cli.errors import input_errors
+from apex.cli.flags import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
 from apex.cli.output import stdout_console
-from apex.perf.progress import progress_bar
-from apex.replay.loop import check_requests, replay_requests
+from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
+from swiftllm.config import EngineConfig
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
@@ -40,7 +30,7 @@ Weights = Literal["auto", "int4"]
 
 
 @dataclass(frozen=True)
-class Simulate(ConfigFile):
+class Simulate(Comparison):
     """Predict throughput and latency on hardware that is not here: real scheduling, simulated times.
 
     For example:
@@ -111,8 +101,8 @@ class Simulate(ConfigFile):
     timeline: TimelineFlags = field(default_factory=TimelineFlags)
 
     def run(self) -> int:
-        self._check()
-        with _input_errors():
+        self.check_flags()
+        with input_errors(of_engine=False):
             from apex.simulator.predicted_machine import predict_machine
 
             machine = predict_machine(
@@ -134,61 +124,47 @@ class Simulate(ConfigFile):
             placed = {system: self._placed(system, machine) for system in self.system}
             blocks = {system: self._blocks(machine, placed[system]) for system in self.system}
         rate = "all at once" if self.request_rate is None else f"{self.request_rate:g} a second"
-        rest = self.best_effort.words(self.input_len, self.output_len)
         counts = {
             system: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens"
             for system, (gpu, cpu) in blocks.items()
         }
-        workload = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {rate}{rest}"
+        sizes = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"
+        workload = f"{sizes}, {rate}{self.best_effort_words}"
         if self.weights_gpu_memory is None:
             print(f"{workload}; {counts[self.system[0]]}")
         else:
             print(workload)
             for system, machine_placed in placed.items():
                 print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
-        requests, records, why_none = self._requests(), [], []
+        requests, records, why_none = self.requests([(0,) * n for n, _ in self.sizes], self.arrivals_s()), [], []
         for system in self.system:
-            with _input_errors():
+            with input_errors(of_engine=False):
                 engine = self._engine(system, machine, blocks[system], strategy, placed[system])
                 check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
             measured, replay = self._measure(engine, requests, machine, strategy)
             why_none.append(all_refused_line(system, replay))
             gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
-        console = stdout_console()
-        console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
-        console.print(figures_table(records))
-        for line in filter(None, map(unfinished_line, records)):
-            print(line)
-        if outside := sorted({name for record in records for name in record["extrapolated"]}):
-            console.print(f"outside the measured sizes, extrapolated: {', '.join(outside)}")
-        if self.output is not None:
-            with _input_errors():
-                self.output.write_text(json.dumps(records, indent=1) + "\n")
+        stdout_console().print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
+        outside = sorted({name for record in records for name in record["extrapolated"]})
+        self.report(records, f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else "")
         for line in filter(None, why_none):
             print(f"apex: {line}", file=sys.stderr)
         return 1 if any(why_none) else 0
 
-    def _check(self) -> None:
-        sizes = ("num_requests", "input_len", "output_len", "block_size", "max_num_batched_tokens", "max_num_seqs")
-        for name in (*sizes, "tensor_parallel"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        if isinstance(self.weights_gpu_memory, float) and not 0.0 <= self.weights_gpu_memory < float("inf"):
-            raise InputError(f"weights_gpu_memory={self.weights_gpu_memory} must be a number of GiB from 0 on, or auto")
-        for name in ("num_gpu_blocks", "num_cpu_blocks"):
-            if (getattr(self, name) or 0) < 0:
-                raise InputError(f"{name}={getattr(self, name)} must not be negative")
-        if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
-            raise InputError(f"request_rate={self.request_rate} must be a positive number")
-        check_systems(self.system)
-        if self.link is not None and self.tensor_parallel == 1:
-            raise InputError("--link means nothing without --tensor-parallel")
-        if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
-            raise InputError("--network-gbps means nothing without --cpu-hosts")
-        self.best_effort.check_flags()
-        self.timeline.check_flags(self.system)
-        check_output_file("--output", self.output)
+    def check_flags(self) -> None:
+        super().check_flags()
+        of_engine = ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel", "num_gpu_blocks",
+                     "num_cpu_blocks")  # fmt: skip
+        with input_errors(of_engine=False):
+            EngineConfig(self.model, **{name: getattr(self, name) for name in of_engine})
+            EngineConfig(self.model, weights_gpu_memory=self.weights_gpu_memory)
+            if self.request_rate is not None and not 0.0 < self.request_rate < math.inf:
+                raise ValueError(f"request_rate={self.request_rate} must be a positive number")
+            if self.link is not None and self.tensor_parallel == 1:
+                raise ValueError("--link means nothing without --tensor-parallel")
+            if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
+                raise ValueError("--network-gbps means nothing without --cpu-hosts")
 
     def _placed(self, system: str, machine: PredictedMachine) -> PlacedMachine | None:
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
@@ -198,7 +174,7 @@ class Simulate(ConfigFile):
         from apex.simulator.placed_machine import WeightPlacer
 
         at_once = Workload(self.max_num_seqs, self.input_len, self.output_len)
-        placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).offloads
+        placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
 
     def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:
@@ -231,28 +207,11 @@ class Simulate(ConfigFile):
             **off_gpu,
         )
 
-    def _requests(self) -> list[ReplayRequest]:
-        prompt = (0,) * self.input_len
-        requests = [ReplayRequest(str(i), at_s, prompt, self.output_len) for i, at_s in enumerate(self._arrivals())]
-        rest_input_len, rest_output_len = self.best_effort.sizes(self.input_len, self.output_len)
-        prompts = [(0,) * rest_input_len] * self.best_effort.best_effort_requests
-        return requests + self.best_effort.requests(prompts, rest_output_len)
-
     def _measure(
         self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine, strategy: StrategyConfig
     ) -> tuple[dict[str, Any], Replay]:
-        total, stats = sum(request.output_len for request in requests), engine.stats()
-        with (
-            self.timeline.traced(engine, machine.description, lambda: stats.output_tokens / total, simulated=True),
-            progress_bar(f"simulating {engine.describe()['system']}") as report,
-        ):
-
-            def show(tokens: int) -> None:
-                report(tokens / total, f"{tokens}/{total} tokens")
-
-            limit_s = self.best_effort.limit_s
-            replay = replay_requests(engine, requests, show, limit_s=limit_s, wait=engine.backend.sleep)
-        description, rest = engine.describe(), self.best_effort.words(self.input_len, self.output_len)
+        replay = self.replay(engine, requests, machine.description, simulated=True, wait=engine.backend.sleep)
+        description = engine.describe()
         record = {
             "system": description["system"],
             "backend": "simulated",
@@ -264,15 +223,16 @@ class Simulate(ConfigFile):
             "dtype": machine.dtype,
             "weights": machine.table.identity.get("weights", machine.dtype),
             "placement": description["weights"],
-            "workload": f"{self.num_requests} x {self.input_len} in / {self.output_len} out{rest}",
+            "workload": self.workload_words,
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
-            **figures(replay, strategy, self.best_effort.duration_s),
+            **self.figures(replay, strategy),
             "extrapolated": sorted(engine.backend.extrapolated),
         }
         return record, replay
 
-    def _arrivals(self) -> list[float]:
+    def arrivals_s(self) -> list[float]:
+        """When requests come, all but the best-effort ones."""
         if self.request_rate is None:
             return [0.0] * self.num_requests
         draw, now_s, arrivals = random.Random(self.seed), 0.0, []
@@ -289,11 +249,3 @@ def all_refused_line(system: str, replay: Replay) -> str:
     reason = replay.records[0].failure.removeprefix(REFUSED)
     return f"{system} refused every request, the first one because: {reason}"
 
-
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    """As :func:`apex.cli.errors.input_errors`, but a simulation does without the CPU kernels."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error

@@ -6,21 +6,11 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 from apex.cli.errors import InputError
 
-
-class OptionalVerb(NamedTuple):
-    """A verb of a package above this one, which `apex` may not import directly."""
-
-    module: str
-    summary: str
-
-
-OPTIONAL_VERBS = {
-    "validate": OptionalVerb("evaluation.validate", "Compare the simulator with real runs on this machine."),
-}
+OPTIONAL_VERBS = {"validate": ("evaluation.validate", "Compare the simulator with real runs on this machine.")}
+"""Verbs of a package above this one, which `apex` may not import directly: the module of each, and its summary."""
 
 
 def run_optional(verb: str, arguments: Sequence[str]) -> int:
@@ -29,7 +19,7 @@ def run_optional(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         InputError: the package is not installed; the message says where it comes from.
     """
-    return optional_module(OPTIONAL_VERBS[verb].module, f"apex {verb}").command(arguments)
+    return optional_module(OPTIONAL_VERBS[verb][0], f"apex {verb}").command(arguments)
 
 
 def optional_module(module: str, wanted_by: str) -> ModuleType:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.systems import Hardware, build, find_system
 
 
 class _NoWork:
@@ -37,6 +37,9 @@ class _NoWork:
     def whole_iteration(self, lane: list[str]) -> None:
         pass
 
+    def holds_weights(self, layer: int) -> bool:
+        return True
+
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         return {}
 
@@ -46,8 +49,9 @@ def idle_engine(num_layers: int, requests: int) -> Engine:
     backend = _NoWork(num_layers)
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
-    engine = Engine(Scheduler(limits, kv, backend.now), OverlapExecutor(backend), backend, vocab_size=1)
+    engine = build(find_system("swiftllm"), Hardware(backend, limits, kv, {}, vocab_size=1))
+    endless = SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True)
     for i in range(requests):
-        engine.add_request(str(i), (0,), SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True))
+        engine.add(engine.make_request(str(i), (0,), endless))
     engine.step()  # the prefills
     return engine

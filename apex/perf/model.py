@@ -51,6 +51,9 @@ class Curve:
         result = self.seconds[i] + self._slopes[i] * (size - sizes[i])
         return result if result > 0.0 else 0.0
 
+    def times(self, factor: float) -> Curve:
+        return Curve(self.sizes, tuple([seconds * factor for seconds in self.seconds]))
+
 
 def _ascending(values: Sequence[float]) -> list[float]:
     """The least-squares ascending sequence (isotonic regression): neighbours in the wrong order get their mean."""
@@ -79,6 +82,9 @@ class Surface:
         share = (first - firsts[i]) / (firsts[i + 1] - firsts[i])
         result = low + share * (high - low)
         return result if result > 0.0 else 0.0
+
+    def times(self, factor: float) -> Surface:
+        return Surface(self.firsts, tuple([curve.times(factor) for curve in self.curves]))
 
 
 FREE = Curve((1, 2), (0.0, 0.0))
@@ -170,16 +176,16 @@ def _from_json(value: dict | float) -> Curve | Surface | float:
 class PerfModel:
     """Predictions for the schedulers. Sizes count tokens, requests or blocks; results are seconds."""
 
-    KNEE_RATIO = 1.25
+    FLAT_RATIO = 1.25
 
     def __init__(self, table: ProfileTable, num_layers: int) -> None:
         self.table = table
         self.num_layers = num_layers
         self.extrapolated: set[str] = set()
         self.stream_s = table.stream_s
-        floor_s = max(table.linear(1), self.stream_s) * self.KNEE_RATIO
+        floor_s = max(table.linear(1), self.stream_s) * self.FLAT_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
-        self.linear_knee_tokens = int(max(flat, default=1))
+        self.flat_linear_tokens = int(max(flat, default=1))
         """Up to this many tokens a boundary costs about the same: reading weights, or waiting for them, dominates."""
         self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
 
@@ -219,7 +225,7 @@ class PerfModel:
             return 0.0
         return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
 
-    def ends_s(self, rows: int) -> float:
+    def outside_layers_s(self, rows: int) -> float:
         """The part of an iteration beside its layers: the host's work, embedding, logits and sampling."""
         return self.host_work_s(rows) + self.logits_s(rows) if rows > 0 else 0.0
 

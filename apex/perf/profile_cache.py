@@ -5,18 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
 from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
-from apex.perf.profiler import Profiler
+from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
 from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Tier
 from swiftllm.files import cache_dir
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.model.placement import Place, Placement
@@ -51,28 +48,16 @@ def with_copies(table: ProfileTable, placement: Placement | None, stream_s: floa
 def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable:
     """Profile the backend now, with a progress bar."""
     with progress_bar("profiling this machine") as progress:
-        return make_profiler(config, backend, progress).measure(profile_identity(config, backend))
-
-
-def make_profiler(
-    config: EngineConfig, backend: TorchBackend, progress: Callable[[float, str], None] = lambda done, what: None
-) -> Profiler:
-    return Profiler(make_workbench(config, backend), max_tokens=config.max_num_batched_tokens, progress=progress)
+        bench, most = make_workbench(config, backend), config.max_num_batched_tokens
+        (seconds,) = measure_seconds(bench, most, Grid(), progress=progress)
+        return table_from_seconds(seconds, profile_identity(config, backend))
 
 
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
     if backend.kv_pools.num_written < MOST_BLOCKS:
         with progress_bar("touching the KV cache's memory") as progress:
             backend.write_blocks(MOST_BLOCKS, progress)
-    return Workbench(
-        backend,
-        num_blocks={Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks},
-        block_size=backend.block_size,
-        max_model_len=scheduler_limits(config, backend).max_model_len,
-        vocab_size=backend.model_config.vocab_size,
-        synchronize=torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None,
-        holds_weights=backend.holds_weights,
-    )
+    return Workbench(backend, scheduler_limits(config, backend).max_model_len)
 
 
 def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:

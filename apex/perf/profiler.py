@@ -40,90 +40,75 @@ class Grid:
     iteration_requests: tuple[int, ...] = (1, 16, 64, 256)
 
 
-class Profiler:
-    """Profiles a backend without requests: its block tables and the pools' contents are overwritten."""
+def measure_seconds(
+    bench: Workbench,
+    max_tokens: int,
+    *grids: Grid,
+    progress: Callable[[float, str], None] = lambda done, what: None,
+) -> list[Seconds]:
+    """Mean seconds of each operation at each size, one mapping per grid, all measured in the same rounds.
 
-    def __init__(
-        self,
-        bench: Workbench,
-        *,
-        max_tokens: int,
-        progress: Callable[[float, str], None] = lambda done, what: None,
-    ) -> None:
-        """``max_tokens``: the most tokens of a lane in an iteration."""
-        self.num_blocks = bench.num_blocks
-        self.block_size = bench.block_size
-        self.max_tokens = max_tokens
-        self.max_model_len = bench.max_model_len
-        self._progress = progress
-        self._bench = bench
+    It takes some seconds. The block tables and the pools' contents are overwritten. ``max_tokens``: the most tokens of
+    a lane in an iteration.
+    """
+    with bench.in_use():
+        operations = [_operations(bench, max_tokens, grid) for grid in grids]
+        samplers = [
+            (i, name, size, sample)
+            for i, by_name in enumerate(operations)
+            for name, by_size in by_name.items()
+            for size, sample in by_size.items()
+        ]
+        taken: list[list[float]] = [[] for _ in samplers]
+        for done in range(ROUNDS + 1):  # the first round warms up
+            progress(done / (ROUNDS + 1), f"round {done + 1} of {ROUNDS + 1}")
+            for seconds, (_, _, _, sample) in zip(taken, samplers, strict=True):
+                seconds.append(sample())
+    progress(1.0, "done")
+    result: list[Seconds] = [{name: {} for name in by_name} for by_name in operations]
+    for seconds, (i, name, size, _) in zip(taken, samplers, strict=True):
+        result[i][name][size] = statistics.fmean(sorted(seconds[1:])[1:-1])
+    return result
 
-    def measure(self, identity: Mapping[str, str]) -> ProfileTable:
-        """Run all operations, which takes some seconds, and return their table."""
-        (seconds,) = self.measure_seconds(Grid())
-        return table_from_seconds(seconds, identity)
 
-    def measure_seconds(self, *grids: Grid) -> list[Seconds]:
-        """Mean seconds of each operation at each size, one mapping per grid, all measured in the same rounds."""
-        with self._bench.in_use():
-            operations = [self._operations(grid) for grid in grids]
-            samplers = [
-                (i, name, size, sample)
-                for i, by_name in enumerate(operations)
-                for name, by_size in by_name.items()
-                for size, sample in by_size.items()
-            ]
-            taken: list[list[float]] = [[] for _ in samplers]
-            for done in range(ROUNDS + 1):  # the first round warms up
-                self._progress(done / (ROUNDS + 1), f"round {done + 1} of {ROUNDS + 1}")
-                for seconds, (_, _, _, sample) in zip(taken, samplers, strict=True):
-                    seconds.append(sample())
-        self._progress(1.0, "done")
-        result: list[Seconds] = [{name: {} for name in by_name} for by_name in operations]
-        for seconds, (i, name, size, _) in zip(taken, samplers, strict=True):
-            result[i][name][size] = statistics.fmean(sorted(seconds[1:])[1:-1])
-        return result
+def _operations(bench: Workbench, max_tokens: int, grid: Grid) -> Operations:
+    rows = sizes_up_to(grid.sampled_rows, max_tokens)
+    pool = min(bench.num_blocks.values())
+    gpu, cpu = (_decode_sizes(bench, tier, grid) for tier in (Tier.GPU, Tier.CPU))
+    shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
+    prefills = _prefill_sizes(bench, max_tokens, grid)
+    # Lanes of several chunks have in total as many tokens as the longest that the table has.
+    longest = max(tokens for tokens, _ in _prefill_sizes(bench, max_tokens, Grid()))
+    lanes = [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
+    return {
+        "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, max_tokens)},
+        "first": {n: bench.first_boundary(n) for n in rows},
+        "last": {n: bench.last_boundary(n) for n in rows},
+        "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
+        "prefill_attention": {size: bench.prefill_attention([size]) for size in prefills},
+        "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n) for n, new in lanes},
+        "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
+        "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
+        "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
+        "iteration": {n: bench.host_work(n) for n in grid.iteration_requests},
+    }
 
-    def _operations(self, grid: Grid) -> Operations:
-        bench = self._bench
-        rows = sizes_up_to(grid.sampled_rows, self.max_tokens)
-        pool = min(self.num_blocks.values())
-        gpu = self._decode_sizes(Tier.GPU, grid)
-        cpu = self._decode_sizes(Tier.CPU, grid)
-        shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
-        return {
-            "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, self.max_tokens)},
-            "first": {n: bench.first_boundary(n) for n in rows},
-            "last": {n: bench.last_boundary(n) for n in rows},
-            "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
-            "prefill_attention": {size: bench.prefill_attention([size]) for size in self._prefill_sizes(grid)},
-            "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n) for n, new in self._prefill_lanes(grid)},
-            "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
-            "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
-            "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
-            "iteration": {n: bench.host_work(n) for n in grid.iteration_requests},
-        }
 
-    def _prefill_sizes(self, grid: Grid) -> list[tuple[int, int]]:
-        longest = min(self.max_tokens, self.max_model_len // 2)
-        room = self.num_blocks[self._bench.larger_tier] * self.block_size
-        tokens = sizes_up_to(grid.prefill_tokens, min(longest, room // 2))
-        cached = sizes_up_to(grid.prefill_cached, min(self.max_model_len, room) - tokens[-1])
-        return [(n, c) for n in tokens for c in cached]
+def _prefill_sizes(bench: Workbench, max_tokens: int, grid: Grid) -> list[tuple[int, int]]:
+    room = bench.num_blocks[bench.larger_tier] * bench.block_size
+    tokens = sizes_up_to(grid.prefill_tokens, min(max_tokens, bench.max_model_len // 2, room // 2))
+    cached = sizes_up_to(grid.prefill_cached, min(bench.max_model_len, room) - tokens[-1])
+    return [(n, c) for n in tokens for c in cached]
 
-    def _prefill_lanes(self, grid: Grid) -> list[tuple[int, int]]:
-        """(chunks, tokens of each); in total as many as the longest measured lane."""
-        longest = max(tokens for tokens, _ in self._prefill_sizes(Grid()))
-        return [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
 
-    def _decode_sizes(self, tier: Tier, grid: Grid) -> list[tuple[int, int]]:
-        """(requests, context tokens of each) that fit the tier together; none if the tier is too small."""
-        blocks = self.num_blocks[tier]
-        requests = [n for n in grid.decode_requests if 2 * n <= blocks]
-        if len(requests) < 2:
-            return []
-        longest = {n: min(blocks // n * self.block_size, self.max_model_len) for n in requests}
-        return [(n, context) for n in requests for context in sizes_up_to(grid.decode_contexts, longest[n])]
+def _decode_sizes(bench: Workbench, tier: Tier, grid: Grid) -> list[tuple[int, int]]:
+    """(requests, context tokens of each) that fit the tier together; none if the tier is too small."""
+    blocks = bench.num_blocks[tier]
+    requests = [n for n in grid.decode_requests if 2 * n <= blocks]
+    if len(requests) < 2:
+        return []
+    longest = {n: min(blocks // n * bench.block_size, bench.max_model_len) for n in requests}
+    return [(n, context) for n in requests for context in sizes_up_to(grid.decode_contexts, longest[n])]
 
 
 def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:

@@ -10,14 +10,17 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from apex.perf.idle_engine import idle_engine
 from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.engine.backend import Backend, Batch
+from swiftllm.engine.backend import Batch
 from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.runtime.torch_backend import TorchBackend
 
 TimedOperation = Callable[[], float]
 
@@ -35,31 +38,18 @@ HAND_OVERS = 3
 class Workbench:
     """Makes timed operations. They run within :meth:`in_use`, without requests, and overwrite the pools' contents."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        num_blocks: Mapping[Tier, int],
-        block_size: int,
-        max_model_len: int,
-        vocab_size: int,
-        synchronize: Callable[[], None],
-        holds_weights: Callable[[int], bool],
-    ) -> None:
-        """``synchronize`` waits for the device's outstanding work. ``holds_weights`` says whether the weights of a
-        boundary are on the device: times of boundaries do not include their way there.
-
-        The caller has written the first ``MOST_BLOCKS`` blocks of each tier: host memory that was never written reads
-        as one page of zeros, which stays in the caches.
+    def __init__(self, backend: TorchBackend, max_model_len: int) -> None:
+        """The caller has written the first ``MOST_BLOCKS`` blocks of each tier: host memory that was never written
+        reads as one page of zeros, which stays in the caches.
         """
         self.backend = backend
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = {Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks}
+        self.block_size = backend.block_size
         self.max_model_len = max_model_len
         self.tables: dict[str, list[int]] = {}
-        self._synchronize = synchronize
-        self._holds_weights = holds_weights
+        self._synchronize = torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None
         self._random = random.Random(0)
-        self._tokens = self._random.choices(range(vocab_size), k=max_model_len + 1)
+        self._tokens = self._random.choices(range(backend.model_config.vocab_size), k=max_model_len + 1)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -269,8 +259,11 @@ class Workbench:
         return sample
 
     def _crossing(self, layer: int, lane: Batch) -> Callable[[], None]:
-        """The lane at a boundary whose weights are there: streamed ones stay until another boundary is crossed."""
-        if not self._holds_weights(layer):
+        """The lane at a boundary whose weights are there: times of boundaries leave out their way to the device.
+
+        Streamed ones stay until another boundary is crossed.
+        """
+        if not self.backend.holds_weights(layer):
             self.backend.boundary(layer, [lane])
         return lambda: self.backend.boundary(layer, [lane])
 

@@ -16,7 +16,7 @@ from swiftllm.machine import GIB, usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime.dtype_and_kernel import resolve_dtype, resolve_kernel
+from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
 
 ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN = 1000, 200
 """Of a request where lengths are not known: as `apex simulate` has them by default."""

@@ -67,13 +67,14 @@ def replay_requests(
             while waiting and start_s + waiting[-1].arrival_s <= engine.now():
                 request = waiting.pop()
                 try:
-                    live[request.request_id] = engine.add_request(
+                    new = engine.make_request(
                         request.request_id,
                         request.prompt_token_ids,
                         sampling_params(request),
                         arrival_s=start_s + request.arrival_s,
                         service_class=request.service_class,
                     )
+                    live[request.request_id] = engine.add(new)
                 except RequestRefused as refusal:
                     failures[request.request_id] = f"{REFUSED}{refusal}"
             if engine.has_unfinished():

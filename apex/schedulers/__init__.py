@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
-
 from apex.schedulers.adaptive import AdaptiveScheduler
 from apex.schedulers.apex import ApexScheduler
 from apex.schedulers.base import OffloadScheduler
@@ -17,12 +13,7 @@ from apex.schedulers.omniserve import (
     OmniServeSteppingScheduler,
     SarathiScheduler,
 )
-from apex.strategy import StrategyConfig
 from swiftllm.systems import System, register_system
-
-if TYPE_CHECKING:
-    from swiftllm.config import EngineConfig
-    from swiftllm.engine.engine import Engine
 
 
 def register_scheduler(name: str, summary: str, scheduler: type[OffloadScheduler]) -> None:
@@ -31,16 +22,7 @@ def register_scheduler(name: str, summary: str, scheduler: type[OffloadScheduler
     Raises:
         ValueError: another system has that name.
     """
-    register_system(System(name, summary, scheduler, offloads=True, build=_build))
-
-
-def _build(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
-    from apex.systems import build_system  # loads torch
-
-    known = {field.name for field in fields(StrategyConfig)}
-    if unknown := [name for name in strategy if name not in known]:
-        raise TypeError(f"{system.name} has no option {', '.join(unknown)}: its own are {', '.join(sorted(known))}")
-    return build_system(system.name, config, StrategyConfig(**strategy))
+    register_system(System(name, summary, scheduler, needs_predictions=True))
 
 
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", NeoScheduler)

@@ -236,7 +236,7 @@ class OffloadScheduler(Scheduler, ABC):
 
     def _gpu_only_s(self, load: LaneLoad) -> float:
         layer_s = self.model.layer_s(self.model.linear_s(load.tokens) + load.gpu_attention_s(self.model))
-        return self.model.num_layers * layer_s + self.model.ends_s(load.requests)
+        return self.model.num_layers * layer_s + self.model.outside_layers_s(load.requests)
 
     def _plan(
         self,

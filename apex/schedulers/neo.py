@@ -47,7 +47,7 @@ class NeoScheduler(OffloadScheduler):
             load = pipeline.load
             pipeline.set_load(load.without(item))
             lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-            if len(load.chunks) == 1 or lane_tokens < self.model.linear_knee_tokens or not pipeline.hides_cpu():
+            if len(load.chunks) == 1 or lane_tokens < self.model.flat_linear_tokens or not pipeline.hides_cpu():
                 pipeline.set_load(load)
                 break
             draft.remove_prefill(item)

@@ -88,7 +88,7 @@ class Pipeline:
             cpu_attention_1_s=model.cpu_attention_s(second.size, second.context_tokens),
         )
         lane_rows = self.num_requests - second.size
-        ends_s = model.ends_s(lane_rows) + model.ends_s(second.size)
+        ends_s = model.outside_layers_s(lane_rows) + model.outside_layers_s(second.size)
         if lane_rows and second.size:
             ends_s -= model.host_work_s(0)
         return model.num_layers * model.layer_s(layer_s) + ends_s

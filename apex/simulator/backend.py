@@ -101,7 +101,7 @@ class SimulatedBackend:
             raise ValueError("weights that are not all on the GPU need an interconnect")
         self.num_layers = model.num_layers
         self.clock_s = 0.0
-        self._model = model
+        self.model = model
         self._launch_s = launch_s
         self._interconnect = interconnect
         self._last = model.num_layers - 1
@@ -133,7 +133,7 @@ class SimulatedBackend:
     @property
     def extrapolated(self) -> frozenset[str]:
         """Names of operations that ran at sizes outside the profile table."""
-        return frozenset(self._model.extrapolated)
+        return frozenset(self.model.extrapolated)
 
     def now(self) -> float:
         return self.clock_s
@@ -148,7 +148,7 @@ class SimulatedBackend:
         self.clock_s += self._requests_s(len(items))
         load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
-        return SimulatedBatch(load.tokens, load.gpu_attention_s(self._model), sampled)
+        return SimulatedBatch(load.tokens, load.gpu_attention_s(self.model), sampled)
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         self.clock_s += self._requests_s(len(requests))
@@ -156,7 +156,7 @@ class SimulatedBackend:
 
     def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         context_tokens = sum(request.num_tokens for request in requests)
-        attention_s = self._model.cpu_attention_s(len(requests), context_tokens)
+        attention_s = self.model.cpu_attention_s(len(requests), context_tokens)
         return SimulatedBatch(len(requests), attention_s, tuple(r.request_id for r in requests), tuple(requests))
 
     def drop_rows(self, cohort: SimulatedBatch, request_ids: frozenset[str]) -> SimulatedBatch:
@@ -202,7 +202,7 @@ class SimulatedBackend:
             task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
             self.collect_output(task)
         if layer == self._last:
-            self._run(self._model.logits_s(rows))
+            self._run(self.model.logits_s(rows))
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
         if self._swaps is not None:
@@ -255,7 +255,7 @@ class SimulatedBackend:
         for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)
             if blocks:
-                start_s, last_s = link.book_transfer(last_s, self._model.swap_s(blocks))
+                start_s, last_s = link.book_transfer(last_s, self.model.swap_s(blocks))
                 self._worker.slow_down(start_s, last_s)
                 first_s = min(first_s, start_s)
         self._swaps = SwapTimes(min(first_s, last_s), last_s, self.num_layers)

@@ -11,10 +11,9 @@ from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.scheduler import SchedulerLimits
-from swiftllm.systems import find_system
+from swiftllm.systems import Hardware, build, find_system
 
 
 def build_simulated(
@@ -33,14 +32,14 @@ def build_simulated(
     launch_s: float = 0.0,
     interconnect: Interconnect | None = None,
     remote_hosts: RemoteHosts | None = None,
-    believed: ProfileTable | None = None,
+    scheduler_table: ProfileTable | None = None,
     weights: SimulatedWeights | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
     Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
     requests that end by ``max_tokens``. Scheduler and backend predict from the same table,
-    unless ``believed`` is given.
+    unless ``scheduler_table`` is given.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
@@ -49,7 +48,7 @@ def build_simulated(
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
-        believed: the table from which the scheduler predicts in place of ``table``, to see what a wrong one costs.
+        scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
 
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
@@ -68,10 +67,8 @@ def build_simulated(
 
     backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect, weights=weights)
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
-    prediction = (model(believed or table), strategy) if found.offloads else ()
-    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
+    predictions = (model(scheduler_table or table), strategy) if found.needs_predictions else ()
     description = {
-        "system": system,
         "backend": "simulated",
         "device": table.identity.get("device", "simulated"),
         "num_layers": num_layers,
@@ -85,10 +82,4 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    return Engine(
-        scheduler,
-        OverlapExecutor(backend, backend.holds_weights),
-        backend,
-        vocab_size=vocab_size,
-        description=description,
-    )
+    return build(found, Hardware(backend, limits, kv, description, vocab_size), predictions)

@@ -43,7 +43,7 @@ class PlacedMachine:
     @property
     def engine_options(self) -> dict[str, Any]:
         """Arguments of :func:`apex.simulator.build.build_simulated` beside the table."""
-        return {"interconnect": self.interconnect, "weights": self.weights, "believed": self.scheduler_table}
+        return {"interconnect": self.interconnect, "weights": self.weights, "scheduler_table": self.scheduler_table}
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
@@ -152,7 +152,7 @@ class WeightPlacer:
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
-        return self.machine.model.num_layers * attention_s + self._model.ends_s(max(1, round(requests)))
+        return self.machine.model.num_layers * attention_s + self._model.outside_layers_s(max(1, round(requests)))
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
         if weight_bytes > self._budget.usable_bytes:

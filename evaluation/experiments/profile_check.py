@@ -65,10 +65,10 @@ class MachineProfiles:
 @contextmanager
 def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
     """A backend that does nothing, with the worker thread of a serving engine."""
-    from swiftllm.runtime.torch_backend import TorchBackend
-    from swiftllm.runtime.workers.thread import CpuWorker  # torch is loaded only where something really runs
+    from swiftllm.runtime.torch_backend import open_torch_backend
+    from swiftllm.runtime.workers import CpuWorker  # torch is loaded only where something really runs
 
-    backend = TorchBackend(config, CpuWorker)
+    backend = open_torch_backend(config, CpuWorker)
     try:
         yield backend
     finally:
@@ -110,8 +110,8 @@ def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Cu
 
 def operation_errors(config: EngineConfig) -> list[OperationError]:
     """Profile the machine at the table's sizes and at held-out sizes in the same rounds; predict the held-out ones."""
-    from apex.perf.profile_cache import make_profiler, profile_identity
-    from apex.perf.profiler import Grid, table_from_seconds
+    from apex.perf.profile_cache import make_workbench, profile_identity
+    from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
 
     others = Grid(
         linear_tokens=(3, 6, 12, 20, 40, 80, 112, 160, 224, 384, 768),
@@ -125,7 +125,8 @@ def operation_errors(config: EngineConfig) -> list[OperationError]:
         iteration_requests=(8, 32, 128),
     )
     with idle_backend(config) as backend:
-        known, held_out = make_profiler(config, backend).measure_seconds(Grid(), others)
+        bench = make_workbench(config, backend)
+        known, held_out = measure_seconds(bench, config.max_num_batched_tokens, Grid(), others)
         model = PerfModel(table_from_seconds(known, profile_identity(config, backend)), backend.num_layers)
     errors = []
     for operation, predict in predictions(model).items():

@@ -88,7 +88,7 @@ def build_engine(task: SimulatedTask) -> Engine:
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
-        believed=task.believed,
+        scheduler_table=task.believed,
         weights=hardware.weights,
     )
 

@@ -258,7 +258,7 @@ def cpu_attention_notes(records: Records) -> list[str]:
     """The CPU attention kernel of each system, and its speed where that is assumed."""
     notes = []
     # Rows may hold systems of plugins that are not loaded now.
-    gpu_only = {name for name, system in systems().items() if not system.offloads}
+    gpu_only = {name for name, system in systems().items() if not system.needs_predictions}
     kernels = {r["system"]: r.get("cpu_kernel") for r in records if r["system"] not in gpu_only}
     assumed = [record for record in records if is_simulated(record)]
     for title in unique_values((r for r in assumed if r.get("setting_title")), "setting_title"):

@@ -23,13 +23,11 @@ class HostDied(RuntimeError):
     """Another host that held a part of the CPU tier is gone, and its K and V with it.
 
     Attributes:
-        home: its number; 0 is this host, which raises no such error.
         in_swap: whether swaps were under way, so that none of the plan's is known to be done.
     """
 
-    def __init__(self, home: int, message: str, *, in_swap: bool = False) -> None:
+    def __init__(self, message: str, *, in_swap: bool = False) -> None:
         super().__init__(message)
-        self.home = home
         self.in_swap = in_swap
 
 

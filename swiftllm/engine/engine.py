@@ -110,23 +110,6 @@ class Engine:
     def kv(self) -> KVCacheManager:
         return self.scheduler.kv
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        arrival_s: float | None = None,
-        service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
-    ) -> Request:
-        """Check and queue a request. ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
-
-        Raises:
-            RequestRefused: it can never be served; the message names the limit it hits.
-        """
-        request = self.make_request(request_id, prompt_token_ids, sampling, arrival_s, service_class)
-        self.queue_request(request)
-        return request
-
     def make_request(
         self,
         request_id: str,
@@ -135,7 +118,9 @@ class Engine:
         arrival_s: float | None = None,
         service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
     ) -> Request:
-        """A checked request for :meth:`queue_request`. Reads only what never changes, so any thread may call this.
+        """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
+
+        ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
@@ -168,19 +153,20 @@ class Engine:
         self.scheduler.check_request(request)
         return request
 
-    def queue_request(self, request: Request) -> None:
-        """Queue a new request from :meth:`make_request`.
+    def add(self, request: Request, *, check_targets: bool = True) -> Request:
+        """Queue a request from :meth:`make_request`, or one from :meth:`recover`, and return it.
+
+        ``check_targets=False`` queues it whatever its targets: one that was queued before, or whose caller cannot try
+        again later.
 
         Raises:
             RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
-        self.scheduler.check_targets(request)
-        self.requeue_request(request)
-
-    def requeue_request(self, request: Request) -> None:
-        """Queue a request, whatever its targets: one from :meth:`recover`, or of a caller who cannot try again."""
+        if check_targets:
+            self.scheduler.check_targets(request)
         self.scheduler.add_request(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
+        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its state. The next step returns its output so far. False: no such request."""
@@ -277,7 +263,7 @@ class Engine:
         """Drop all work under way after a failed iteration, and free all blocks of both tiers.
 
         Waits for CPU attention that may still use blocks. Returns the unfinished requests, oldest first. They keep
-        their tokens; :meth:`requeue_request` puts each back in order of arrival, and its K and V are computed again.
+        their tokens; :meth:`add` puts each back in order of arrival, and its K and V are computed again.
 
         Raises:
             DeviceHung: the GPU does not end the work under way; later it may.

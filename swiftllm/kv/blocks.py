@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockAllocator:
-    """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one home of the CPU tier.
+    """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one host's part of the CPU tier.
 
     Attributes:
         num_tables: requests whose blocks are here; kept by :class:`KVCacheManager`.
@@ -73,8 +73,7 @@ class BlockAllocator:
 class KVCacheManager:
     """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens.
 
-    The CPU tier may have several homes: this host, and others. All blocks of a request are in one pool: the GPU tier's,
-    or one home's.
+    The CPU tier may have several pools: this host's, and other hosts'. All blocks of a request are in one pool.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class KVCacheManager:
     ) -> None:
         """``host_blocks``: the blocks of each other host; their ids follow those of this host."""
         self.block_size = block_size
-        self.homes = Homes((num_cpu_blocks, *host_blocks))
+        self.homes = HostPools((num_cpu_blocks, *host_blocks))
         local = self.homes.pools[0]
-        self.allocators: dict[Tier, BlockAllocator | Homes] = {
+        self.allocators: dict[Tier, BlockAllocator | HostPools] = {
             Tier.GPU: BlockAllocator(num_gpu_blocks),
             Tier.CPU: self.homes if host_blocks else local,
         }
@@ -100,12 +99,12 @@ class KVCacheManager:
     def pools(self, tier: Tier) -> Sequence[BlockAllocator]:
         """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""
         allocator = self.allocators[tier]
-        return allocator.by_preference() if isinstance(allocator, Homes) else (allocator,)
+        return allocator.by_preference() if isinstance(allocator, HostPools) else (allocator,)
 
     def pool_of(self, request: Request) -> BlockAllocator:
         """The pool of a request that holds blocks."""
         allocator = self.allocators[request.tier]
-        if isinstance(allocator, Homes):
+        if isinstance(allocator, HostPools):
             return allocator.pool_of(self.block_tables[request.request_id][0])
         return allocator
 
@@ -134,7 +133,7 @@ class KVCacheManager:
     def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
         """Allocate one more block for each of these requests of a tier. False, and no change: too few blocks."""
         allocator = self.allocators[tier]
-        if isinstance(allocator, Homes):
+        if isinstance(allocator, HostPools):
             counts = Counter(map(self.pool_of, requests))
             if any(count > pool.num_free for pool, count in counts.items()):
                 return False
@@ -194,10 +193,10 @@ class KVCacheManager:
         assert held == sum(allocator.num_used for allocator in self.allocators.values()), "a block is lost"
 
 
-class Homes:
-    """The pools of the CPU tier, one a home; home 0 is this host.
+class HostPools:
+    """The pools of the CPU tier, one a host; host 0 is this one.
 
-    A home whose host is gone is withdrawn: it has no blocks until it is restored.
+    The pool of a host that is gone is withdrawn: it has no blocks until it is restored.
 
     Attributes:
         fetcher: brings blocks of other hosts here; without one, swaps read them as they are carried out.
@@ -233,16 +232,16 @@ class Homes:
         for pool in self.pools:
             pool.free_all()
 
-    def withdraw(self, home: int) -> None:
-        """Take a home's blocks away; no request may hold any."""
-        assert self.pools[home].num_used == 0
-        self.pools[home].num_blocks = 0
-        self.pools[home].free_all()
+    def withdraw(self, host: int) -> None:
+        """Take a host's blocks away; no request may hold any."""
+        assert self.pools[host].num_used == 0
+        self.pools[host].num_blocks = 0
+        self.pools[host].free_all()
 
-    def restore(self, home: int) -> None:
-        """Give a withdrawn home its blocks again."""
-        self.pools[home].num_blocks = self._sizes[home]
-        self.pools[home].free_all()
+    def restore(self, host: int) -> None:
+        """Give a host's withdrawn pool its blocks again."""
+        self.pools[host].num_blocks = self._sizes[host]
+        self.pools[host].free_all()
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:

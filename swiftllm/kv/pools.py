@@ -21,8 +21,7 @@ class KVPools:
     """
 
     def __init__(self, model: ModelConfig, plan: KVPlan, device: torch.device, dtype: torch.dtype) -> None:
-        self.num_blocks = plan.num_blocks
-        self.bytes_per_block = plan.bytes_per_block
+        self.plan = plan
 
         def shape(tier: Tier) -> tuple[int, ...]:
             blocks = plan.num_blocks[tier]

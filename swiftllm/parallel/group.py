@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch._C._distributed_c10d import GatherOptions
 
 from swiftllm.device.device import Device
 from swiftllm.threads import DeviceThread
+
+if TYPE_CHECKING:
+    from swiftllm.runtime.graphs import LayerGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,12 @@ class Group:
         rank, size: this rank, from 0, and how many there are.
         port: of the store where ranks find each other; rank 0 holds it.
         fails_by_itself: whether a collective raises once another rank has died. Else only :meth:`leave` releases it.
+        epoch: the one joined last; None: this rank computes alone.
+        graphs: captured graphs that hold collectives of this group, if there may be any.
     """
+
+    epoch: int | None = None
+    graphs: LayerGraphs | None = None
 
     def __init__(self, rank: int, size: int, hardware: Device, port: int = 0) -> None:
         self.rank = rank
@@ -54,14 +63,17 @@ class Group:
             options._timeout = TIMEOUT
             self._ranks = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             self.all_agree(True)  # NCCL connects in the first collective, which must not be captured
+        self.epoch = epoch
 
     def leave(self) -> None:
         """Break off: collectives under way raise, here and on the other ranks. From any thread.
 
-        No captured graph may hold collectives of this group any more: NCCL waits until none does. It gets ``LEAVE_S``;
-        what it still waits for then is left behind.
+        Captured graphs are destroyed first, as NCCL waits until none holds its collectives. It gets ``LEAVE_S``; what
+        it still waits for then is left behind.
         """
-        ranks, self._ranks = self._ranks, None
+        if self.graphs is not None:
+            self.graphs.close()
+        ranks, self._ranks, self.epoch = self._ranks, None, None
         if ranks is None:
             return
         failures: list[BaseException] = []

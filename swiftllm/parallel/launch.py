@@ -7,48 +7,31 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection
-from typing import Protocol
 
-from swiftllm.parallel.channel import Channel
+from swiftllm.parallel.pipe import Pipe
 
 STANDARD_ERROR = 2  # also for what ranks print: a command's output is the driver's alone
 ENTRY = "swiftllm.parallel.rank:rank_main"
 
 
-class RankProcess(Protocol):
-    """A rank's process: see :class:`subprocess.Popen`."""
+class SpawnedRanks:
+    """Starts each rank as a fresh Python of this machine, which ends when its end of the pipe closes."""
 
-    pid: int
+    def __init__(self, entry: str = ENTRY) -> None:
+        """``entry``: the function that the process runs, ``module:name``, called with the pipe."""
+        self._entry = entry
 
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
-class RankLauncher(Protocol):
-    """Starts ranks."""
-
-    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[RankProcess, Channel]:
+    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[subprocess.Popen[bytes], Pipe]:
         """Start rank ``rank``, which computes with ``threads`` threads, and connect to it.
 
         ``cores``: those that it is bound to; without any, to none.
         """
-
-
-class SpawnedRanks:
-    """Starts each rank as a fresh Python of this machine. It ends when its end of the channel closes."""
-
-    def __init__(self, entry: str = ENTRY) -> None:
-        """``entry``: the function that the process runs, ``module:name``, called with the channel."""
-        self._entry = entry
-
-    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[RankProcess, Channel]:
         module, _, name = self._entry.partition(":")
         own, its = socket.socketpair()
         bind = f"os.sched_setaffinity(0, {set(cores)}); " if cores else ""  # before torch starts threads
         program = (  # ends without Python's clean-up, which takes a second
-            f"import os, socket; {bind}from swiftllm.parallel.channel import Channel; from {module} import {name}; "
-            f"{name}(Channel(socket.socket(fileno={its.fileno()}))); os._exit(0)"
+            f"import os, socket; {bind}from swiftllm.parallel.pipe import Pipe; from {module} import {name}; "
+            f"{name}(Pipe(socket.socket(fileno={its.fileno()}))); os._exit(0)"
         )
         environment = {
             **os.environ,
@@ -63,4 +46,4 @@ class SpawnedRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=STANDARD_ERROR,
             )
-        return process, Channel(own)
+        return process, Pipe(own)

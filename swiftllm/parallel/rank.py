@@ -13,19 +13,15 @@ from swiftllm.device import open_device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.budget import KVPlan
 from swiftllm.machine import InsufficientMemory
-from swiftllm.model.config import ModelConfig
-from swiftllm.parallel.channel import Channel, ChannelClosed
 from swiftllm.parallel.group import Group
-from swiftllm.parallel.rank_backend import RankBackend
-from swiftllm.parallel.shards import Shard
-from swiftllm.runtime.batch import LaneBatch, Rows
+from swiftllm.parallel.loading import load_rank
+from swiftllm.parallel.pipe import Pipe, PipeClosed
+from swiftllm.runtime.batch import Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.description import CohortDescription, LaneDescription
 from swiftllm.runtime.prefetch import use_fastest_prefetch
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.interface import AttentionWorker, MakeWorker
-from swiftllm.runtime.workers.task import AttentionTask, CpuTask, TaskRunner
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
+from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, TaskRunner
 
 AFTER_FAILURE = ("reset", "rejoin")  # the commands that a rank still obeys after one that failed
 
@@ -41,50 +37,18 @@ class BlockMove(NamedTuple):
 class ReportingRunner:
     """Tells the driver of each CPU attention that is over; else the runner behind it."""
 
-    def __init__(self, runner: TaskRunner, channel: Channel) -> None:
+    def __init__(self, runner: TaskRunner, pipe: Pipe) -> None:
         self._runner = runner
-        self._channel = channel
+        self._pipe = pipe
 
     def run_task(self, task: CpuTask) -> None:
         try:
             self._runner.run_task(task)
         except BaseException as error:
-            self._channel.send("failed", _text(error))
+            self._pipe.send("failed", _text(error))
             raise
         if isinstance(task, AttentionTask):
-            self._channel.send("ticket")
-
-
-class PeerBackend(RankBackend):
-    """Takes the number of KV blocks from the driver, and computes without requests."""
-
-    def __init__(
-        self, config: EngineConfig, channel: Channel, *, rank: int, size: int, port: int, threaded: bool
-    ) -> None:
-        """``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own."""
-        self._channel = channel
-        hardware = open_device(config.device, rank)
-        group = Group(rank, size, hardware, port)
-        shard = Shard(ModelConfig.from_folder(config.model), rank, size)
-        super().__init__(config, shard, group, self._make_worker(threaded), hardware)
-
-    def _make_worker(self, threaded: bool) -> MakeWorker:
-        def make(runner: TaskRunner) -> AttentionWorker:
-            return (CpuWorker if threaded else InlineWorker)(ReportingRunner(runner, self._channel))
-
-        return make
-
-    def _plan_blocks(self, config: EngineConfig, device_bytes: int | None) -> KVPlan:
-        self._channel.send("loaded", device_bytes)
-        _, num_gpu_blocks, num_cpu_blocks, epoch = self._channel.receive()
-        self.group.join(epoch)
-        blocks = {Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}
-        return KVPlan(blocks, config.block_size, self.kv_bytes_per_block)
-
-    def _score_prompts(self, lane: LaneBatch) -> None:
-        for rows in lane.scored_rows:  # the driver does the same, and keeps the results
-            for piece in self._prompt_scorer.pieces(rows):
-                self._prompt_logits(lane, piece)
+            self._pipe.send("ticket")
 
 
 class Rank:
@@ -94,27 +58,28 @@ class Rank:
     commands until it is reset.
     """
 
-    def __init__(self, backend: PeerBackend, channel: Channel) -> None:
+    def __init__(self, backend: TorchBackend, group: Group, pipe: Pipe) -> None:
         self.backend = backend
-        self._channel = channel
+        self._group = group
+        self._pipe = pipe
         self._batches: dict[int, Rows] = {}
         self._tickets: dict[int, Ticket] = {}
         self._is_broken = False
 
     def serve(self) -> None:
         """Obey until the driver says ``finish``."""
-        while (message := self._channel.receive())[0] != "finish":
+        while (message := self._pipe.receive())[0] != "finish":
             name, *arguments = message
             if self._is_broken and name not in AFTER_FAILURE:
                 continue
             try:
                 getattr(self, name)(*arguments)
-            except ChannelClosed:
+            except PipeClosed:
                 raise
             except Exception as error:
                 self._is_broken = True
-                self._channel.send("failed", _text(error))
-                self.backend.leave()
+                self._pipe.send("failed", _text(error))
+                self._group.leave()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -124,9 +89,9 @@ class Rank:
     def open_cohort(self, number: int, description: tuple) -> None:
         self._batches[number] = self.backend.build_cohort(CohortDescription(*description))
 
-    def keep_rows(self, number: int, new_number: int, kept: Sequence[int]) -> None:
-        self.wait_for_ticket(number)
-        self._batches[new_number] = self.backend.keep_rows(self._batches[number], kept)
+    def keep_rows(self, number: int, of_number: int, kept: Sequence[int]) -> None:
+        self.wait_for_ticket(of_number)
+        self._batches[number] = self.backend.keep_rows(self._batches[of_number], kept)
 
     def forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -171,42 +136,61 @@ class Rank:
         its device may wait for a rank that has left."""
         if leaves:
             self._is_broken = True
-            self.backend.leave()
+            self._group.leave()
         for ticket in self._tickets.values():
             with contextlib.suppress(Exception):  # reported when it happened
                 ticket.wait()
         self._tickets.clear()
         self._batches.clear()
         self.backend.recover()
-        self._channel.send("done", epoch, not self._is_broken)
+        self._pipe.send("done", epoch, not self._is_broken)
 
     def rejoin(self, epoch: int) -> None:
-        self.backend.leave()
-        self.backend.rejoin(epoch)
+        self._group.leave()
+        self._group.join(epoch)
+        self.backend.capture_graphs()
         self._is_broken = False
-        self._channel.send("done", epoch, True)
+        self._pipe.send("done", epoch, True)
 
 
-def rank_main(channel: Channel, rank_class: type[Rank] = Rank) -> None:
+def open_rank(
+    config: EngineConfig, pipe: Pipe, *, rank: int, size: int, port: int, threaded: bool
+) -> tuple[TorchBackend, Group]:
+    """The backend of a rank, which computes without requests, and its access to the others.
+
+    ``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own.
+    """
+    hardware = open_device(config.device, rank)
+    group = Group(rank, size, hardware, port)
+    loaded = load_rank(config, hardware, group)
+    pipe.send("loaded", loaded.free_bytes)
+    _, num_gpu_blocks, num_cpu_blocks, epoch = pipe.receive()
+    group.join(epoch)
+    plan = KVPlan({Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}, config.block_size, loaded.kv_bytes_per_block)
+    worker = CpuWorker if threaded else InlineWorker
+    return serve_loaded(loaded, plan, lambda runner: worker(ReportingRunner(runner, pipe))), group
+
+
+def rank_main(pipe: Pipe, rank_class: type[Rank] = Rank) -> None:
     """Body of the process: set up as the first message says, then serve."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the driver finishes its requests first, and then this process
         signal.signal(number, signal.SIG_IGN)
-    channel.exit_when_closed()
+    pipe.exit_when_closed()
     try:
-        _, epoch, settings, place = channel.receive()
+        _, epoch, settings, place = pipe.receive()
         try:
             use_fastest_prefetch()  # the driver has measured it
-            backend = PeerBackend(EngineConfig(**settings), channel, **place)
+            backend, group = open_rank(EngineConfig(**settings), pipe, **place)
         except Exception as error:
-            channel.send("failed", _text(error))
+            pipe.send("failed", _text(error))
             if isinstance(error, (ValueError, OSError, InsufficientMemory)):
                 return  # the driver's user can correct it, and needs no traceback
             raise
-        channel.send("done", epoch, True)
-        rank_class(backend, channel).serve()
+        pipe.send("done", epoch, True)
+        rank_class(backend, group, pipe).serve()
         backend.close()
-        backend.leave()
-    except ChannelClosed:  # the driver is gone
+        group.leave()
+    except PipeClosed:  # the driver is gone
         pass
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from swiftllm.config import EngineConfig
-from swiftllm.remote.frames import parse_address, shared_secret
-from swiftllm.remote.homes import AttentionHosts
-from swiftllm.remote.host import KVShape
-from swiftllm.remote.tier import FindAddress, RemoteCpuTier
+from swiftllm.remote.frames import KVShape, parse_address, shared_secret
+from swiftllm.remote.hosts import AttentionHosts
+from swiftllm.remote.tier import RemoteCpuTier
 
 if TYPE_CHECKING:
     from swiftllm.runtime.torch_backend import TorchBackend
@@ -22,42 +21,29 @@ def connect_hosts(config: EngineConfig, backend: TorchBackend) -> AttentionHosts
         ValueError: an address is none, a host has too little memory, or there is no Ray or no cluster.
         OSError: a host cannot be reached or refuses; the message has its address.
     """
-    if config.ray_address is not None:
-        from swiftllm.ray.hosts import RayHosts  # Ray takes seconds to import, and is optional
-
-        ray_hosts = RayHosts(config.ray_address, int(config.attention_hosts))
-        try:
-            return _join_hosts(config, backend, ray_hosts.finders, ray_hosts.secret, ray_hosts.close)
-        except BaseException:
-            ray_hosts.close()
-            raise
-    addresses = [parse_address(text) for text in config.attention_hosts.split(",")]
-    return _join_hosts(config, backend, [lambda address=address: address for address in addresses], shared_secret())
-
-
-def _join_hosts(
-    config: EngineConfig,
-    backend: TorchBackend,
-    finders: Sequence[FindAddress],
-    secret: bytes,
-    on_close: Callable[[], None] | None = None,
-) -> AttentionHosts:
-    model, hosts = backend.model_config, []
+    model = backend.model_config
     shape = KVShape(
         model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, backend.block_size, backend.dtype_name
     )
     longest = -(-(config.max_model_len or model.max_position_embeddings) // backend.block_size)
     needed = min(longest, backend.num_cpu_blocks)  # any request of the CPU tier may live on any host
-    try:
-        for home, find_address in enumerate(finders, start=1):
-            hosts.append(host := RemoteCpuTier(home, find_address, secret, shape, config.max_num_seqs * longest))
+    with ExitStack() as opened:
+        if config.ray_address is not None:
+            from swiftllm.ray.hosts import RayHosts  # Ray takes seconds to import, and is optional
+
+            ray_hosts = RayHosts(config.ray_address, int(config.attention_hosts))
+            opened.callback(ray_hosts.close)
+            finders, secret = ray_hosts.finders, ray_hosts.secret
+        else:
+            addresses = [parse_address(text) for text in config.attention_hosts.split(",")]
+            finders, secret = [lambda address=address: address for address in addresses], shared_secret()
+        hosts = []
+        for find_address in finders:
+            hosts.append(host := RemoteCpuTier(find_address, secret, shape, config.max_num_seqs * longest))
+            opened.callback(host.close)
             if host.num_blocks < needed:
                 raise ValueError(
                     f"attention host {host.channel.name} has memory for {host.num_blocks:,} KV blocks, and a request "
                     f"may need {needed:,}: give it more memory, or lower max_model_len"
                 )
-    except BaseException:
-        for host in hosts:
-            host.close()
-        raise
-    return AttentionHosts(backend.cpu_tier, backend.num_cpu_blocks, hosts, on_close)
+        return AttentionHosts(backend.cpu_tier, backend.num_cpu_blocks, hosts, opened.pop_all().close)

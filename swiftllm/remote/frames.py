@@ -10,11 +10,13 @@ import enum
 import hashlib
 import hmac
 import json
+import math
 import os
 import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,7 @@ MAX_JSON_BYTES = 1 << 16
 MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1,024
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is, and what the header's ``a`` and ``b`` mean. Frames with a sequence number are answered."""
 
     GREETING = 1  # host: nonce
@@ -117,25 +119,29 @@ def receive_bytes(connection: socket.socket, num_bytes: int) -> bytearray:
     return buffer
 
 
-def receive_json(connection: socket.socket, expected: Kind) -> dict[str, Any]:
+def receive_text(connection: socket.socket, num_bytes: int) -> str:
+    return receive_bytes(connection, num_bytes).decode(errors="replace")
+
+
+def receive_json(connection: socket.socket, expected: FrameKind) -> dict[str, Any]:
     """The JSON of the next frame, which is of the expected kind.
 
     Raises:
         ProtocolError: it is another frame; the text of a FAILED frame is the message.
     """
     header = receive_header(connection)
-    if header.kind not in (expected, Kind.FAILED) or header.num_bytes > MAX_JSON_BYTES:
+    if header.kind not in (expected, FrameKind.FAILED) or header.num_bytes > MAX_JSON_BYTES:
         raise ProtocolError("the peer does not speak this protocol: is that the address of an attention host?")
-    content = receive_bytes(connection, header.num_bytes)
-    if header.kind == Kind.FAILED:
-        raise ProtocolError(content.decode(errors="replace"))
+    content = receive_text(connection, header.num_bytes)
+    if header.kind == FrameKind.FAILED:
+        raise ProtocolError(content)
     try:
         return dict(json.loads(content))
     except ValueError:
         raise ProtocolError("the peer sent no JSON") from None
 
 
-def send_json(connection: socket.socket, kind: Kind, content: Mapping[str, Any], sequence: int = 0) -> None:
+def send_json(connection: socket.socket, kind: FrameKind, content: Mapping[str, Any], sequence: int = 0) -> None:
     send_frame(connection, Header(kind, sequence=sequence), [json.dumps(content).encode()])
 
 
@@ -151,6 +157,41 @@ def set_silence_limit(connection: socket.socket, seconds: float) -> None:
     connection.settimeout(None)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What an engine stores: the sizes of a block in all layers, and the heads of the queries."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    """float32, float16 or bfloat16."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Sizes of a block in one layer."""
+        return self.num_kv_heads, 2, self.block_size, self.head_dim
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_layers * math.prod(self.block) * self.torch_dtype.itemsize
+
+    def checked(self) -> KVShape:
+        """Raises ValueError: it comes from a peer and makes no sense."""
+        sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"sizes of a KV cache must be positive: {self}")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"there is no KV cache of {self.dtype!r}")
+        return self
 
 
 def shared_secret() -> bytes:
@@ -187,12 +228,12 @@ def connect(address: tuple[str, int], secret: bytes, hello: Mapping[str, Any]) -
     try:
         set_up(connection)
         header = receive_header(connection)
-        if header.kind != Kind.GREETING or header.num_bytes != NONCE_BYTES:
+        if header.kind != FrameKind.GREETING or header.num_bytes != NONCE_BYTES:
             raise ProtocolError("the peer does not speak this protocol: is that the address of an attention host?")
         nonce = bytes(receive_bytes(connection, NONCE_BYTES))
         about = {"protocol": PROTOCOL, "byteorder": sys.byteorder, "proof": proof(secret, nonce)}
-        send_json(connection, Kind.HELLO, {**hello, **about})
-        return connection, receive_json(connection, Kind.WELCOME)
+        send_json(connection, FrameKind.HELLO, {**hello, **about})
+        return connection, receive_json(connection, FrameKind.WELCOME)
     except BaseException:
         connection.close()
         raise

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any
@@ -30,8 +31,9 @@ from swiftllm.remote.frames import (
     PROTOCOL,
     SECRET_VARIABLE,
     Buffer,
+    FrameKind,
     Header,
-    Kind,
+    KVShape,
     ProtocolError,
     as_bytes,
     proof,
@@ -44,7 +46,7 @@ from swiftllm.remote.frames import (
     set_up,
 )
 from swiftllm.runtime.prefetch import use_fastest_prefetch
-from swiftllm.runtime.workers.task import (
+from swiftllm.runtime.workers import (
     AttentionTask,
     BlocksRead,
     BlocksWrite,
@@ -60,36 +62,8 @@ QUEUE_DEPTH = 64  # frames that are received and not yet computed
 MAX_FRAME_BYTES = 1 << 30
 MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
 
-
-@dataclass(frozen=True)
-class KVShape:
-    """What an engine stores: the sizes of a block in all layers, and the heads of the queries."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str
-    """float32, float16 or bfloat16."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def bytes_per_block(self) -> int:
-        elements = self.num_layers * self.num_kv_heads * 2 * self.block_size * self.head_dim
-        return elements * self.torch_dtype.itemsize
-
-    def checked(self) -> KVShape:
-        """Raises ValueError: it comes from a peer and makes no sense."""
-        sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(f"sizes of a KV cache must be positive: {self}")
-        if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"there is no KV cache of {self.dtype!r}")
-        return self
+OpenedRows = tuple[torch.Tensor, torch.Tensor]
+"""Int32 block tables ``[rows, max_blocks]`` and lengths ``[rows]``."""
 
 
 class AttentionHost:
@@ -160,36 +134,41 @@ class AttentionHost:
     def _serve(self, connection: socket.socket, name: str) -> None:
         self._connections.add(connection)
         try:
-            with connection:
-                self._greet(connection, name)
+            with connection, contextlib.ExitStack() as held:
+                self._greet(connection, name, held).run()
         except (OSError, ValueError) as error:
             logger.info("%s: %s", name, error)
         finally:
             self._connections.discard(connection)
 
-    def _greet(self, connection: socket.socket, name: str) -> None:
+    def _greet(self, connection: socket.socket, name: str, held: contextlib.ExitStack) -> Session:
+        """The session of an engine. ``held`` gives back what it takes."""
         connection.settimeout(HANDSHAKE_S)
         set_up(connection)
         nonce = os.urandom(NONCE_BYTES)
-        send_frame(connection, Header(Kind.GREETING), [nonce])
-        hello = receive_json(connection, Kind.HELLO)
+        send_frame(connection, Header(FrameKind.GREETING), [nonce])
+        hello = receive_json(connection, FrameKind.HELLO)
         try:
             self._check_hello(hello, nonce)
-            shape = KVShape(**hello["shape"]).checked() if hello.get("shape") else None
-            if shape is None:
-                lent = {"lent_bytes": self._lendable_bytes(exactly=False), "threads": self.num_threads}
-                send_json(connection, Kind.WELCOME, {"num_blocks": 0, **lent})
-                Session(connection, None, self.num_threads).run()
-                return
-            if not self._in_use.acquire(blocking=False):
-                raise ValueError("this host serves another engine: end that first, or start another attention host")
-        except (ValueError, TypeError, KeyError) as error:
-            send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
+            if not hello.get("shape"):
+                store, about = None, {"num_blocks": 0, "lent_bytes": self._lendable_bytes(exactly=False)}
+            else:
+                shape = KVShape(**hello["shape"]).checked()
+                if not self._in_use.acquire(blocking=False):
+                    raise ValueError("this host serves another engine: end that first, or start another attention host")
+                held.callback(self._in_use.release)
+                kernel = pacpu.default_kernel(shape.dtype)
+                pool = self._allocate(shape, int(hello["num_blocks"]), exactly=bool(hello["exactly"]))
+                store = Store(shape, pool, self.make_runner(pool, kernel))
+                about = {"num_blocks": pool.shape[1], "kernel": kernel, "isa": pacpu.isa()}
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            send_frame(connection, Header(FrameKind.FAILED), [str(error).encode()])
             raise ValueError(str(error)) from None
-        try:
-            self._attend(connection, name, shape, int(hello["num_blocks"]), exactly=bool(hello["exactly"]))
-        finally:
-            self._in_use.release()
+        send_json(connection, FrameKind.WELCOME, {**about, "threads": self.num_threads})
+        if store is not None:
+            logger.warning("%s stores %s KV blocks of %s bytes here", name, pool.shape[1], shape.bytes_per_block)
+            held.callback(logger.warning, "%s has left", name)
+        return Session(connection, store, self.num_threads)
 
     def _check_hello(self, hello: dict[str, Any], nonce: bytes) -> None:
         if not hmac.compare_digest(str(hello.get("proof")), proof(self._secret, nonce)):
@@ -203,33 +182,20 @@ class AttentionHost:
         # Who takes another host's place must have as much, if it can be had.
         return max(0, available_host_bytes() - HOST_HEADROOM_BYTES) // (1 if exactly else 2)
 
-    def _attend(
-        self, connection: socket.socket, name: str, shape: KVShape, asked_blocks: int, *, exactly: bool
-    ) -> None:
-        """Serve one engine, which can use so many blocks, or needs ``exactly`` so many."""
-        try:
-            memory_bytes = self._lendable_bytes(exactly)
-            num_blocks = min(memory_bytes // shape.bytes_per_block, asked_blocks)
-            if num_blocks < (asked_blocks if exactly else 1):
-                raise ValueError(
-                    f"there is memory for {num_blocks:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and "
-                    f"{asked_blocks if exactly else 1:,} are needed: give this host more memory"
-                )
-            pool = host_tensor(
-                (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim),
-                shape.torch_dtype,
+    def _allocate(self, shape: KVShape, asked_blocks: int, *, exactly: bool) -> torch.Tensor:
+        """Memory for an engine that can use so many blocks, or needs ``exactly`` so many; see :attr:`Store.pool`.
+
+        Raises:
+            ValueError: there is too little.
+        """
+        memory_bytes = self._lendable_bytes(exactly)
+        num_blocks, needed = min(memory_bytes // shape.bytes_per_block, asked_blocks), asked_blocks if exactly else 1
+        if num_blocks < needed:
+            raise ValueError(
+                f"there is memory for {num_blocks:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and {needed:,} are "
+                "needed: give this host more memory"
             )
-            kernel = pacpu.default_kernel(shape.dtype)
-        except (ValueError, OSError) as error:
-            send_frame(connection, Header(Kind.FAILED), [str(error).encode()])
-            raise
-        about = {"num_blocks": num_blocks, "threads": self.num_threads, "kernel": kernel, "isa": pacpu.isa()}
-        send_json(connection, Kind.WELCOME, about)
-        logger.warning("%s stores %s KV blocks of %s bytes here", name, num_blocks, shape.bytes_per_block)
-        try:
-            Session(connection, Store(shape, pool, self.make_runner(pool, kernel)), self.num_threads).run()
-        finally:
-            logger.warning("%s has left", name)
+        return host_tensor((shape.num_layers, num_blocks, *shape.block), shape.torch_dtype)
 
 
 @dataclass(frozen=True)
@@ -239,6 +205,37 @@ class Store:
     shape: KVShape
     pool: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]
     runner: TaskRunner
+
+    def task_of(self, header: Header, payload: torch.Tensor, opened: Mapping[int, OpenedRows]) -> CpuTask:
+        """The task that a frame asks for; see :class:`FrameKind`.
+
+        Raises:
+            ValueError: a block is not in the pool, or there is no such frame.
+        """
+        shape, dtype, layer = self.shape, self.shape.torch_dtype, header.a
+        if header.kind == FrameKind.ATTEND:
+            rows = opened[header.b]
+            qkv = payload.view(dtype).view(len(rows[1]), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+            out = torch.empty((len(qkv), shape.num_heads, shape.head_dim), dtype=dtype)
+            return AttentionTask(layer, rows, qkv, out)
+        blocks, rest = _blocks_first(payload, header.b if header.kind != FrameKind.LOAD else None)
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.pool.shape[1]:
+            raise ValueError(f"blocks {blocks.tolist()} are not all in the pool of {self.pool.shape[1]}")
+        match header.kind:
+            case FrameKind.STORE:
+                offsets, content = _blocks_first(rest, header.b)
+                content = content.view(dtype).view(header.b, 2 * shape.num_kv_heads, shape.head_dim)
+                return RowsWrite(layer, content, blocks, offsets)
+            case FrameKind.PUT:
+                content = rest.view(dtype).view(-1, header.b, *shape.block)
+                return BlocksWrite(range(layer, layer + len(content)), content, blocks)
+            case FrameKind.GET:
+                layers = range(layer, int(rest.view(torch.int64)))
+                return BlocksRead(layers, blocks, torch.empty((len(layers), header.b, *shape.block), dtype=dtype))
+            case FrameKind.LOAD:
+                sizes = 2, shape.num_kv_heads, header.b, shape.head_dim
+                return ContextRead(layer, blocks, torch.empty(sizes, dtype=dtype))
+        raise ValueError(f"unknown frame {header.kind}")
 
 
 class Session:
@@ -251,7 +248,7 @@ class Session:
         self._store = store
         self._sending = threading.Lock()
         self._queue: Queue[tuple[Header, torch.Tensor] | None] = Queue(QUEUE_DEPTH)
-        self._opened: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._opened: dict[int, OpenedRows] = {}
         self._has_ended = threading.Event()
 
     def run(self) -> None:
@@ -281,7 +278,7 @@ class Session:
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
             while not self._has_ended.wait(HEARTBEAT_S):
-                self._send(Header(Kind.BEAT))
+                self._send(Header(FrameKind.BEAT))
 
     def _send(self, header: Header, *buffers: Buffer) -> None:
         with self._sending:
@@ -302,7 +299,7 @@ class Session:
     def _report(self, header: Header, error: Exception) -> None:
         logger.error("frame %s failed: %r", header, error)
         with contextlib.suppress(OSError):
-            self._send(Header(Kind.FAILED, sequence=header.sequence), f"{type(error).__name__}: {error}".encode())
+            self._send(Header(FrameKind.FAILED, sequence=header.sequence), f"{type(error).__name__}: {error}".encode())
         if header.sequence == 0:
             self._end()  # later frames would read what was never written
 
@@ -314,63 +311,24 @@ class Session:
     def _carry_out(self, header: Header, payload: torch.Tensor) -> None:
         answer, start_s = None, time.perf_counter()
         match header.kind:
-            case Kind.ECHO:
+            case FrameKind.ECHO:
                 answer = torch.empty(min(header.b, MAX_FRAME_BYTES), dtype=torch.uint8)
-            case Kind.MEASURE:
+            case FrameKind.MEASURE:
                 answer = _measured_json(self._num_threads)
-            case Kind.DROP:
+            case FrameKind.DROP:
                 self._opened.pop(header.b, None)
             case _ if self._store is None:
                 raise ValueError("this connection may only measure")
-            case _:
-                answer = self._on_store(self._store, header, payload)
-        if answer is not None:
-            seconds = time.perf_counter() - start_s
-            self._send(Header(Kind.RESULT, sequence=header.sequence, seconds=seconds), as_bytes(answer))
-
-    def _on_store(self, store: Store, header: Header, payload: torch.Tensor) -> torch.Tensor | None:
-        """Carry out a frame that touches the blocks. Returns the answer, if the frame has one."""
-        shape = store.shape
-        match header.kind:
-            case Kind.OPEN:
+            case FrameKind.OPEN:
                 numbers = payload.view(torch.int32)
                 self._opened[header.b] = numbers[header.a :].view(header.a, -1), numbers[: header.a]
-                return None
-            case Kind.ATTEND:
-                tables, lens = self._opened[header.b]
-                heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-                qkv = payload.view(shape.torch_dtype).view(len(lens), sum(heads), shape.head_dim)
-                out = torch.empty((len(lens), shape.num_heads, shape.head_dim), dtype=qkv.dtype)
-                parts = qkv.split(heads, dim=1)
-                self._run(AttentionTask(header.a, *parts, tables, lens, out, shape.head_dim**-0.5))
-                return out
-        blocks, rest = _blocks_first(payload, header.b if header.kind != Kind.LOAD else None)
-        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.pool.shape[1]:
-            raise ValueError(f"blocks {blocks.tolist()} are not all in the pool of {store.pool.shape[1]}")
-        block = (shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
-        match header.kind:
-            case Kind.STORE:
-                offsets, kv = _blocks_first(rest, header.b)
-                kv = kv.view(shape.torch_dtype).view(header.b, 2 * shape.num_kv_heads, shape.head_dim)
-                self._run(RowsWrite(header.a, kv, blocks, offsets))
-            case Kind.PUT:
-                content = rest.view(shape.torch_dtype).view(-1, header.b, *block)
-                self._run(BlocksWrite(range(header.a, header.a + len(content)), content, blocks))
-            case Kind.GET:
-                layers = range(header.a, int(rest.view(torch.int64)))
-                content = torch.empty((len(layers), header.b, *block), dtype=shape.torch_dtype)
-                self._run(BlocksRead(layers, blocks, content))
-                return content
-            case Kind.LOAD:
-                out = torch.empty((2, shape.num_kv_heads, header.b, shape.head_dim), dtype=shape.torch_dtype)
-                self._run(ContextRead(header.a, blocks, out))
-                return out
             case _:
-                raise ValueError(f"unknown frame {header.kind}")
-        return None
-
-    def _run(self, task: CpuTask) -> None:
-        self._store.runner.run_task(task)
+                task = self._store.task_of(header, payload, self._opened)
+                self._store.runner.run_task(task)
+                answer = getattr(task, "out", None)
+        if answer is not None:
+            seconds = time.perf_counter() - start_s
+            self._send(Header(FrameKind.RESULT, sequence=header.sequence, seconds=seconds), as_bytes(answer))
 
 
 def _blocks_first(payload: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import Header, Kind, connect
+from swiftllm.remote.frames import FrameKind, Header, as_bytes, connect
 from swiftllm.remote.host import MEASURED_JSON_BYTES
 
 ROUND_TRIPS = 100
@@ -48,19 +50,18 @@ def probe_host(address: tuple[str, int], secret: bytes) -> WayToHost:
         swiftllm.engine.backend.HostDied: it went away meanwhile.
     """
     connection, lent = connect(address, secret, {})
-    with closing(Channel(connection, f"{address[0]}:{address[1]}", home=0)) as channel:
+    with closing(Channel(connection, f"{address[0]}:{address[1]}")) as channel:
 
-        def echo(out: bytes, back: int) -> float:
+        def echo(num_out: int, num_back: int) -> float:
             """Seconds of a round trip with so many bytes each way."""
+            out, back = (torch.zeros(count, dtype=torch.uint8) for count in (num_out, num_back))
             start_s = time.perf_counter()
-            target = memoryview(bytearray(back))
-            channel.ask(Header(Kind.ECHO, b=back), lambda: [out], len(out), target).wait()
+            channel.ask(Header(FrameKind.ECHO, b=num_back), out, out=back).wait()
             return time.perf_counter() - start_s
 
-        round_trip_s = statistics.median(echo(b"", 8) for _ in range(ROUND_TRIPS))
-        data = bytes(TRANSFER_BYTES)
-        to_host = TRANSFER_BYTES / min(echo(data, 8) for _ in range(TRANSFERS))
-        from_host = TRANSFER_BYTES / min(echo(b"", TRANSFER_BYTES) for _ in range(TRANSFERS))
-        answer = bytearray(MEASURED_JSON_BYTES)
-        channel.ask(Header(Kind.MEASURE), list, 0, memoryview(answer)).wait()
-    return WayToHost(round_trip_s, to_host, from_host, lent | json.loads(answer.decode()))
+        round_trip_s = statistics.median(echo(0, 8) for _ in range(ROUND_TRIPS))
+        to_host = TRANSFER_BYTES / min(echo(TRANSFER_BYTES, 8) for _ in range(TRANSFERS))
+        from_host = TRANSFER_BYTES / min(echo(0, TRANSFER_BYTES) for _ in range(TRANSFERS))
+        answer = torch.zeros(MEASURED_JSON_BYTES, dtype=torch.uint8)
+        channel.ask(Header(FrameKind.MEASURE), out=answer).wait()
+    return WayToHost(round_trip_s, to_host, from_host, lent | json.loads(bytes(as_bytes(answer))))

@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 
 from swiftllm.device.device import Event
 from swiftllm.engine.backend import HostDied
 from swiftllm.remote.channel import Channel, RemoteTicket
-from swiftllm.remote.frames import Header, Kind, as_bytes, connect
-from swiftllm.remote.host import KVShape
+from swiftllm.remote.frames import FrameKind, Header, KVShape, connect
+from swiftllm.runtime.workers import AttentionTask, BlocksRead, ContextRead, HostRead, HostWrite, RowsWrite
 from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ class RemoteRows:
     """Rows whose block tables and lengths the host has under a number."""
 
     number: int
-    num_rows: int
 
 
 class RemoteCpuTier:
@@ -47,18 +45,16 @@ class RemoteCpuTier:
     The engine takes the new connection up (:meth:`take_returned`) after it has given up what the old one held.
 
     Attributes:
-        home: its number among the parts of the CPU tier, from 1.
         num_blocks: as many as the host had memory for when it was first reached. Its successors must have as many.
         threads: of attention there.
     """
 
-    def __init__(self, home: int, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
+    def __init__(self, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
         """Connect to the host; more than ``most_blocks`` would be of no use.
 
         Raises:
             OSError: it cannot be reached, or refuses; the message has its address.
         """
-        self.home = home
         self.num_blocks = 0
         self._most_blocks = most_blocks
         self._shape = shape
@@ -84,7 +80,7 @@ class RemoteCpuTier:
         except OSError as error:
             raise type(error)(f"attention host {name}: {error}") from error
         self.num_blocks, self.threads = int(about["num_blocks"]), int(about["threads"])
-        return Channel(connection, name, self.home)
+        return Channel(connection, name)
 
     def _keep(self) -> None:
         newest = self.channel
@@ -129,75 +125,55 @@ class RemoteCpuTier:
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
         while self._dropped:
-            self.channel.post(Header(Kind.DROP, b=self._dropped.popleft()), list, 0)
+            self.channel.post(Header(FrameKind.DROP, b=self._dropped.popleft()))
         most = -(-int(seq_lens.max()) // self._shape.block_size)
         tables = block_tables[:, :most].clamp(min=0).contiguous()  # what pads a table is no block of this host
-        rows = RemoteRows(next(self._numbers), len(seq_lens))
+        rows = RemoteRows(next(self._numbers))
         weakref.finalize(rows, self._dropped.append, rows.number).atexit = False
-        self._post(Kind.OPEN, rows.num_rows, rows.number, seq_lens, tables)
+        self.channel.post(Header(FrameKind.OPEN, len(seq_lens), rows.number), seq_lens, tables)
         return rows
 
-    def attend(
-        self,
-        layer: int,
-        rows: RemoteRows,
-        qkv: torch.Tensor,
-        out: torch.Tensor,
-        arrived: Event,
-        send_back: Callable[[], None] | None = None,
-    ) -> RemoteTicket:
-        header = Header(Kind.ATTEND, layer, rows.number)
-        buffers = partial(_buffers, qkv)
-        return self.channel.ask(header, buffers, qkv.nbytes, as_bytes(out), arrived, send_back)
+    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+        header = Header(FrameKind.ATTEND, task.layer, task.rows.number)
+        return self.channel.ask(header, task.qkv, out=task.out, arrived=arrived, send_back=send_back)
 
-    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, arrived: Event) -> None:
-        # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
-        self._post(Kind.STORE, layer, len(kv), blocks, offsets, kv.contiguous(), arrived=arrived)
+    def write(self, write: HostWrite, arrived: Event) -> None:
+        count = len(write.blocks)
+        if isinstance(write, RowsWrite):
+            header = Header(FrameKind.STORE, write.layer, count)
+            # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
+            self.channel.post(header, write.blocks, write.offsets, write.content.contiguous(), arrived=arrived)
+        else:
+            header = Header(FrameKind.PUT, write.layers.start, count)
+            with _in_swap():
+                self.channel.post(header, write.blocks, write.content, arrived=arrived)
 
-    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> RemoteTicket:
-        header = Header(Kind.LOAD, layer, out.shape[2])
-        return self.channel.ask(header, partial(_buffers, blocks), blocks.nbytes, as_bytes(out))
-
-    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
-        with _in_swap():
-            self._post(Kind.PUT, layers.start, len(blocks), blocks, content, arrived=arrived)
-
-    def get(
-        self,
-        layers: range,
-        blocks: torch.Tensor,
-        content: torch.Tensor,
-        send_back: Callable[[], None] | None = None,
-    ) -> RemoteTicket:
-        """Waits for the answer, if :meth:`fetch` has not brought it: a host that dies later leaves nothing of a swap
-        unknown."""
-        ids = blocks.tolist()
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+        """Waits for the answer to a read of blocks, if :meth:`fetch` has not brought it: a host that dies later leaves
+        nothing of a swap unknown."""
+        if isinstance(read, ContextRead):
+            header = Header(FrameKind.LOAD, read.layer, read.out.shape[2])
+            return self.channel.ask(header, read.blocks, out=read.out, send_back=send_back)
+        ids = read.blocks.tolist()
         with _in_swap():
             if not self.has_fetched(ids):
-                ticket = self._ask_for(layers, blocks, content, send_back)
+                ticket = self._ask_for(read, send_back)
                 ticket.wait()
                 return ticket
             for index, block in enumerate(ids):
                 ticket, kept = self._fetched[block]
                 ticket.wait()
-                content[:, index] = kept[layers.start : layers.stop]
-        if layers.stop == self._shape.num_layers:
+                read.out[:, index] = kept[read.layers.start : read.layers.stop]
+        if read.layers.stop == self._shape.num_layers:
             self.drop_fetched(ids)
         if send_back is not None:
             send_back()
         return ticket
 
-    def _ask_for(
-        self,
-        layers: range,
-        blocks: torch.Tensor,
-        content: torch.Tensor,
-        send_back: Callable[[], None] | None = None,
-    ) -> RemoteTicket:
-        header = Header(Kind.GET, layers.start, len(blocks))
-        buffers = partial(_buffers, blocks, torch.tensor([layers.stop]))
-        num_bytes = blocks.nbytes + torch.int64.itemsize
-        return self.channel.ask(header, buffers, num_bytes, as_bytes(content), send_back=send_back)
+    def _ask_for(self, read: BlocksRead, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+        header = Header(FrameKind.GET, read.layers.start, len(read.blocks))
+        stop = torch.tensor([read.layers.stop])
+        return self.channel.ask(header, read.blocks, stop, out=read.out, send_back=send_back)
 
     def fetch(self, blocks: Sequence[int]) -> None:
         """Begin to read whole blocks, for a later :meth:`get`. Their death is told by :meth:`take_died`."""
@@ -205,11 +181,9 @@ class RemoteCpuTier:
         self.drop_fetched(blocks)
         for first in range(0, len(blocks), count):
             some = blocks[first : first + count]
-            sizes = shape.num_layers, len(some), shape.num_kv_heads, 2, shape.block_size, shape.head_dim
-            content = torch.empty(sizes, dtype=shape.torch_dtype)
+            content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.torch_dtype)
             with contextlib.suppress(HostDied):
-                ids = torch.tensor(some, dtype=torch.int64)
-                ticket = self._ask_for(range(shape.num_layers), ids, content)
+                ticket = self._ask_for(BlocksRead(range(shape.num_layers), torch.tensor(some), content))
                 self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
 
     def has_fetched(self, blocks: Sequence[int]) -> bool:
@@ -219,10 +193,6 @@ class RemoteCpuTier:
     def drop_fetched(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._fetched.pop(block, None)
-
-    def _post(self, kind: Kind, a: int, b: int, *tensors: torch.Tensor, arrived: Event | None = None) -> None:
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        self.channel.post(Header(kind, a, b), partial(_buffers, *tensors), num_bytes, arrived)
 
     def recover(self) -> None:
         """Nothing to do: the host carries frames out in order, and :meth:`take_died` tells if it is gone."""
@@ -245,7 +215,3 @@ def _in_swap() -> Iterator[None]:
     except HostDied as death:
         death.in_swap = True
         raise
-
-
-def _buffers(*tensors: torch.Tensor) -> list[memoryview]:
-    return [as_bytes(tensor) for tensor in tensors]

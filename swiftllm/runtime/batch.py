@@ -6,7 +6,7 @@ A batch is opened in two halves: requests and block tables become a description 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,10 @@ class CohortBatch(Rows):
     host_out: torch.Tensor  # as attention_out, which it is itself where the device is the host
     opened: Any = None
     returned: Event | None = None
+
+    def rows_without(self, request_ids: Collection[str]) -> list[int]:
+        """The rows of all other requests."""
+        return [row for row, r in enumerate(self.sampling_requests) if r.request_id not in request_ids]
 
 
 @dataclass(frozen=True)

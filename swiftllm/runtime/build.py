@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.prefetch import use_fastest_prefetch
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.interface import MakeWorker
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
+from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
+from swiftllm.runtime.workers import InlineWorker, MakeWorker
+from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.systems import Hardware, System, build
 
 
 def make_backend(
@@ -33,10 +32,10 @@ def make_backend(
         check_listening(config.ray_address)  # before weights are loaded
     use_fastest_prefetch()
     if config.tensor_parallel == 1:
-        return TorchBackend(config, make_worker, placement=placement)
-    from swiftllm.parallel.backend import ShardedBackend  # not needed by one process
+        return open_torch_backend(config, make_worker, placement=placement)
+    from swiftllm.parallel.backend import open_sharded_backend  # not needed by one process
 
-    return ShardedBackend(config, make_worker)
+    return open_sharded_backend(config, make_worker)
 
 
 def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLimits:
@@ -44,31 +43,20 @@ def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLi
     return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, longest)
 
 
-def make_kv_manager(backend: TorchBackend) -> KVCacheManager:
-    """The block tables of the backend's two pools; the backend reads them from here.
+def this_machine(config: EngineConfig, backend: TorchBackend) -> Hardware:
+    """The hardware that a backend stands for. The backend reads the block tables of its two pools from here.
 
     Raises:
         ValueError: there is no KV cache at all.
     """
     if backend.num_gpu_blocks + backend.num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
-    hosts = backend.attention_hosts
+    limits, hosts = scheduler_limits(config, backend), backend.attention_hosts
     host_blocks = () if hosts is None else hosts.num_blocks
     kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks)
+    kv.homes.fetcher = hosts
     backend.block_tables = kv.block_tables
-    return kv
-
-
-def assemble_engine(
-    name: str,
-    config: EngineConfig,
-    backend: TorchBackend,
-    scheduler: Scheduler,
-    details: Mapping[str, Any] | None = None,
-) -> Engine:
-    """Put an engine together and describe it."""
     description = {
-        "system": name,
         "model": config.model,
         "device": backend.device_name,
         "device_type": backend.device.type,
@@ -79,24 +67,22 @@ def assemble_engine(
         "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
-        "kv_cache": backend.kv_plan.describe(scheduler.limits.max_model_len) + _about_ranks(config, backend),
+        "kv_cache": backend.kv_plan.describe(limits.max_model_len) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "lane_threads": backend.cores.lane_threads,
         "cpu_threads": backend.cores.cpu_threads,
         "lane": backend.cores.describe_lane(),
-        **(details or {}),
     }
-    scheduler.kv.homes.fetcher = backend.attention_hosts
-    return Engine(
-        scheduler,
-        OverlapExecutor(backend, backend.holds_weights),
+    return Hardware(
         backend,
+        limits,
+        kv,
+        description,
         vocab_size=backend.model_config.vocab_size,
         eos_token_ids=backend.model_config.eos_token_ids,
         tokenizer=Tokenizer.from_folder(config.model),
-        description=description,
-        hosts=backend.attention_hosts,
+        hosts=hosts,
     )
 
 
@@ -108,28 +94,26 @@ def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
     assert isinstance(backend, ShardedBackend)
     return [
         f"Tensor parallelism: {config.tensor_parallel} ranks; GiB and threads are those of each",
-        f"Cores of the ranks: {backend.describe_cores()}",
+        f"Cores of the ranks: {backend.team.describe_cores()}",
     ]
 
 
 def build_gpu_only(
-    name: str,
-    make_scheduler: Callable[..., Scheduler],
+    system: System,
     config: EngineConfig,
     placement: Placement | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """An engine of the system ``name``, whose scheduler needs no predictions; ``details`` are part of its description.
+    """An engine of a system that needs no predictions; ``details`` are part of its description.
 
     Raises:
         ValueError: other hosts are asked for, which would compute nothing.
     """
     if config.attention_hosts is not None:
-        raise ValueError(f"attention_hosts has no effect on {name}, which decodes on the GPU only: drop it")
+        raise ValueError(f"attention_hosts has no effect on {system.name}, which decodes on the GPU only: drop it")
     backend = make_backend(config, placement=placement)
     with closed_on_failure(backend):
-        scheduler = make_scheduler(scheduler_limits(config, backend), make_kv_manager(backend), backend.now)
-        return assemble_engine(name, config, backend, scheduler, details)
+        return build(system, this_machine(config, backend), details=details)
 
 
 @contextmanager

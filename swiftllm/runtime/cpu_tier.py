@@ -5,62 +5,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from swiftllm.device.device import Event
 from swiftllm.engine.backend import Ticket
-from swiftllm.runtime.tier_order import TierOrder
-from swiftllm.runtime.workers.interface import AttentionWorker
-from swiftllm.runtime.workers.task import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite, TaskRunner
+from swiftllm.runtime.workers import AttentionTask, HostRead, HostWrite, InlineWorker, MakeWorker, TaskRunner
+
+MAX_STAGED_BYTES = 256 << 20  # of pinned memory each way whose content is not yet copied
 
 
 class CpuTier(Protocol):
-    """Operations take effect in the order of the calls. All tensors are in host memory.
+    """Operations take effect in the order of the calls.
 
-    Blocks are int64, rows of a prompt are ``[rows, 2 num_kv_heads, head_dim]`` with the heads of K first. ``arrived``
-    is when an input may be read; the caller does not change the input afterwards. Whole blocks of some layers are
-    ``content [layers, blocks, num_kv_heads, 2, block_size, head_dim]``. Once an output is written, ``send_back`` is
-    called on any thread; then the ticket is ready. On another host any call, and a ticket's ``wait``, may raise
-    :class:`swiftllm.engine.backend.HostDied`.
+    ``arrived`` is when an input may be read; the caller does not change the input afterwards. Once an output is
+    written, ``send_back`` is called on any thread; then the ticket is ready. On another host any call, and a ticket's
+    ``wait``, may raise :class:`swiftllm.engine.backend.HostDied`.
     """
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> Any:
-        """What :meth:`attend` needs to know of the rows of one token: int32 ``[rows, max_blocks]`` and ``[rows]``."""
+        """The ``rows`` of an :class:`AttentionTask`: of int32 ``[rows, max_blocks]`` and ``[rows]``."""
 
-    def attend(
-        self,
-        layer: int,
-        rows: Any,
-        qkv: torch.Tensor,
-        out: torch.Tensor,
-        arrived: Event,
-        send_back: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Decode attention of opened rows in one layer; stores their K and V first.
+    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
+        """Decode attention of opened rows."""
 
-        ``qkv [rows, num_heads + 2 num_kv_heads, head_dim]``, ``out [rows, num_heads, head_dim]``.
-        """
+    def write(self, write: HostWrite, arrived: Event) -> None:
+        """May raise what an earlier write raised."""
 
-    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, arrived: Event) -> None:
-        """Write K and V of prompt tokens: row i of ``kv`` to slot ``offsets[i]`` of block ``blocks[i]``."""
-
-    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> Ticket:
-        """Read K and V of a request's first tokens into ``out [2, num_kv_heads, tokens, head_dim]``."""
-
-    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
-        """Write whole blocks."""
-
-    def get(
-        self,
-        layers: range,
-        blocks: torch.Tensor,
-        content: torch.Tensor,
-        send_back: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Read whole blocks into ``content``."""
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket: ...
 
     def recover(self) -> None:
         """Wait until no read or write is under way, ignore their errors, and make the tier usable again."""
@@ -68,65 +45,124 @@ class CpuTier(Protocol):
     def close(self) -> None: ...
 
 
-class LocalCpuTier:
-    """See :class:`CpuTier`: blocks in the memory of this process, and its workers."""
+@dataclass(frozen=True)
+class AfterReads:
+    """An event: ``arrived``, and the end of all reads up to ``last``."""
 
-    def __init__(
-        self,
-        runner: TaskRunner,
-        worker: AttentionWorker,
-        reader: AttentionWorker,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        scale: float,
-    ) -> None:
-        """``worker`` attends and writes. ``reader`` reads for the device, which need not wait for attention; without it
-        a read would stand behind a cohort's. Both carry out tasks by ``runner``."""
-        self._worker = worker
-        self._reader = reader
-        self._order = TierOrder(runner, worker, reader)
-        self._sizes = (num_heads, num_kv_heads, num_kv_heads)
-        self._scale = scale
+    last: Ticket
+    arrived: Event
+
+    def done(self) -> bool:
+        return self.last.ready() and self.arrived.done()
+
+    def synchronize(self) -> None:
+        with contextlib.suppress(Exception):  # told to whoever waits for the read
+            self.last.wait()
+        self.arrived.synchronize()
+
+
+@dataclass(frozen=True)
+class AfterWrites:
+    """An event: the end of these writes. The error of a write is raised."""
+
+    writes: Sequence[Ticket]
+
+    def done(self) -> bool:
+        return all(write.ready() for write in self.writes)
+
+    def synchronize(self) -> None:
+        for write in self.writes:
+            write.wait()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    layers: range
+    num_bytes: int
+    ticket: Ticket
+
+
+class LocalCpuTier:
+    """See :class:`CpuTier`: blocks in the memory of this process, and two workers.
+
+    One worker attends and writes. The other one reads for the device, which need not wait for attention. A read still
+    finds what was written before it, and nothing that was written after. A task waits only for tasks that were
+    submitted before it, so the workers cannot wait for each other in a circle.
+
+    Attributes:
+        runner: carries out the tasks.
+        worker: the one that attends and writes.
+    """
+
+    def __init__(self, runner: TaskRunner, make_worker: MakeWorker = InlineWorker) -> None:
+        self.runner = runner
+        self.worker, self._reader = make_worker(runner), make_worker(runner)
+        self._writes: deque[_Pending] = deque()
+        self._reads: deque[_Pending] = deque()
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker ended by itself and was started again."""
+        return self.worker.restarts + self._reader.restarts
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return block_tables, seq_lens
 
-    def attend(
-        self,
-        layer: int,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        qkv: torch.Tensor,
-        out: torch.Tensor,
-        arrived: Event,
-        send_back: Callable[[], None] | None = None,
-    ) -> Ticket:
-        task = AttentionTask(layer, *qkv.split(self._sizes, dim=1), *rows, out, self._scale)
-        return self._worker.submit(task, self._order.after_reads(arrived), send_back)
+    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
+        return self.worker.submit(task, self._after_reads(arrived), send_back)
 
-    def store(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, arrived: Event) -> None:
-        self._order.write(RowsWrite(layer, kv, blocks, offsets), arrived, range(layer, layer + 1), kv.nbytes)
+    def write(self, write: HostWrite, arrived: Event) -> None:
+        """On this thread at once if there is nothing to wait for, else by the worker."""
+        while self._writes and self._writes[0].ticket.ready():
+            self._finish_write()
+        after = self._after_reads(arrived)
+        if not self._writes and after.done():
+            self.runner.run_task(write)
+            return
+        self._writes.append(_Pending(write.layers, write.content.nbytes, self.worker.submit(write, after)))
+        while _num_bytes(self._writes) > MAX_STAGED_BYTES:
+            self._finish_write()
 
-    def load(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> Ticket:
-        return self._order.read(ContextRead(layer, blocks, out), range(layer, layer + 1), out.nbytes)
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket:
+        """The ticket raises what earlier writes to these layers raised."""
+        first, stop = read.layers.start, read.layers.stop
+        writes = [write.ticket for write in self._writes if write.layers.start < stop and first < write.layers.stop]
+        ticket = self._reader.submit(read, AfterWrites(writes), send_back)
+        self._reads.append(_Pending(read.layers, read.out.nbytes, ticket))
+        while _num_bytes(self._reads) > MAX_STAGED_BYTES:
+            with contextlib.suppress(Exception):  # told to whoever waits for the read
+                self._reads.popleft().ticket.wait()
+        return ticket
 
-    def put(self, layers: range, content: torch.Tensor, blocks: torch.Tensor, arrived: Event) -> None:
-        self._order.write(BlocksWrite(layers, content, blocks), arrived, layers, content.nbytes)
+    def _after_reads(self, arrived: Event) -> Event:
+        """When the reads so far are over too: what writes to the tier may overwrite what they read."""
+        while self._reads and self._reads[0].ticket.ready():
+            self._reads.popleft()
+        return AfterReads(self._reads[-1].ticket, arrived) if self._reads else arrived
 
-    def get(
-        self,
-        layers: range,
-        blocks: torch.Tensor,
-        content: torch.Tensor,
-        send_back: Callable[[], None] | None = None,
-    ) -> Ticket:
-        return self._order.read(BlocksRead(layers, blocks, content), layers, content.nbytes, send_back)
+    def _finish_write(self) -> None:
+        try:
+            self._writes.popleft().ticket.wait()
+        except BaseException:
+            # The caller gives up all work under way: the other writes must not fail again afterwards.
+            self._drop_all()
+            raise
+
+    def _drop_all(self) -> None:
+        for pending in (self._reads, self._writes):
+            while pending:
+                with contextlib.suppress(Exception):
+                    pending.popleft().ticket.wait()
 
     def recover(self) -> None:
-        self._order.drop_all()
-        self._worker.start_again()
+        self._drop_all()
+        self.worker.start_again()
         self._reader.start_again()
 
     def close(self) -> None:
         self._reader.close()
-        self._worker.close()
+        self.worker.close()
+
+
+def _num_bytes(pending: deque[_Pending]) -> int:
+    return sum(part.num_bytes for part in pending)

@@ -109,8 +109,7 @@ class GraphKey(NamedTuple):
 class LayerGraphs:
     """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
 
-    Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and ``all_agree``:
-    whether all ranks of several say so. They must capture the same graphs, since these hold their collectives.
+    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of device memory that the graphs take.
     """
 
     def __init__(
@@ -122,12 +121,14 @@ class LayerGraphs:
         max_rows: int,
         max_blocks: int,
         placement: Placement,
+        all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
         most ``max_blocks`` blocks. Boundaries that the CPU computes are not captured, nor are whole iterations unless
-        all weights are resident."""
+        all weights are resident. ``all_agree``: whether all of several ranks say so. They must capture the same graphs,
+        since these hold their collectives."""
         self._placement = placement
-        self.all_agree: Callable[[bool], bool] = lambda is_well: is_well
+        self._all_agree = all_agree or (lambda is_well: is_well)
         self._device = device
         self._model = model
         self._last = model.config.num_layers - 1
@@ -163,7 +164,7 @@ class LayerGraphs:
                 downwards = self._row_buckets[::-1]
                 for rows in (*downwards[::2], *downwards[1::2]):
                     self.num_bytes = free_bytes - self._device.free_bytes()
-                    if self._graphs and not self.all_agree(self.num_bytes <= self._device.graph_bytes):
+                    if self._graphs and not self._all_agree(self.num_bytes <= self._device.graph_bytes):
                         self._row_buckets = tuple(sorted({key.rows for key in self._graphs}))
                         there = ", ".join(map(str, self._row_buckets))
                         taken = f"{len(self)} graphs take {self.num_bytes >> 20} MiB"
@@ -271,7 +272,7 @@ class LayerGraphs:
                 self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
         except RuntimeError as failure:
             error = failure
-        if not self.all_agree(error is None):
+        if not self._all_agree(error is None):
             raise error or RuntimeError("another rank failed to capture")
 
     def _run(self, key: GraphKey) -> None:

@@ -27,6 +27,7 @@ from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.pacing import Pacer
+from swiftllm.runtime.workers import BlocksRead, BlocksWrite, ContextRead, RowsWrite
 
 if TYPE_CHECKING:
     from swiftllm.runtime.batch import LaneBatch, PrefillChunk
@@ -90,7 +91,7 @@ class KVTransfers:
         self.await_swaps()
         self._device.swap.wait(self._device.compute.mark())  # earlier writes of sources and reads of targets are done
         num_layers, num_blocks = len(self._pools.layers[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
-        layer_bytes = self._pools.bytes_per_block // num_layers
+        layer_bytes = self._pools.plan.bytes_per_block // num_layers
         at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
         for first in range(0, num_layers, at_once):
@@ -130,7 +131,7 @@ class KVTransfers:
         stream.wait(self._device.compute.mark())
         fetched = stream.fetch(kv)
         self._stored.launched()
-        self.cpu_tier.store(layer, fetched, blocks, offsets, stream.mark())
+        self.cpu_tier.write(RowsWrite(layer, fetched, blocks, offsets), stream.mark())
 
     def load_first_layer(self, lane: LaneBatch) -> None:
         """Begin to gather what :meth:`take_context` gives in the first layer."""
@@ -156,7 +157,7 @@ class KVTransfers:
         """Begin to gather K and V of a request's first tokens from the CPU tier. This thread copies nothing."""
         pool = self._pools.tensors[Tier.GPU]
         pinned = self._device.pinned((2, pool.shape[2], num_tokens, pool.shape[-1]), pool.dtype)
-        return LoadedContext(pinned, self.cpu_tier.load(layer, blocks, pinned), self._device.compute)
+        return LoadedContext(pinned, self.cpu_tier.read(ContextRead(layer, blocks, pinned)), self._device.compute)
 
     def _move_out(self, blocks: _Blocks, moved: _Moved) -> None:
         """Once the last event has passed, the source blocks may be overwritten."""
@@ -165,7 +166,8 @@ class KVTransfers:
             staged = torch.empty(_shape(pool, blocks), dtype=pool.dtype, device=pool.device)
             self._ops.gather_blocks(pool, blocks.sources, staged)
         moved.events.append(stream.mark())
-        self.cpu_tier.put(moved.layers, stream.fetch(staged), blocks.targets, stream.mark())
+        fetched = stream.fetch(staged)
+        self.cpu_tier.write(BlocksWrite(moved.layers, fetched, blocks.targets), stream.mark())
 
     def _move_in(self, blocks: _Blocks, moved: _Moved) -> None:
         """Once the ticket is ready, the last event passes when the blocks have arrived."""
@@ -177,7 +179,7 @@ class KVTransfers:
                 self._ops.scatter_blocks(stream.send(staged), pool, blocks.targets)
             moved.events.append(stream.mark())
 
-        moved.tickets.append(self.cpu_tier.get(moved.layers, blocks.sources, staged, send))
+        moved.tickets.append(self.cpu_tier.read(BlocksRead(moved.layers, blocks.sources, staged), send))
 
     def _pieces(self, swaps: Sequence[Swap], size: int) -> Iterator[_Blocks]:
         """The swaps in order, at most ``size`` blocks at once."""

@@ -14,9 +14,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.parallel.backend import ShardedBackend
-from swiftllm.parallel.team import Peer
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.parallel.backend import open_sharded_backend
+from swiftllm.parallel.peer import Peer
+from swiftllm.runtime.workers import CpuWorker
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.ranks import LAUNCHER, fill_with_nan
 
@@ -43,7 +43,7 @@ class Group:
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]
         self.expected = judge(judged_by or model_dir, self.prompts, TOKENS)
         self._cores = os.sched_getaffinity(0)
-        self.backend = ShardedBackend(self.config, CpuWorker, LAUNCHER)
+        self.backend = open_sharded_backend(self.config, CpuWorker, LAUNCHER)
         fill_with_nan(self.backend)
 
     def engine(self, variant: str) -> Engine:
@@ -55,13 +55,13 @@ class Group:
 
     def add(self, engine: Engine) -> list[Request]:
         sampling = SamplingParams(TOKENS)
-        return [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(self.prompts)]
+        return [engine.add(engine.make_request(str(i), prompt, sampling)) for i, prompt in enumerate(self.prompts)]
 
     def check(self, requests: list[Request]) -> None:
         assert [tuple(request.output_token_ids) for request in requests] == self.expected
 
     def peers(self) -> list[Peer]:
-        return self.backend._peers
+        return self.backend.team.peers
 
     def close(self) -> None:
         processes = [peer.process for peer in self.peers()]
@@ -83,5 +83,5 @@ def run_on(engine: Engine) -> tuple[Exception, float]:
         run(engine)
     at_s = time.monotonic()
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     return caught.value, at_s

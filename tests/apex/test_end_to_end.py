@@ -111,7 +111,7 @@ def run(
     for tensor in engine.backend.kv_pools.tensors.values():
         tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
     requests = [
-        engine.add_request(str(i), prompt, sampling, service_class=service_class)
+        engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class))
         for i, prompt, sampling, service_class in zip(itertools.count(), prompts, samplings, classes, strict=False)
     ]
     for _ in range(20_000):
@@ -159,8 +159,8 @@ def test_generate_takes_a_class_for_all_prompts_or_for_each(tiny) -> None:
     model_dir, prompts, expected = tiny
     llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
     seen = []
-    add_request = llm.engine.scheduler.add_request
-    llm.engine.scheduler.add_request = lambda request: seen.append(request.service_class) or add_request(request)
+    add = llm.engine.add
+    llm.engine.add = lambda request, **how: seen.append(request.service_class) or add(request, **how)
     sampling = SamplingParams(24)
     for given in (ServiceClass.BEST_EFFORT, "best-effort", ["best-effort", ServiceClass.LATENCY_SENSITIVE]):
         outputs = llm.generate(prompts[:2], sampling, service_class=given)
@@ -249,9 +249,9 @@ def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
 
 def test_offline_api(tiny) -> None:
     model_dir, prompts, expected = tiny
-    for scheduler in ("vllm", "swiftllm", "apex", "adaptive"):
+    for system in ("vllm", "swiftllm", "apex", "adaptive"):
         llm = swiftllm.LLM(
-            model_dir, scheduler=scheduler, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
+            model_dir, system=system, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
         )
         outputs = llm.generate(prompts[:6], SamplingParams(max_tokens=24))
         assert [output.token_ids for output in outputs] == expected[:6]
@@ -260,7 +260,7 @@ def test_offline_api(tiny) -> None:
         assert not llm.engine.scheduler.has_work
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'orca'"):
-        swiftllm.LLM(model_dir, scheduler="orca")
+        swiftllm.LLM(model_dir, system="orca")
 
 
 MODEL = cache_dir() / "models" / "SmolLM2-135M-Instruct"
@@ -297,7 +297,7 @@ def test_smollm2_equals_transformers_with_forced_offloading(smollm2, variant: st
 def test_generate_leaves_nothing_behind(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir, prompts, expected = tiny
     llm = swiftllm.LLM(model_dir, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
-    foreign = llm.engine.add_request("foreign", prompts[1], SamplingParams(max_tokens=24))
+    foreign = llm.engine.add(llm.engine.make_request("foreign", prompts[1], SamplingParams(max_tokens=24)))
     step = llm.engine.step
 
     def interrupted() -> list:
@@ -326,11 +326,12 @@ def test_an_aborted_requests_draws_do_not_live_on_in_its_successor(tiny) -> None
     def drawn(abort_first: bool) -> list[int]:
         engine = build_system("swiftllm", EngineConfig(str(model_dir), device="cpu", num_gpu_blocks=40))
         if abort_first:
-            engine.add_request("x", prompts[0], SamplingParams(max_tokens=20, temperature=1.0, seed=5))
+            engine.add(engine.make_request("x", prompts[0], SamplingParams(max_tokens=20, temperature=1.0, seed=5)))
             for _ in range(3):
                 engine.step()
             engine.abort("x")
-        request = engine.add_request("x", prompts[0], SamplingParams(max_tokens=20, temperature=1.0, seed=7))
+        sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+        request = engine.add(engine.make_request("x", prompts[0], sampling))
         while engine.has_unfinished():
             engine.step()
         return request.output_token_ids

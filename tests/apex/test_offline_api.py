@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         yield path / "model"
 
 
-def make_llm(folder: Path, scheduler: str = "fastdecode", **options: Any) -> LLM:
+def make_llm(folder: Path, system: str = "fastdecode", **options: Any) -> LLM:
     sizes = {"num_gpu_blocks": 4, "num_cpu_blocks": 40, "max_num_batched_tokens": 32, "cpu_threads": 1}
-    return LLM(folder, scheduler, device="cpu", dtype="float32", lane_threads=1, **sizes, **options)
+    return LLM(folder, system, device="cpu", dtype="float32", lane_threads=1, **sizes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,19 @@ def test_prompts_queue_whatever_the_targets(folder: Path, llm: LLM, service_clas
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "options", "error", "message"),
+    ("system", "options", "error", "message"),
     [
-        ("omniserve", {"tpot_slo": 1.0}, TypeError, "omniserve has no option tpot_slo: its own are .*tpot_slo_s"),
+        ("omniserve", {"tpot_slo": 1.0}, TypeError, "'omniserve' has no option tpot_slo: its own are .*tpot_slo_s"),
         ("omniserve", {"tpot_slo_s": -1.0}, ValueError, "tpot_slo_s=-1.0 must be more than 0"),
-        ("vllm", {"tpot_slo_s": 1.0}, TypeError, "vllm has no option tpot_slo_s: it uses the GPU only"),
+        ("vllm", {"tpot_slo_s": 1.0}, TypeError, "system='vllm' has no option tpot_slo_s: it uses the GPU only"),
+        ("swiftllm", {"scheduler": "neo"}, TypeError, "system='swiftllm' has no option scheduler: it uses"),
     ],
 )
-def test_options_that_the_scheduler_does_not_have_are_named(
-    folder: Path, scheduler: str, options: dict[str, float], error: type[Exception], message: str
+def test_options_that_the_system_does_not_have_are_named(
+    folder: Path, system: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        make_llm(folder, scheduler, **options)
+        make_llm(folder, system, **options)
 
 
 def test_threads_may_share_it(llm: LLM) -> None:

@@ -18,7 +18,7 @@ from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.files import cache_dir
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.server.service.service import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
@@ -89,7 +89,7 @@ def test_captured_graphs_change_no_token(tiny, name, tmp_path) -> None:
 
     def tokens() -> list[list[int]]:
         sizes = {"num_gpu_blocks": 16, "num_cpu_blocks": 16, "max_num_seqs": 4, "max_model_len": 64}
-        driver = BackendDriver(TorchBackend(EngineConfig(str(tmp_path / "model"), dtype="float32", **sizes)))
+        driver = BackendDriver(open_torch_backend(EngineConfig(str(tmp_path / "model"), dtype="float32", **sizes)))
         sampling = SamplingParams(max_tokens=4, ignore_eos=True)
         requests = [driver.admit(tier.value, list(range(3, 12)), tier, sampling) for tier in Tier]
         driver.prefill(requests, 5)

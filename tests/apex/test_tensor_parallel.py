@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from swiftllm.core.request import FinishReason
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import RankFailed
 from swiftllm.machine import allowed_cores
-from swiftllm.parallel.backend import ShardedBackend, ShardedTicket
-from swiftllm.parallel.launch import RankProcess, SpawnedRanks
+from swiftllm.model.llama import LlamaModel
+from swiftllm.parallel.backend import ShardedTicket, open_sharded_backend
+from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.runtime.batch import CohortBatch
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
+from swiftllm.runtime.workers import CpuWorker
 from swiftllm.server.service.service import EngineService, NewRequest
 from swiftllm.topology import describe_cores
 from tests.apex.rank_group import TOKENS, Group, run, run_on
@@ -62,13 +64,13 @@ def test_two_ranks_give_the_tokens_of_transformers(llama: Group, variant: str) -
 
 def test_aborted_requests_leave_their_cohorts_on_all_ranks(llama: Group, monkeypatch) -> None:
     kept: list[int] = []
-    keep_rows = ShardedBackend.keep_rows
+    keep_rows = TorchBackend.keep_rows
 
-    def spy(backend: ShardedBackend, cohort: CohortBatch, rows: list[int]) -> CohortBatch:
+    def spy(backend: TorchBackend, cohort: CohortBatch, rows: list[int]) -> CohortBatch:
         kept.append(len(rows))
         return keep_rows(backend, cohort, rows)
 
-    monkeypatch.setattr(ShardedBackend, "keep_rows", spy)
+    monkeypatch.setattr(TorchBackend, "keep_rows", spy)
     engine, draw = llama.engine("adaptive-free-running"), random.Random(0)
     for _ in range(20):  # most often one round is enough
         requests = llama.add(engine)
@@ -87,14 +89,14 @@ def test_aborted_requests_leave_their_cohorts_on_all_ranks(llama: Group, monkeyp
 
 
 def test_a_rank_holds_its_share_of_the_kv_cache(llama: Group) -> None:
-    alone = TorchBackend(replace(llama.config, tensor_parallel=1))
+    alone = open_torch_backend(replace(llama.config, tensor_parallel=1))
     for tier, pool in alone.kv_pools.tensors.items():
         assert llama.backend.kv_pools.tensors[tier].nbytes * 2 == pool.nbytes
     alone.close()
 
 
 def test_each_rank_keeps_to_its_cores(llama: Group) -> None:
-    cores = llama.backend.rank_cores
+    cores = llama.backend.team.rank_cores
     if not cores:
         pytest.skip("one core cannot be divided among two ranks")
     for pid, own in zip((os.getpid(), llama.peers()[0].process.pid), cores, strict=True):
@@ -110,7 +112,9 @@ def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
     sampling = SamplingParams(4, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1)
     alone = replace(llama.config, tensor_parallel=1)
     for engine in (llama.engine("swiftllm"), build_system("swiftllm", alone)):
-        requests = [engine.add_request(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts[1:4])]
+        requests = [
+            engine.add(engine.make_request(str(i), prompt, sampling)) for i, prompt in enumerate(llama.prompts[1:4])
+        ]
         run(engine)
         found.append(requests)
     for two, one in zip(*found, strict=True):
@@ -242,7 +246,7 @@ def test_a_rank_whose_replacement_dies_while_it_loads(llama: Group, monkeypatch,
             engine.recover()
         assert len(started) == 3 and unfinished
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
     assert len(started) == num_deaths + 1 and all(process.poll() is not None for process in started[:-1])
@@ -280,7 +284,7 @@ def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
 @pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
 def test_a_rank_that_freezes_is_replaced(llama: Group, monkeypatch) -> None:
     monkeypatch.setattr("swiftllm.parallel.group.TIMEOUT", timedelta(seconds=2))
-    llama.backend._regroup()  # with this timeout
+    llama.backend.regroup()  # with this timeout
     engine = llama.engine("apex-overlap")
     requests = llama.add(engine)
     engine.step()
@@ -302,11 +306,11 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
         raise OSError("failed for once")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchBackend, "_cross", fail)  # after its command has been sent
+        patch.setattr(LlamaModel, "cross", fail)  # after its command has been sent
         with pytest.raises(OSError, match="failed for once"):
             run(engine)
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
     assert llama.peers()[0].process.pid == before
@@ -315,14 +319,14 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
 def test_recovering_without_need_keeps_the_group(llama: Group) -> None:
     engine = llama.engine("adaptive-free-running")
     requests = llama.add(engine)
-    before = llama.backend.group._ranks
+    before = llama.backend.team.group.epoch
     for _ in range(6):
         engine.step()
     for request in engine.recover():
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     run(engine)
     llama.check(requests)
-    assert llama.backend.group._ranks is before
+    assert llama.backend.team.group.epoch == before is not None
 
 
 def test_idle_ranks_take_no_core(llama: Group) -> None:
@@ -337,11 +341,11 @@ def test_idle_ranks_take_no_core(llama: Group) -> None:
 
 def test_a_rank_that_cannot_start_says_why(llama: Group, capfd) -> None:
     launcher = SpawnedRanks("tests.reference.ranks:rank_without_memory")
-    started: list[RankProcess] = []
+    started: list[subprocess.Popen] = []
     cores, start = os.sched_getaffinity(0), launcher.start
     launcher.start = lambda *where: (pair := start(*where), started.append(pair[0]))[0]
     with pytest.raises(RankFailed, match="rank 1 failed: InsufficientMemory: no room for me"):
-        ShardedBackend(llama.config, CpuWorker, launcher)
+        open_sharded_backend(llama.config, CpuWorker, launcher)
     assert all(process.poll() is not None for process in started) and len(started) == 1
     assert "Traceback" not in capfd.readouterr().err
     assert os.sched_getaffinity(0) == cores

@@ -82,7 +82,9 @@ def test_without_a_thread_for_cpu_attention(tmp_path: Path, variant: str) -> Non
     draw = random.Random(5)
     prompts = [[draw.randrange(3, 128) for _ in range(30)] for _ in range(9)]
     engine = build_system(system, EngineConfig(str(model_dir), **group_config), strategy, profile=MADE_UP_PROFILE)
-    requests = [engine.add_request(str(i), prompt, SamplingParams(TOKENS)) for i, prompt in enumerate(prompts)]
+    requests = [
+        engine.add(engine.make_request(str(i), prompt, SamplingParams(TOKENS))) for i, prompt in enumerate(prompts)
+    ]
     run(engine)
     engine.close()
     assert [tuple(request.output_token_ids) for request in requests] == judge(model_dir, prompts, TOKENS)

@@ -171,7 +171,7 @@ def _engine(system: str, workload: Workload) -> Engine:
         return fake_engine(system, **pools, **limits, host_blocks=workload.host_blocks, strategy=strategy)
     limits = {"max_num_batched_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
     return build_simulated(
-        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, believed=workload.believed
+        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, scheduler_table=workload.believed
     )
 
 
@@ -184,7 +184,7 @@ def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: in
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         service_class = ServiceClass.BEST_EFFORT if best_effort else ServiceClass.LATENCY_SENSITIVE
         try:
-            engine.add_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class)
+            engine.add(engine.make_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class))
         except RequestRefused:
             return
     alive = unfinished(engine)

@@ -40,7 +40,8 @@ def test_a_request_holds_the_blocks_of_all_tokens_but_its_newest(
     """The newest token's K and V are computed with the next token, so a block is taken no earlier."""
     pools = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": 8}
     engine = build_simulated(system, TABLE, LAYERS, **pools, block_size=BLOCK)
-    request = engine.add_request("a", (0,) * prompt, SamplingParams(max_tokens=2 * BLOCK + 2, ignore_eos=True))
+    sampling = SamplingParams(max_tokens=2 * BLOCK + 2, ignore_eos=True)
+    request = engine.add(engine.make_request("a", (0,) * prompt, sampling))
     seen = 0
     while not request.is_finished:
         engine.step()
@@ -55,7 +56,7 @@ def test_tokens_of_best_effort_requests_are_counted_whatever_comes_after_them(cl
     engine = build_simulated("vllm", TABLE, LAYERS, num_gpu_blocks=8, num_cpu_blocks=0)
     for number in classes:
         sampling = SamplingParams(max_tokens=5 + number, ignore_eos=True)
-        engine.add_request(str(number), (0,) * 9, sampling, service_class=list(ServiceClass)[number])
+        engine.add(engine.make_request(str(number), (0,) * 9, sampling, service_class=list(ServiceClass)[number]))
     while engine.has_unfinished():
         engine.step()
     assert engine.stats().best_effort_output_tokens == 6

@@ -27,11 +27,13 @@ def tokens(model_dir: Path, system: str) -> tuple[list[str], int]:
     config = EngineConfig(str(model_dir), device="cpu", dtype="float32", max_num_batched_tokens=48, **SIZES)
     engine = build_system(system, config, strategy, profile=PROFILE)
     requests = [
-        engine.add_request(
-            str(number),
-            [draw.randrange(3, 128) for _ in range(draw.randint(1, 50))],
-            SamplingParams(TOKENS, ignore_eos=True),
-            service_class=(ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT)[number % 2],
+        engine.add(
+            engine.make_request(
+                str(number),
+                [draw.randrange(3, 128) for _ in range(draw.randint(1, 50))],
+                SamplingParams(TOKENS, ignore_eos=True),
+                service_class=(ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT)[number % 2],
+            )
         )
         for number in range(REQUESTS)
     ]

@@ -48,7 +48,7 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
     while time.monotonic() < end_s or engine.has_unfinished():
         while time.monotonic() < end_s and len(unfinished) < MOST_UNFINISHED and draw.random() < 0.7:
             prompt = prompts[num_requests % len(prompts)]
-            request = engine.add_request(str(num_requests), prompt, random_sampling(draw))
+            request = engine.add(engine.make_request(str(num_requests), prompt, random_sampling(draw)))
             unfinished[request.request_id] = request
             num_requests += 1
         if unfinished and draw.random() < ABORTED:

@@ -60,7 +60,7 @@ def build(model: Path, variant: str, device: torch.device, dtype: str) -> Engine
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-    requests = [engine.add_request(str(index), prompt, sampling) for index, prompt in enumerate(prompts)]
+    requests = [engine.add(engine.make_request(str(index), prompt, sampling)) for index, prompt in enumerate(prompts)]
     while engine.has_unfinished():
         engine.step()
     engine.kv.check_blocks()

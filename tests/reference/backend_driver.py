@@ -11,6 +11,7 @@ from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.host import HostDevice
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.workers import BlocksWrite
 
 
 class BackendDriver:
@@ -104,7 +105,8 @@ class BackendDriver:
             else:
                 pool, blocks = self.backend.kv_pools.tensors[Tier.CPU], torch.tensor(swap.source_blocks)
                 content = torch.full((pool.shape[0], len(blocks), *pool.shape[2:]), torch.nan, dtype=pool.dtype)
-                self.backend.cpu_tier.put(range(len(pool)), content, blocks, HostDevice.compute.mark())
+                write = BlocksWrite(range(len(pool)), content, blocks)
+                self.backend.cpu_tier.write(write, HostDevice.compute.mark())
             self.free[swap.source].extend(swap.source_blocks)
 
     def _poison_left(self, layer: int) -> None:

@@ -112,6 +112,9 @@ class FakeBackend:
             found = self.slots.get((tier, block, offset, layer))
             assert found == (request.request_id, position), f"{request.request_id}@{position}: found {found}"
 
+    def holds_weights(self, layer: int) -> bool:
+        return True
+
     def swap(self, swaps: Sequence[Swap]) -> None:
         # A backend may copy all of them at once: one direction, and no block written twice.
         assert len({swap.source for swap in swaps}) <= 1

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import OverlapExecutor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import SchedulerLimits
-from swiftllm.systems import find_system
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.systems import Hardware, build, find_system
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 from tests.reference.fake_hosts import BackendOfHosts, FakeHosts
 
@@ -57,7 +56,6 @@ def fake_engine(
     backend.block_tables = kv.block_tables
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
-    prediction = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.offloads else ()
-    scheduler = found.scheduler(limits, kv, backend.now, *prediction)
-    executor = OverlapExecutor(backend)
-    return Engine(scheduler, executor, backend, vocab_size=VOCABULARY, eos_token_ids=[EOS], hosts=hosts)
+    predictions = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.needs_predictions else ()
+    hardware = Hardware(backend, limits, kv, {}, VOCABULARY, [EOS], hosts=hosts)
+    return build(found, hardware, predictions)

@@ -14,6 +14,7 @@ import apex.systems
 import pacpu
 import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.parallel.backend
+import swiftllm.runtime.processors
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.interface import Ops
@@ -81,7 +82,8 @@ def fake_gpu(
 
         for module in (swiftllm.runtime.torch_backend, swiftllm.parallel.backend, apex.placement.measured):
             patch.setattr(module, "open_device", open_device)
-            patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda), raising=False)
+        for module in (swiftllm.runtime.processors, apex.placement.measured):
+            patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         patch.setattr(triton_ops, "launch", cuda.kernels.launch)
         if not measure_cores:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.backend import HostDied
-from swiftllm.kv.blocks import Homes
+from swiftllm.kv.blocks import HostPools
 from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeTicket
 
 
 class FakeHosts:
     """See :class:`swiftllm.engine.engine.HomeWatch`. ``plan_death`` lets a home die after some more operations."""
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: HostPools) -> None:
         self.homes = homes
         self.dead: set[int] = set()
         self._told: set[int] = set()
@@ -40,7 +40,7 @@ class FakeHosts:
                 self.dead.add(home)
                 backend.lose_blocks(self.homes, home)
         if home in self.dead:
-            raise HostDied(home, f"home {home} died", in_swap=in_swap)
+            raise HostDied(f"home {home} died", in_swap=in_swap)
 
     def take_died(self) -> list[int]:
         died = sorted(self.dead - self._told)
@@ -64,7 +64,7 @@ class BackendOfHosts(FakeBackend):
         super().__init__(num_layers, seed=seed)
         self.hosts = hosts
 
-    def lose_blocks(self, homes: Homes, home: int) -> None:
+    def lose_blocks(self, homes: HostPools, home: int) -> None:
         pool = homes.pools[home]
         blocks = range(pool.first, pool.first + pool.num_blocks)
         self.slots = {slot: note for slot, note in self.slots.items() if slot[0] is Tier.GPU or slot[1] not in blocks}

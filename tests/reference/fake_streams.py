@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.runtime.workers.task import CpuTask, TaskRunner
-from swiftllm.runtime.workers.ticket import TaskTicket
+from swiftllm.runtime.workers import CpuTask, TaskRunner, TaskTicket
 
 if TYPE_CHECKING:
     from tests.reference.fake_cards import FakeNccl

@@ -7,20 +7,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from swiftllm.device.host import HostDevice
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.backend import ShardedBackend
-from swiftllm.parallel.channel import Channel
+from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.parallel.rank import PeerBackend, Rank, rank_main
+from swiftllm.parallel.pipe import Pipe
+from swiftllm.parallel.rank import Rank, rank_main
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.task import AttentionTask
+from swiftllm.runtime.workers import AttentionTask
 
 
 class TestedRank(Rank):
     """Its pools are full of NaN at first, so whoever reads a slot that nobody wrote gets no tokens."""
 
-    def __init__(self, backend: PeerBackend, channel: Channel) -> None:
-        super().__init__(backend, channel)
+    def __init__(self, backend: TorchBackend, group: Group, pipe: Pipe) -> None:
+        super().__init__(backend, group, pipe)
         fill_with_nan(backend)
         self._polls = False
         self._good_boundaries = -1
@@ -45,16 +47,16 @@ class TestedRank(Rank):
         super().boundary(layer, numbers)
 
 
-def tested_rank(channel: Channel) -> None:
-    rank_main(channel, TestedRank)
+def tested_rank(pipe: Pipe) -> None:
+    rank_main(pipe, TestedRank)
 
 
-def rank_without_memory(channel: Channel) -> None:
+def rank_without_memory(pipe: Pipe) -> None:
     def refuse(*_: object) -> None:
         raise InsufficientMemory("no room for me")
 
-    PeerBackend._free_bytes = refuse
-    rank_main(channel)
+    HostDevice.free_bytes = refuse
+    rank_main(pipe)
 
 
 LAUNCHER = SpawnedRanks("tests.reference.ranks:tested_rank")
@@ -62,7 +64,7 @@ LAUNCHER = SpawnedRanks("tests.reference.ranks:tested_rank")
 
 def tell_ranks(backend: ShardedBackend, name: str, *arguments: Any) -> None:
     """Have all ranks but the driver call one of the methods above."""
-    backend._on_all(lambda: None, name, *arguments)
+    backend.team.on_all(lambda: None, name, *arguments)
 
 
 def fill_with_nan(backend: TorchBackend) -> None:
@@ -72,7 +74,7 @@ def fill_with_nan(backend: TorchBackend) -> None:
 
 def delay_tickets(backend: TorchBackend, most_s: float, seed: int) -> None:
     """Each CPU attention of this process takes up to so many seconds longer; 0 ends that."""
-    runner, draw = backend._runner, random.Random(seed)
+    runner, draw = backend.cpu_tier.runner, random.Random(seed)
 
     def run_task(task: Any) -> None:
         if isinstance(task, AttentionTask):

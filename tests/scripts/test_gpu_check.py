@@ -20,8 +20,8 @@ from evaluation.gpu import report as gpu_report
 from evaluation.gpu.check import CASES
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory
-from swiftllm.runtime import torch_backend
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime import processors, torch_backend
+from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 
@@ -146,10 +146,10 @@ def test_what_was_measured_is_there_before_what_comes_after_it(tmp_path: Path, m
 def test_the_benchmark_captures_beside_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_gpu(0) as cuda, gpu_check.model_folder(CASES["rehearsal"]) as model:
         options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
-        backend = TorchBackend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
+        backend = open_torch_backend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
         captured = cuda.captures
         monkeypatch.setattr(gpu_parts, "open_device", torch_backend.open_device)
-        monkeypatch.setattr(gpu_parts, "select_ops", torch_backend.select_ops)
+        monkeypatch.setattr(gpu_parts, "select_ops", processors.select_ops)
         monkeypatch.setattr(gpu_parts, "ATTENTION_SHAPES", ((4, 64),))
         monkeypatch.setattr(gpu_parts, "GIB", 1 << 20)
         gc.disable()
@@ -189,5 +189,5 @@ def test_the_benchmark_takes_as_many_layers_as_fit(monkeypatch: pytest.MonkeyPat
             raise InsufficientMemory("0.01 GiB are missing")
         return "a backend"
 
-    monkeypatch.setattr(bench_gpu, "TorchBackend", fits_one_layer)
+    monkeypatch.setattr(bench_gpu, "open_torch_backend", fits_one_layer)
     assert bench_gpu.open_backend(CASES["rehearsal"]) == "a backend" and tried == [3, 1]

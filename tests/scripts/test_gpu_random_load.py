@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 def finished(engine: Engine, count: int, seed: int) -> list[Request]:
     draw = random.Random(seed)
     requests = [
-        engine.add_request(str(index), prompt, random_load.random_sampling(draw))
+        engine.add(engine.make_request(str(index), prompt, random_load.random_sampling(draw)))
         for index, prompt in enumerate(make_prompts(count))
     ]
     while engine.has_unfinished():

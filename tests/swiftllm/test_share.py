@@ -40,7 +40,7 @@ def test_texts_that_are_no_share() -> None:
         Share(1, 2).cores_of([0])
 
 
-def test_a_share_follows_numa_nodes_and_limits_memory(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_share_follows_numa_nodes_and_limits_memory(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> None:
     for node, cores in ((0, "0-1,4-5"), (1, "2-3,6-7"), (2, "40-41")):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_a_share_follows_numa_nodes_and_limits_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    monkeypatch.setattr(machine, "_limits", machine._Limits())
+    request.addfinalizer(lambda: machine.limit_use(of_host=1.0, of_card=1.0))
     before = machine.available_host_bytes()
     take_share(Share(2, 2))
     assert pinned == [[2, 3, 6, 7]] and os.environ["CUDA_VISIBLE_DEVICES"] == "7"

@@ -19,7 +19,7 @@ from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import TritonOps
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.tiny_model import make_tiny_llama
 from tests.triton.interpreter import repair_bfloat16
@@ -46,9 +46,9 @@ def generate(model_folder, monkeypatch) -> Callable[[Ops, str], list[Request]]:
     """Requests join one by one, in chunks, while the others decode, ride and change tiers at random."""
 
     def run(ops: Ops, dtype: str, model_folder: Path = model_folder) -> list[Request]:
-        monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
+        monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
         config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
-        driver, rng = BackendDriver(TorchBackend(config)), random.Random(3)
+        driver, rng = BackendDriver(open_torch_backend(config)), random.Random(3)
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         requests: list[Request] = []
         for index, length in enumerate(PROMPT_LENS):

@@ -24,16 +24,10 @@ from rich.table import Table
 
 from apex.cli.doctor.hosts import host_lines
 from apex.cli.output import stdout_console
+from apex.environment import TESTED
 from apex.source_tree import IS_SOURCE_TREE, SETUP
 from swiftllm.files import cache_dir
-from swiftllm.machine import (
-    GIB,
-    available_host_bytes,
-    cpu_flags,
-    cpu_model,
-    host_memory_bytes,
-    usable_cores,
-)
+from swiftllm.machine import GIB, available_host_bytes, cpu_flags, cpu_model, host_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
     from swiftllm.device.driver import NvidiaDriver
@@ -51,7 +45,6 @@ PACKAGES = {  # and what needs each of them; everything needs torch
     "prometheus_client": "apex serve",
 }
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-
 
 
 @dataclass(frozen=True)
@@ -124,12 +117,9 @@ def print_report(report: Mapping[str, list[Finding]], console: Console) -> None:
 
 
 def software() -> Iterator[Finding]:
-    tested = sys.version_info[:2] in ((3, 11), (3, 12))
-    yield Finding(
-        "Python",
-        platform.python_version() + ("" if tested else " (tested on 3.11 and 3.12)"),
-        "ok" if tested else "note",
-    )
+    tested = sys.version_info[:2] in TESTED
+    remark = "" if tested else " (tested on 3.11 and 3.12)"
+    yield Finding("Python", platform.python_version() + remark, "ok" if tested else "note")
     for name, needed_for in PACKAGES.items():
         module, problem = try_import(name)
         if module is not None:
@@ -279,8 +269,8 @@ def files() -> Iterator[Finding]:
         remedy = f"{SETUP}, or name" if IS_SOURCE_TREE else "name"
         found = f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {remedy} another folder, or a model on the hub"
         yield Finding("model", found, "note")
-    tables = cached_profiles()
-    count = f"{len(tables)} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
+    tables = sum(map(is_profile, (cache_dir() / "profiles").glob("*.json")))
+    count = f"{tables} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
     yield Finding("profile tables", count, "ok" if tables else "note")
 
 
@@ -310,15 +300,11 @@ def try_import(name: str) -> tuple[ModuleType | None, str | None]:
         return None, f"does not load ({type(error).__name__}: {error})"
 
 
-def cached_profiles() -> dict[Path, dict[str, str]]:
-    """The profile tables in the cache and what each was measured on."""
-    found = {}
-    for path in sorted((cache_dir() / "profiles").glob("*.json")):
-        try:
-            found[path] = json.loads(path.read_text())["identity"]
-        except (OSError, ValueError, KeyError):
-            continue  # a table of another format; the engine reports it when it needs it
-    return found
+def is_profile(path: Path) -> bool:
+    try:
+        return "identity" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False  # the engine reports it when it needs it
 
 
 def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
@@ -331,9 +317,8 @@ def bandwidth(cores: int, available_bytes: int) -> Iterator[Finding]:
 
     size = read_limit_bytes()
     if size > available_bytes // 4:
-        yield Finding(
-            "read bandwidth", f"not measured: it needs {size >> 20} MiB, more than a quarter of the free memory", "note"
-        )
+        too_much = f"not measured: it needs {size >> 20} MiB, more than a quarter of the free memory"
+        yield Finding("read bandwidth", too_much, "note")
         return
     for threads in sorted({1, cores}):
         name = "1 thread" if threads == 1 else f"{threads} threads"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.online.factor import RunningFactor, Span
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
 from swiftllm.core.plan import IterationPlan, StepResult
@@ -60,23 +60,10 @@ class OnlineCorrection:
 
 def scaled_table(table: ProfileTable, lane: float, cpu_attention: float) -> ProfileTable:
     """The table of a machine whose lane and CPU attention take so many times as long."""
+    of_lane = ("linear", "ends", "swap", "prefill_attention", "gpu_attention", "hand_over", "iteration")
     return replace(
         table,
-        linear=_scaled_curve(table.linear, lane),
-        ends=_scaled_curve(table.ends, lane),
-        swap=_scaled_curve(table.swap, lane),
-        prefill_attention=_scaled_surface(table.prefill_attention, lane),
-        gpu_attention=_scaled_surface(table.gpu_attention, lane),
-        cpu_attention=_scaled_surface(table.cpu_attention, cpu_attention),
+        cpu_attention=table.cpu_attention.times(cpu_attention),
         prefill_shared_s=table.prefill_shared_s * lane,
-        hand_over=_scaled_curve(table.hand_over, lane),
-        iteration=_scaled_curve(table.iteration, lane),
+        **{name: getattr(table, name).times(lane) for name in of_lane},
     )
-
-
-def _scaled_curve(curve: Curve, factor: float) -> Curve:
-    return Curve(curve.sizes, tuple([seconds * factor for seconds in curve.seconds]))
-
-
-def _scaled_surface(surface: Surface, factor: float) -> Surface:
-    return Surface(surface.firsts, tuple([_scaled_curve(curve, factor) for curve in surface.curves]))

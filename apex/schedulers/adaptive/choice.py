@@ -71,7 +71,7 @@ def choose(
     free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, rates.riders)
     lane_s = times.linear_s(steady.gpu_decodes + free_tokens)
     lane_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
-    layer_s = times.layer_s(lane_s) + times.ends_s(steady.gpu_decodes) / layers
+    layer_s = times.layer_s(lane_s) + times.outside_layers_s(steady.gpu_decodes) / layers
     exceeds = rates.prompt_tokens > free_tokens
     waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, rates.prompt_tokens, float(layer_s))
     need = PromptNeed(

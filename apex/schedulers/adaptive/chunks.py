@@ -51,7 +51,7 @@ class ChunkSizes:
         self.budget, self.knee = budget, knee
         self.free = knee
         if times.stream_s:
-            read_s = PerfModel.KNEE_RATIO * float(times.linear_s(1))
+            read_s = PerfModel.FLAT_RATIO * float(times.linear_s(1))
             self.free = min(knee, int(self._linear_s.searchsorted(max(times.stream_s, read_s), "right")))
         self.token_s = float(per_token_s[: SIZES[-1]].min())
         efficient = (s for s in SIZES if s <= budget and per_token_s[s - 1] <= EFFICIENT * self.token_s)
@@ -60,7 +60,7 @@ class ChunkSizes:
     def largest(self, gpu_attention_s: float, prompt_per_output: float) -> int:
         """Tokens of the largest chunk worth while beside a lane with this attention of a layer, in seconds."""
         times = self._times
-        fixed_s = self._linear_s[0] + gpu_attention_s + float(times.ends_s(1)) / times.num_layers
+        fixed_s = self._linear_s[0] + gpu_attention_s + float(times.outside_layers_s(1)) / times.num_layers
         multiple = min(max(AMORTISED, prompt_per_output), MOST_AMORTISED)
         return max(self.efficient, int(self._linear_s.searchsorted(multiple * fixed_s)) + 1)
 

@@ -40,7 +40,7 @@ def best_split(
     """
     num_partial, partial_context = partial
     sums = np.concatenate(([0], np.cumsum(ready_tokens)))
-    members, stepping = candidate_splits(len(ready_tokens), least_members, model.linear_knee_tokens)
+    members, stepping = candidate_splits(len(ready_tokens), least_members, model.flat_linear_tokens)
     riding = members - stepping
     steppers = stepping + num_partial
     step_context = sums[stepping] + partial_context
@@ -52,7 +52,8 @@ def best_split(
     cpu_0_s = times.cpu_attention_s(riding, ride_context / np.maximum(riding, 1))
     cpu_1_s = times.cpu_attention_s(steppers, step_context / np.maximum(steppers, 1))
     layer_s = times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
-    total_s = times.num_layers * layer_s + times.ends_s(load.requests + riding) + times.ends_s(steppers)
+    total_s = times.num_layers * layer_s + times.outside_layers_s(load.requests + riding)
+    total_s = total_s + times.outside_layers_s(steppers)
     paid_s = times.num_layers * (token_s * (load.tokens - load.decodes) + prefill_s)
     rates = (load.decodes + num_partial + members) / np.maximum(total_s - paid_s, LEAST_TIME_SHARE * total_s)
     best = int(rates.argmax())

@@ -64,7 +64,7 @@ def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> R
     g, none = load.gpu_decodes, np.zeros_like(cpu_decodes)
     prompts = load.prompt_tokens(g)
     layer_s = times.layer_s(times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context))
-    total_s = times.num_layers * layer_s + times.ends_s(g)
+    total_s = times.num_layers * layer_s + times.outside_layers_s(g)
     rate = g / total_s if total_s > 0 else 0.0
     return Rate(none + rate, none + prompts, none, none, none)
 
@@ -96,7 +96,7 @@ def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     riding = members - stepping
     prompts = load.prompt_tokens(g + members)
     layer_s = lockstep_layer_s(times, load, prompts, riding, stepping)
-    total_s = times.num_layers * layer_s + times.ends_s(g + riding) + times.ends_s(stepping)
+    total_s = times.num_layers * layer_s + times.outside_layers_s(g + riding) + times.outside_layers_s(stepping)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
     best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
 
@@ -130,7 +130,7 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
     size = cpu_decodes / number
     step_s = times.step_s(size)
     steps_s, cpu_s = number * step_s, times.cpu_attention_s(size, load.cpu_context)
-    gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.ends_s(g) / layers
+    gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.outside_layers_s(g) / layers
     prompts = load.prompt_tokens(g + cpu_decodes)
     for _ in range(FEED_ROUNDS):
         lane_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)

@@ -59,7 +59,7 @@ class AdaptiveScheduler(OffloadScheduler):
     def use_model(self, model: PerfModel) -> None:
         super().use_model(model)
         self.times = OperationTimes(model)
-        self.chunk_sizes = ChunkSizes(self.times, self.limits.max_num_batched_tokens, model.linear_knee_tokens)
+        self.chunk_sizes = ChunkSizes(self.times, self.limits.max_num_batched_tokens, model.flat_linear_tokens)
         self._choice = None
 
     def _empty_queues(self) -> None:

@@ -78,7 +78,7 @@ class OperationTimes:
         context = np.asarray(context, float)
         return _where_any(np.asarray(requests, float), lambda n: self._cpu_attention(n, context))
 
-    def ends_s(self, rows: ArrayLike) -> Floats:
+    def outside_layers_s(self, rows: ArrayLike) -> Floats:
         """Seconds of an iteration beside its layers, for ``rows`` that get a token."""
         return _where_any(np.asarray(rows, float), lambda n: self._host(n) + self._ends(n))
 

@@ -117,7 +117,7 @@ def most_prompt_tokens(
 
 def chunk_of_no_cost(model: PerfModel, load: LaneLoad, most: int) -> int:
     """Prompt tokens beside ``load`` that cost little more than one: reading the weights dominates. At least one."""
-    return min(most, max(1, model.linear_knee_tokens - load.tokens))
+    return min(most, max(1, model.flat_linear_tokens - load.tokens))
 
 
 def urgent_chunk_tokens(

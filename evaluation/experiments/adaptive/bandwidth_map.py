@@ -47,7 +47,7 @@ def make_map_points(settings: Mapping[str, Any], selection: Selection) -> list[P
         raise ValueError("the map has cells in place of cases: leave out --cases")
     grid = settings["map"]
     systems = chosen_systems(settings, selection)
-    gpu_only = [system for system in systems if not find_system(system).offloads]
+    gpu_only = [system for system in systems if not find_system(system).needs_predictions]
     hybrid = [system for system in systems if system not in gpu_only]
     rows = [row_of(grid, output_len) for output_len in grid["num_requests"]]
     rows = [shortened(row, settings) for row in rows] if selection.quick else rows

@@ -26,13 +26,13 @@ def bound_tokens_per_s(task: SimulatedTask) -> float:
     limits = task.limits
     sizes = range(1, min(MOST_TOKENS, limits.max_num_batched_tokens + limits.max_num_seqs) + 1)
     compute_s = all_tokens * model.num_layers * min(model.linear_s(size) / size for size in sizes)
-    ends_s = output_tokens * min(model.ends_s(size) / size for size in sizes)
+    ends_s = output_tokens * min(model.outside_layers_s(size) / size for size in sizes)
     context = 8192  # tokens of a request; rates are those of long contexts
     gpu_s, cpu_s = (
         model.num_layers * (attention_s(64, 128 * context) - attention_s(64, 64 * context)) / (64 * context)
         for attention_s in (model.gpu_attention_s, model.cpu_attention_s)
     )
-    iteration_s = model.num_layers * model.linear_s(1) + model.ends_s(1)
+    iteration_s = model.num_layers * model.linear_s(1) + model.outside_layers_s(1)
     gpu_pool_tokens = task.num_gpu_blocks * task.block_size
     lane = [(compute_s + ends_s, gpu_s), (0.0, iteration_s / gpu_pool_tokens + gpu_s)]
     return output_tokens / least_makespan_s(lane, attended, cpu_s)

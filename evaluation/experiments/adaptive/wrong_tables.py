@@ -39,7 +39,7 @@ def make_wrong_table_points(settings: Mapping[str, Any], selection: Selection) -
         setting = case.paper_setting(selection.kernel)
         bound = bound_tokens_per_s(case_task(case, setting, SUBJECT, lengths, selection))
         for system in chosen_systems(settings, selection):
-            errors = section["errors"] if find_system(system).offloads else ({},)
+            errors = section["errors"] if find_system(system).needs_predictions else ({},)
             for error in errors:
                 values = {field: error.get(field) for field in PLACE[1:]} | {"bound_tokens_per_s": bound}
                 task = case_task(case, setting, system, lengths, selection, values)

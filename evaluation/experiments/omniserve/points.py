@@ -89,7 +89,7 @@ def make_omniserve_points(settings: Mapping[str, Any], section: str, selection: 
                 task = task_at(place, settings, here, panel, system, lengths, selection)
                 key = "-".join([panel["panel"], *place.parts, system])
                 label = ", ".join([*place.parts, system])
-                cost = task.duration_s * (2.0 if find_system(system).offloads else 1.0)
+                cost = task.duration_s * (2.0 if find_system(system).needs_predictions else 1.0)
                 points.append(Point(key, key, label, task, concurrent=True, cost=cost))
     return points
 

@@ -55,7 +55,7 @@ def _point(
         ValueError: the model fits neither GPU nor host.
     """
     machine, system = placer.machine, run["system"]
-    offloads = find_system(system).offloads
+    offloads = find_system(system).needs_predictions
     at_once = Workload(settings["max_num_seqs"], input_len, output_len)
     placed = placer.place("auto", at_once, offloads=offloads, cpu_computes=run["cpu_computes"])
     num_cpu_blocks = placed.num_cpu_blocks if offloads else 0

@@ -57,14 +57,11 @@ class Histogram:
         self._documentation = documentation
         self._bounds = tuple(bounds)
         self._by_class = by_class
-        self._counts = {LATENCY_SENSITIVE: [0] * (len(bounds) + 1)}
-        self._sums = Counter[ServiceClass]()
+        self._counts = {service_class: [0] * (len(bounds) + 1) for service_class in ServiceClass}
+        self._sums = dict.fromkeys(ServiceClass, 0.0)
 
     def observe(self, value: float, service_class: ServiceClass = LATENCY_SENSITIVE) -> None:
-        counts = self._counts.get(service_class)
-        if counts is None:
-            counts = self._counts[service_class] = [0] * (len(self._bounds) + 1)
-        counts[bisect_left(self._bounds, value)] += 1
+        self._counts[service_class][bisect_left(self._bounds, value)] += 1
         self._sums[service_class] += value
 
     def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
@@ -72,9 +69,10 @@ class Histogram:
         family = HistogramMetricFamily(self._name, self._documentation, labels=names)
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         for service_class, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            of_labels = [*labels.values(), service_class.value][: len(names)]
-            family.add_metric(of_labels, buckets, float(self._sums[service_class]))
+            if service_class is LATENCY_SENSITIVE or any(counts):
+                buckets = list(zip(bounds, accumulate(counts), strict=True))
+                values = [*labels.values(), service_class.value][: len(names)]
+                family.add_metric(values, buckets, self._sums[service_class])
         return family
 
 

@@ -121,7 +121,7 @@ class EngineLoop:
                 self._isolation.held[order.request.request_id] = order.request
                 continue
             try:
-                self.engine.queue_request(order.request)
+                self.engine.add(order.request)
             except RequestRefusedForNow as refusal:
                 self.fail_requests([order], "slo_unattainable", str(refusal), refusal.retry_after_s)
             except BaseException as error:

@@ -63,7 +63,7 @@ class FaultIsolation:
         """Queue a held request in the engine; ignored if it is not held."""
         request = self.held.pop(request_id, None)
         if request is not None:
-            self._engine.requeue_request(request)
+            self._engine.add(request, check_targets=False)
 
     def step_failed(self) -> Request | None:
         """Recover the engine and begin the next trial.

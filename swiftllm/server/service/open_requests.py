@@ -71,7 +71,7 @@ class OpenRequests:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def accept_requests(self, entries: Sequence[OpenRequest]) -> None:
+    def add(self, entries: Sequence[OpenRequest]) -> None:
         """Accept all of them or none, and order the engine to queue them.
 
         Raises:

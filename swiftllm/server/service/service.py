@@ -108,7 +108,7 @@ class EngineService:
         try:
             dispatcher = self._dispatcher_of(asyncio.get_running_loop())
             entries = [self._entry(request, dispatcher) for request in requests]
-            self._open_requests.accept_requests(entries)
+            self._open_requests.add(entries)
         except (RequestRefused, QueueFull, ServiceStopping):
             with self._open_requests.lock:
                 self._open_requests.num_refused += len(requests)

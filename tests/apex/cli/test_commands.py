@@ -17,11 +17,12 @@ import pytest
 
 import swiftllm
 from apex.cli import main
-from apex.cli.bench import correction_line, figures_table
+from apex.cli.bench import correction_line
 from apex.cli.commands import COMMANDS
+from apex.cli.comparison import figures_table
 from apex.cli.flags import SystemName
 from apex.cli.profile import attention_rate, key_figures
-from apex.cli.validate import OPTIONAL_VERBS, OptionalVerb
+from apex.cli.validate import OPTIONAL_VERBS
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
@@ -357,6 +358,6 @@ def test_a_verb_of_another_package_is_found_by_name_or_said_to_be_missing(capsys
     assert "apex validate" in capsys.readouterr().out
     assert main(["validate", "--config", "/nowhere.yaml"]) == 2
     assert "/nowhere.yaml: No such file" in capsys.readouterr().err
-    monkeypatch.setitem(OPTIONAL_VERBS, "validate", OptionalVerb("no_such_package.validate", ""))
+    monkeypatch.setitem(OPTIONAL_VERBS, "validate", ("no_such_package.validate", ""))
     assert main(["validate"]) == 2
     assert "no_such_package" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from apex.cli import main
 from apex.cli.doctor.hosts import host_lines
@@ -57,12 +58,12 @@ def test_a_host_that_cannot_start_says_why(capsys, monkeypatch, flags: list[str]
 
 def test_a_probe_may_not_touch_blocks() -> None:
     from swiftllm.remote.channel import Channel
-    from swiftllm.remote.frames import Header, Kind
+    from swiftllm.remote.frames import FrameKind, Header
 
     with host_in_thread() as host:
-        channel = Channel(connect(host.address, SECRET, {})[0], "host", home=0)
+        channel = Channel(connect(host.address, SECRET, {})[0], "host")
         with pytest.raises(RuntimeError, match="may only measure"):
-            channel.ask(Header(Kind.GET, b=1), lambda: [bytes(8)], 8, memoryview(bytearray(8))).wait()
+            channel.ask(Header(FrameKind.GET, b=1), torch.zeros(1), out=torch.zeros(1)).wait()
         channel.close()
         host.close()
     with pytest.raises((OSError, HostDied)):

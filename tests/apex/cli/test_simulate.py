@@ -59,7 +59,7 @@ def test_requests_come_at_their_rate(tmp_path):
     assert slowly["wall_s"] > 2 * at_once["wall_s"]
     assert slowly["lane_busy_fraction"] < 0.8  # idle while nobody asks
     assert slowly["per_token_latency_s_mean"] < at_once["per_token_latency_s_mean"]
-    arrivals = Simulate(request_rate=4.0, num_requests=2000)._arrivals()
+    arrivals = Simulate(request_rate=4.0, num_requests=2000).arrivals_s()
     assert arrivals == sorted(arrivals) and arrivals[-1] == pytest.approx(500, rel=0.1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,8 @@ from apex.perf.profile_cache import load_or_measure, make_workbench, profile_ide
 from apex.perf.workbench import Workbench
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.core.request import SamplingParams
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
 from tests.reference.tiny_model import make_tiny_llama
@@ -40,7 +41,7 @@ def config(model_dir: Path, gpu: int, cpu: int, **options) -> EngineConfig:
 def test_profile_of_any_pools(model_dir: Path, gpu: int, cpu: int) -> None:
     options = config(model_dir, gpu, cpu, max_num_batched_tokens=33)
     engine = build_system("apex", options)
-    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add(engine.make_request("a", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True)))
     while engine.has_unfinished():
         engine.step()
     assert engine.stats().output_tokens == 5
@@ -58,7 +59,7 @@ def test_no_cache_at_all_is_refused(model_dir: Path) -> None:
 
 def test_cached_table_is_used_and_foreign_ones_are_refused(model_dir: Path, own_cache: Path) -> None:
     options = config(model_dir, 40, 200)
-    backend = TorchBackend(options)
+    backend = open_torch_backend(options)
     table = load_or_measure(options, backend)
     (cached,) = (own_cache / "profiles").glob("*.json")
     written = cached.stat().st_mtime_ns
@@ -75,7 +76,7 @@ def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir
     """The worker writes the blocks to the CPU tier: no device waits for that, but the next chunk of a prompt does."""
     with fake_gpu(seed) as cuda:
         options = config(model_dir, 40, 200, max_num_seqs=1)
-        backend = TorchBackend(options, partial(FakeWorker, cuda))
+        backend = open_torch_backend(options, partial(FakeWorker, cuda))
         bench = make_workbench(options, backend)
         with bench.in_use():
             sample = bench.swap(32)
@@ -89,8 +90,11 @@ def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
     crossed: list[int] = []
 
     class FiveLayers:
-        num_layers = 5
+        num_layers, block_size = 5, 4
+        num_gpu_blocks = num_cpu_blocks = 8
         block_tables = None
+        device = SimpleNamespace(type="cpu")
+        model_config = SimpleNamespace(vocab_size=100)
 
         def open_lane(self, items):
             return items
@@ -101,15 +105,10 @@ def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
         def boundary(self, layer, batches):
             crossed.append(layer)
 
-    bench = Workbench(
-        FiveLayers(),
-        num_blocks={Tier.GPU: 8, Tier.CPU: 8},
-        block_size=4,
-        max_model_len=16,
-        vocab_size=100,
-        synchronize=lambda: None,
-        holds_weights=lambda layer: layer not in (1, 2) or crossed[-1:] == [layer],
-    )
+        def holds_weights(self, layer):
+            return layer not in (1, 2) or crossed[-1:] == [layer]
+
+    bench = Workbench(FiveLayers(), max_model_len=16)
     with bench.in_use():
         linear = bench.linear(3)
         crossed.clear()

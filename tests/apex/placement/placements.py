@@ -59,10 +59,10 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
         max_model_len=1 << 20,
         interconnect=placer.interconnect,
         weights=placer.with_placement(placement),
-        believed=placer.scheduler_table(placement),
+        scheduler_table=placer.scheduler_table(placement),
     )
     for i in range(num_gpu + num_cpu):
-        engine.add_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120))
+        engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120)))
     running = engine.scheduler.running
     while sum(map(len, running.values())) < num_gpu + num_cpu or engine.scheduler.prefilling:
         assert len(engine.scheduler.requests) == num_gpu + num_cpu, "requests end before all of them decode"

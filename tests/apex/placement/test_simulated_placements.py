@@ -32,7 +32,7 @@ def test_a_batch_takes_the_longest_of_stream_cpu_and_gpu(machine: str, system: s
     requests = max(2, round(factor * most / (token_bytes * PROMPT)))
     found = decode(system, placer, all_streamed(placer), 0, requests, PROMPT)
     kv_bytes = found.contexts[Tier.CPU] * token_bytes
-    gpu_s = model.num_layers * model.linear_s(requests) + model.ends_s(requests)
+    gpu_s = model.num_layers * model.linear_s(requests) + model.outside_layers_s(requests)
     assert found.iteration_s == pytest.approx(batch_s(streamed_bytes, kv_bytes, gpu_s, rates), rel=0.03)
     assert found.tokens == requests
 
@@ -45,7 +45,7 @@ def test_one_request_keeps_link_and_cpu_at_work(machine: str, weights: str) -> N
     costs, effect = placer.costs(1), placer.rates.copy_effect
     read_s = costs[1].cpu_s / (1.0 - effect.dram_share)
     cpu_bytes_per_s = costs[1].weight_bytes / (read_s + costs[1].crossing_s + effect.wait_s)
-    other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.ends_s(1)
+    other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.outside_layers_s(1)
     number = len(costs)
     gpu_s = other_s + costs[1].gpu_s * number * link.bytes_per_s / (link.bytes_per_s + cpu_bytes_per_s)
     num_bytes = sum(placer.boundary_bytes) + cpu_bytes_per_s * gpu_s  # meanwhile the CPU waits

@@ -38,13 +38,13 @@ class FakeEngine:
         self.backend = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.arrivals_seen: list[tuple[str, float]] = []
 
-    def add_request(self, request_id, prompt_token_ids, sampling, arrival_s=None, service_class=LATENCY_SENSITIVE):
+    def make_request(self, request_id, prompt_token_ids, sampling, arrival_s=None, service_class=LATENCY_SENSITIVE):
         if len(prompt_token_ids) + sampling.max_tokens > self.max_tokens:
             raise RequestRefused(f"{len(prompt_token_ids)} + {sampling.max_tokens} tokens exceed {self.max_tokens}")
-        request = Request(
-            request_id, tuple(prompt_token_ids), sampling, arrival_s=arrival_s, service_class=service_class
-        )
-        self.arrivals_seen.append((request_id, self.clock))
+        return Request(request_id, tuple(prompt_token_ids), sampling, arrival_s=arrival_s, service_class=service_class)
+
+    def add(self, request: Request) -> Request:
+        self.arrivals_seen.append((request.request_id, self.clock))
         self.live.append(request)
         return request
 

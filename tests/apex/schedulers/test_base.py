@@ -27,9 +27,9 @@ def test_waiting_too_long_is_a_net_and_no_policy() -> None:
         table=HOPELESS,
         strategy=StrategyConfig(max_wait_iterations=patience),
     )
-    engine.add_request("gpu", [2] * 4, up_to(430))  # leaves no room for any other
+    engine.add(engine.make_request("gpu", [2] * 4, up_to(430)))  # leaves no room for any other
     for i in range(num_cpu):
-        engine.add_request(f"cpu{i}", [2] * 440, up_to())
+        engine.add(engine.make_request(f"cpu{i}", [2] * 440, up_to()))
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     assert len(engine.scheduler.running[Tier.CPU]) == num_cpu
@@ -48,11 +48,11 @@ def test_a_cohort_that_shows_overlaps_to_its_end_beside_a_prefill() -> None:
     table = flat_table(linear_s=1e-3, linear_token_s=2e-4, cpu_token_s=1e-4)
     engine = fake_engine("apex", num_gpu_blocks=20, num_cpu_blocks=2000, table=table, max_tokens=1024, num_layers=20)
     for i in range(60):
-        engine.add_request(str(i), [2] * 12, up_to(40))
+        engine.add(engine.make_request(str(i), [2] * 12, up_to(40)))
     while engine.executor.is_idle:
         engine.step()
     (cohort,) = engine.executor.cohorts
-    engine.add_request("prompt", [2] * 60, up_to(1))
+    engine.add(engine.make_request("prompt", [2] * 60, up_to(1)))
     engine.step()
     plan, _ = engine.last_iteration
     assert plan.decodes and plan.prefills
@@ -70,9 +70,9 @@ def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
         num_layers=60,
         strategy=StrategyConfig(strategy="asynchronous-overlap"),
     )
-    lasting = engine.add_request("lasting", [2] * 4, up_to(40))
-    ending = engine.add_request("ending", [2] * 40, up_to(4))
-    second, third = (engine.add_request(i, [2] * 40, up_to(12)) for i in ("second", "third"))
+    lasting = engine.add(engine.make_request("lasting", [2] * 4, up_to(40)))
+    ending = engine.add(engine.make_request("ending", [2] * 40, up_to(4)))
+    second, third = (engine.add(engine.make_request(i, [2] * 40, up_to(12))) for i in ("second", "third"))
     while not ending.is_finished:
         engine.step()
     assert second.cohort_id is not None and second.cohort_id == third.cohort_id
@@ -92,13 +92,13 @@ def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
 def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobody_else() -> None:
     engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=20)
     scheduler, draft = engine.scheduler, PlanDraft(token_budget=64)
-    older = engine.add_request("older", [2] * 7, up_to(2))
+    older = engine.add(engine.make_request("older", [2] * 7, up_to(2)))
     engine.step()
     scheduler._push_out(older, PlanDraft(token_budget=64))
     scheduler._start_cohort([older], SteppingRule.RIDE_IF_READY)
     engine.kv.allocators[Tier.GPU].allocate(5)
     scheduler._swap_in(draft, ServiceClass.LATENCY_SENSITIVE)
     assert older.request_id in scheduler._leaving  # it comes as soon as its attention is done, and takes 2 of 3 blocks
-    newcomer = engine.add_request("newcomer", [2] * 3, up_to(2))
+    newcomer = engine.add(engine.make_request("newcomer", [2] * 3, up_to(2)))
     scheduler._admit(draft, ServiceClass.LATENCY_SENSITIVE)
     assert newcomer.tier is Tier.CPU

@@ -101,7 +101,7 @@ def test_model_flags_extrapolation_and_knows_the_knee() -> None:
     assert model.linear_s(0) == model.cpu_attention_s(0, 0) == 0
     steps = Curve((1, 64, 128, 256), (1.0, 1.1, 1.2, 2.0))
     stepped = PerfModel(ProfileTable(**{**vars(table), "linear": steps}), 2)
-    assert stepped.linear_knee_tokens == 128
+    assert stepped.flat_linear_tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_streamed_weights_leave_the_gpu_only_rate_to_the_link() -> None:
 
 def test_the_knee_is_where_a_boundary_takes_longer_than_its_weights() -> None:
     table = replace(flat_table(), linear=Curve((1, 100, 200, 300, 400), (1.0, 1.2, 2.0, 3.0, 4.0)))
-    knees = {s: PerfModel(replace(table, stream_s=s), 4).linear_knee_tokens for s in (0.0, 1.1, 2.0, 2.5)}
+    knees = {s: PerfModel(replace(table, stream_s=s), 4).flat_linear_tokens for s in (0.0, 1.1, 2.0, 2.5)}
     assert knees == {0.0: 100, 1.1: 100, 2.0: 200, 2.5: 300}

@@ -159,7 +159,7 @@ def test_attention_hides_behind_the_wait_for_streamed_weights() -> None:
             busy_s = model.linear_s(load.tokens + first.size) + model.linear_s(second.size)
             busy_s += load.gpu_attention_s(model)
             assert layer_s_by_events(pipeline) <= 1.02 * max(busy_s, model.stream_s)
-            ends_s = model.ends_s(pipeline.num_requests - second.size) + model.ends_s(second.size)
+            ends_s = model.outside_layers_s(pipeline.num_requests - second.size) + model.outside_layers_s(second.size)
             ends_s -= model.host_work_s(0) if second.size else 0.0
             assert pipeline.iteration_s() == pytest.approx(4 * max(busy_s, model.stream_s) + ends_s)
         streamed, resident = (sum(batch.context_tokens for batch in one.batches) for one in pipelines)

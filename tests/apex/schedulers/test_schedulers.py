@@ -86,7 +86,7 @@ def drive(
                 service_class = LS
                 if best_effort_share and rng.random() < best_effort_share:
                     service_class = BE
-                engine.add_request(request_id, prompt, sampling, service_class=service_class)
+                engine.add(engine.make_request(request_id, prompt, sampling, service_class=service_class))
                 wanted[request_id] = expected_output(prompt, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
             except RequestRefused as error:
                 assert "tier" in str(error)
@@ -187,12 +187,12 @@ def test_refusals_name_the_limit(system: str) -> None:
     ]
     for prompt, sampling, message in cases:
         with pytest.raises(RequestRefused, match=message):
-            engine.add_request("x", prompt, sampling)
-    engine.add_request("x", [2, 3], SamplingParams())
+            engine.add(engine.make_request("x", prompt, sampling))
+    engine.add(engine.make_request("x", [2, 3], SamplingParams()))
     with pytest.raises(RequestRefused, match="already in use"):
-        engine.add_request("x", [2, 3], SamplingParams())
+        engine.add(engine.make_request("x", [2, 3], SamplingParams()))
     assert run(engine)["x"] == tuple(expected_output([2, 3], 16))
-    engine.add_request("x", [2, 3], SamplingParams())  # the id is free again
+    engine.add(engine.make_request("x", [2, 3], SamplingParams()))  # the id is free again
     assert len(run(engine)) == 1
 
 
@@ -202,8 +202,8 @@ def test_prompt_that_exactly_fills_a_pool(system: str, max_tokens: int) -> None:
     engine = fake_engine(system, num_gpu_blocks=5, num_cpu_blocks=5)
     prompt = list(range(2, 23 - max_tokens))  # prompt + outputs fed back = 20 tokens = 5 blocks
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    engine.add_request("full", prompt, sampling)
-    engine.add_request("next", prompt, sampling)
+    engine.add(engine.make_request("full", prompt, sampling))
+    engine.add(engine.make_request("next", prompt, sampling))
     expected = tuple(expected_output(prompt, max_tokens, ignore_eos=True))
     assert run(engine) == {"full": expected, "next": expected}
 
@@ -211,7 +211,7 @@ def test_prompt_that_exactly_fills_a_pool(system: str, max_tokens: int) -> None:
 @pytest.mark.parametrize("system", ["neo", "apex", "adaptive"])
 def test_a_lone_request_outgrows_the_gpu(system: str) -> None:
     engine = fake_engine(system, num_gpu_blocks=3, num_cpu_blocks=20)
-    request = engine.add_request("long", [2] * 5, SamplingParams(max_tokens=40, ignore_eos=True))
+    request = engine.add(engine.make_request("long", [2] * 5, SamplingParams(max_tokens=40, ignore_eos=True)))
     assert run(engine)["long"] == tuple(expected_output([2] * 5, 40, ignore_eos=True))
     assert [tier for _, tier in request.tier_history] == ["waiting", "gpu", "cpu"]
 
@@ -219,7 +219,7 @@ def test_a_lone_request_outgrows_the_gpu(system: str) -> None:
 def test_gpu_first() -> None:
     """With room for all on the GPU nothing goes to the CPU (APEX section 3.4)."""
     engine = fake_engine("apex", num_gpu_blocks=500, num_cpu_blocks=500)
-    requests = [engine.add_request(str(i), [2, 3, i], SamplingParams(max_tokens=20)) for i in range(20)]
+    requests = [engine.add(engine.make_request(str(i), [2, 3, i], SamplingParams(max_tokens=20))) for i in range(20)]
     run(engine)
     assert all(request.tier is Tier.GPU for request in requests)
     assert set(engine.stats().strategy_iterations) == {Strategy.GPU_ONLY.value}
@@ -232,7 +232,7 @@ def test_gpu_first() -> None:
 def test_algorithm_1_picks_by_the_inequality(table: str, strategy: Strategy) -> None:
     engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=800, table=TABLES[table], max_tokens=64)
     for i in range(40):
-        engine.add_request(str(i), [2, 3, i], SamplingParams(max_tokens=20, ignore_eos=True))
+        engine.add(engine.make_request(str(i), [2, 3, i], SamplingParams(max_tokens=20, ignore_eos=True)))
     taken = []
     while engine.has_unfinished():
         engine.step()
@@ -248,7 +248,7 @@ def test_threshold_of_cpu_requests() -> None:
     strategy = StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=8, max_wait_iterations=10**6)
     engine = fake_engine("apex", num_gpu_blocks=40, num_cpu_blocks=800, strategy=strategy, max_tokens=64)
     for i in range(12):  # about half fit the GPU: never eight CPU requests for one GPU request while those run
-        engine.add_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True))
+        engine.add(engine.make_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True)))
     for _ in range(8):
         engine.step()
     assert engine.scheduler.running[Tier.CPU] and engine.scheduler.running[Tier.GPU]
@@ -265,7 +265,9 @@ def test_forcing_and_disabling_at_once_is_refused() -> None:
 
 def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -> None:
     engine = fake_engine("neo", num_gpu_blocks=8, num_cpu_blocks=3)
-    older, younger = (engine.add_request(i, [2] * 9, SamplingParams(max_tokens=2)) for i in ("older", "younger"))
+    older, younger = (
+        engine.add(engine.make_request(i, [2] * 9, SamplingParams(max_tokens=2))) for i in ("older", "younger")
+    )
     engine.step()
     scheduler, draft = engine.scheduler, PlanDraft(token_budget=32)
     scheduler._push_out(younger, draft)
@@ -288,5 +290,5 @@ def test_tiny_cpu_tier() -> None:
 def test_a_registered_scheduler_is_built_with_predictions_and_a_strategy(monkeypatch) -> None:
     monkeypatch.setattr("swiftllm.systems._systems", dict(systems()))
     register_scheduler("another", "NEO by another name", NeoScheduler)
-    assert find_system("another").offloads
+    assert find_system("another").needs_predictions
     assert isinstance(fake_engine("another", num_gpu_blocks=4, num_cpu_blocks=4).scheduler, NeoScheduler)

@@ -123,7 +123,8 @@ def step_by_step(system: str, seed: int, *, with_best_effort: bool) -> tuple[lis
         for service_class in (LS, BE):
             prompt, sampling = make_request(rng, 30, 20)
             if step < 100 and rng.random() < 0.25 and (service_class is LS or with_best_effort):
-                engine.add_request(f"{service_class.value}-{step}", prompt, sampling, service_class=service_class)
+                request_id = f"{service_class.value}-{step}"
+                engine.add(engine.make_request(request_id, prompt, sampling, service_class=service_class))
         engine.step()
         engine.kv.check_blocks()
     return [plan for plan in plans if plan != ([], [])], engine
@@ -148,10 +149,12 @@ def up_to(max_tokens: int) -> SamplingParams:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_seat_goes_to_the_latency_sensitive(system: str) -> None:
     engine = fake_engine(system, num_gpu_blocks=100, num_cpu_blocks=100, max_num_seqs=2)
-    older, younger = (engine.add_request(i, [2, 3, 4], up_to(60), service_class=BE) for i in ("older", "younger"))
+    older, younger = (
+        engine.add(engine.make_request(i, [2, 3, 4], up_to(60), service_class=BE)) for i in ("older", "younger")
+    )
     for _ in range(4):
         engine.step()
-    urgent = engine.add_request("urgent", [5, 6], up_to(3))
+    urgent = engine.add(engine.make_request("urgent", [5, 6], up_to(3)))
     for _ in range(4):
         engine.step()
     assert urgent.output_len > 0 and younger.num_preemptions == 1 and older.num_preemptions == 0
@@ -165,10 +168,10 @@ def test_blocks_go_to_the_latency_sensitive(system: str) -> None:
     """Best-effort requests that fill every tier make way for the next latency-sensitive one, and end after it."""
     engine = fake_engine(system, num_gpu_blocks=10, num_cpu_blocks=10)
     for i in range(8):
-        engine.add_request(str(i), [2, 3, i + 2] * 4, up_to(20), service_class=BE)
+        engine.add(engine.make_request(str(i), [2, 3, i + 2] * 4, up_to(20), service_class=BE))
     for _ in range(6):
         engine.step()
-    urgent = engine.add_request("urgent", [5] * 20, up_to(10))
+    urgent = engine.add(engine.make_request("urgent", [5] * 20, up_to(10)))
     for _ in range(40):
         engine.step()
         if urgent.tier is not None:
@@ -184,12 +187,12 @@ def test_blocks_go_to_the_latency_sensitive(system: str) -> None:
 @pytest.mark.parametrize("system", ["swiftllm", "neo", "apex", "adaptive"])
 def test_best_effort_ones_make_way_for_one_that_comes_back_from_the_cpu_tier(system: str) -> None:
     engine = fake_engine(system, num_gpu_blocks=12, num_cpu_blocks=40)
-    urgent = engine.add_request("urgent", [5] * 30, up_to(12))
+    urgent = engine.add(engine.make_request("urgent", [5] * 30, up_to(12)))
     engine.step()
     draft = PlanDraft(token_budget=64)
     engine.scheduler._push_out(urgent, draft)
     engine.executor.backend.swap(draft.swaps)
-    others = [engine.add_request(str(i), [3] * 12, up_to(30), service_class=BE) for i in range(2)]
+    others = [engine.add(engine.make_request(str(i), [3] * 12, up_to(30), service_class=BE)) for i in range(2)]
     draft, scheduler = PlanDraft(token_budget=64), engine.scheduler
     scheduler._gpu_is_wanted_before = lambda _: False  # so that they may start where the other wants to go
     scheduler._admit(draft, BE)

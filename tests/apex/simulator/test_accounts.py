@@ -33,10 +33,10 @@ def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple
         strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
-    requests = [
-        engine.add_request(str(i), [1] * draw.randint(1, 300), SamplingParams(max_tokens=draw.randint(1, 120)))
-        for i in range(60)
-    ]
+    requests = []
+    for i in range(60):
+        prompt, sampling = [1] * draw.randint(1, 300), SamplingParams(max_tokens=draw.randint(1, 120))
+        requests.append(engine.add(engine.make_request(str(i), prompt, sampling)))
     return engine, requests
 
 

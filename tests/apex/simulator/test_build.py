@@ -37,7 +37,7 @@ def test_an_engine_describes_what_it_simulates() -> None:
 @pytest.mark.parametrize(("gpu", "cpu"), [(0, 9), (9, 0)])
 def test_blocks_in_one_tier_are_enough(gpu: int, cpu: int) -> None:
     engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=gpu, num_cpu_blocks=cpu)
-    request = engine.add_request("a", [1] * 20, SamplingParams(max_tokens=3))
+    request = engine.add(engine.make_request("a", [1] * 20, SamplingParams(max_tokens=3)))
     while engine.has_unfinished():
         engine.step()
     assert request.output_len == 3
@@ -60,11 +60,11 @@ def test_a_simulation_has_no_worker_to_restart_and_names_what_it_extrapolates() 
 
 def test_a_scheduler_may_believe_another_table_than_the_machine_s() -> None:
     believed = scaled_table(TABLE, lane=1.0, cpu_attention=2.0)
-    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, believed=believed)
+    engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, scheduler_table=believed)
     assert engine.scheduler.model.table is believed
     right = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
     assert right.scheduler.model.table is TABLE
-    requests = [e.add_request("a", [1] * 20, SamplingParams(max_tokens=3)) for e in (engine, right)]
+    requests = [e.add(e.make_request("a", [1] * 20, SamplingParams(max_tokens=3))) for e in (engine, right)]
     while engine.has_unfinished() or right.has_unfinished():
         engine.step(), right.step()
     assert engine.now() == right.now() and [request.output_len for request in requests] == [3, 3]

@@ -90,7 +90,7 @@ def decode_only(
         strategy=strategy,
     )
     for i in range(2 * (num_gpu + num_cpu)):
-        engine.add_request(str(i), (0,) * machine.prompt, SamplingParams(max_tokens=400))
+        engine.add(engine.make_request(str(i), (0,) * machine.prompt, SamplingParams(max_tokens=400)))
     scheduler = engine.scheduler
     while sum(map(len, scheduler.running.values())) < num_gpu + num_cpu or scheduler.prefilling:
         engine.step()

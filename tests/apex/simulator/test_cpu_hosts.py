@@ -106,7 +106,7 @@ def tokens_per_s(system: str, count: int, network: RemoteHosts | None = None) ->
         remote_hosts=network or hosts(count),
     )
     for i in range(80):
-        engine.add_request(str(i), (0,) * (600 + 5 * i), SamplingParams(max_tokens=60 + i))
+        engine.add(engine.make_request(str(i), (0,) * (600 + 5 * i), SamplingParams(max_tokens=60 + i)))
     while engine.has_unfinished():
         engine.step()
     return engine.stats().output_tokens / engine.now()

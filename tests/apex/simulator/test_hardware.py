@@ -77,8 +77,8 @@ def test_a10_is_flat_until_128_and_steps_up_by_256(model: ModelConfig) -> None:
 
 
 def test_linear_knee_of_the_papers_machines() -> None:
-    assert PerfModel(profile("a10"), 32).linear_knee_tokens == 128
-    assert PerfModel(profile("t4"), 32).linear_knee_tokens < 32
+    assert PerfModel(profile("a10"), 32).flat_linear_tokens == 128
+    assert PerfModel(profile("t4"), 32).flat_linear_tokens < 32
 
 
 def test_another_model_is_scaled_by_its_weights() -> None:
@@ -102,7 +102,7 @@ def test_beyond_the_table_time_grows_with_tokens() -> None:
 def test_more_work_takes_no_less_time(gpu: str, tokens: int, more: int, requests: int) -> None:
     model = MODEL_OF[gpu]
     assert model.linear_s(tokens) <= model.linear_s(tokens + more)
-    assert model.ends_s(tokens) <= model.ends_s(tokens + more)
+    assert model.outside_layers_s(tokens) <= model.outside_layers_s(tokens + more)
     assert model.swap_s(tokens) < model.swap_s(tokens + more)
     assert model.prefill_attention_s([(tokens, more)]) <= model.prefill_attention_s([(tokens + more, more)])
     assert model.prefill_attention_s([(tokens, more)]) <= model.prefill_attention_s([(tokens, 2 * more)])
@@ -217,7 +217,7 @@ def test_swaps_go_at_the_rate_of_the_slower_end() -> None:
 def test_ends_hold_the_logits_and_the_host() -> None:
     logits_bytes = LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size * 2
     assert profile("a10").ends(1) == pytest.approx(logits_bytes / 470e9, rel=0.02)
-    assert PerfModel(profile("a10"), 32).ends_s(1) == pytest.approx(1e-3 + logits_bytes / 470e9, rel=0.02)
+    assert PerfModel(profile("a10"), 32).outside_layers_s(1) == pytest.approx(1e-3 + logits_bytes / 470e9, rel=0.02)
 
 
 def test_embedding_rows_are_read_and_written() -> None:

@@ -60,7 +60,7 @@ def test_an_iteration_is_the_sum_of_its_formulas(n: int, requests: int) -> None:
     prompt, layers = 500, LLAMA_70B.num_layers
     engine = build_simulated("vllm", profile(n), layers, num_gpu_blocks=9000, num_cpu_blocks=0)
     for i in range(requests):
-        engine.add_request(str(i), (0,) * prompt, SamplingParams(max_tokens=200))
+        engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=200)))
     decodes = engine.scheduler.decoding[Tier.GPU]
     while len(decodes) < requests:
         engine.step()

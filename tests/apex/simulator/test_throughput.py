@@ -33,7 +33,7 @@ class Backlog:
             **options,
         )
         for i in range(3 * (num_gpu + num_cpu)):
-            self.engine.add_request(str(i), [1] * PROMPT, SamplingParams(max_tokens=300))
+            self.engine.add(self.engine.make_request(str(i), [1] * PROMPT, SamplingParams(max_tokens=300)))
         running = self.engine.scheduler.running
         wanted = num_gpu + num_cpu
         self.run_until(lambda: sum(map(len, running.values())) == wanted and not any(map(is_prefilling, self.all())))

@@ -33,7 +33,7 @@ def simulated_engine(
     draw_number = random.Random(5)
     for index in range(24):
         lengths = draw_number.randint(1, 300), draw_number.randint(1, 40)
-        engine.add_request(str(index), (1,) * lengths[0], SamplingParams(max_tokens=lengths[1]))
+        engine.add(engine.make_request(str(index), (1,) * lengths[0], SamplingParams(max_tokens=lengths[1])))
     return engine
 
 

@@ -106,7 +106,7 @@ def test_an_iteration_that_failed_is_not_drawn(monkeypatch) -> None:
         with pytest.raises(RuntimeError):
             steps.engine.step()
     for request in steps.engine.recover():
-        steps.engine.queue_request(request)
+        steps.engine.add(request)
     steps.step()
     assert not isinstance(steps.engine.executor.backend, RecordingBackend)
     assert steps.timeline.latest() is None

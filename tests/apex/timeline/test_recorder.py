@@ -225,7 +225,7 @@ def test_measured_timelines_are_in_order_and_add_up(tiny_model, tmp_path, monkey
     engine = build_system("apex", config, OVERLAP)
     try:
         for index in range(6):
-            engine.add_request(str(index), [3 + index] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
+            engine.add(engine.make_request(str(index), [3 + index] * 40, SamplingParams(max_tokens=8, ignore_eos=True)))
         timeline = record(engine)
     finally:
         engine.close()

@@ -104,7 +104,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 def start(model_dir: Path, system: str) -> Engine:
     engine = make_engine(model_dir, system)
     for index, prompt in enumerate(PROMPTS):
-        engine.add_request(str(index), prompt, SAMPLING)
+        engine.add(engine.make_request(str(index), prompt, SAMPLING))
     return engine
 
 
@@ -124,7 +124,7 @@ def test_a_step_and_a_recovery_on_a_gpu_that_hangs_end(model_dir: Path, system: 
             engine.recover()
         cuda.is_hung = False
         for request in engine.recover():
-            engine.requeue_request(request)
+            engine.add(request, check_targets=False)
         assert tokens_of(engine) == expected
         cuda.hang()
         engine.close()

@@ -14,11 +14,10 @@ import torch
 
 import swiftllm
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.parallel.team import Peer
+from swiftllm.parallel.peer import Peer
 from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import HEADER, Header, Kind
-from swiftllm.runtime.workers.task import RowsWrite
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.remote.frames import HEADER, FrameKind, Header
+from swiftllm.runtime.workers import CpuWorker, RowsWrite
 from swiftllm.server.service.service import EngineService
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import fake_engine
@@ -40,8 +39,8 @@ def attend_elsewhere(device: CudaDevice) -> None:
     """A thread sends to another host what has arrived from the GPU."""
     own, other = socket.socketpair()
     with own, other:
-        channel = Channel(own, "other", 1)
-        channel.post(Header(Kind.DROP), lambda: (), 0, device.to_host.mark())
+        channel = Channel(own, "other")
+        channel.post(Header(FrameKind.DROP), arrived=device.to_host.mark())
         assert len(other.recv(HEADER.size)) == HEADER.size
         own.shutdown(socket.SHUT_RDWR)
         assert channel.wait_dead(PATIENCE_S)

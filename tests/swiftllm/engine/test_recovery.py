@@ -85,7 +85,9 @@ def test_an_engine_recovers_at_any_moment(system: str) -> None:
     for num_steps in range(0, 40, 3):
         engine = make_engine(system)
         wanted = make_requests(8, seed=num_steps)
-        requests = [engine.add_request(new.request_id, new.prompt_token_ids, new.sampling) for new in wanted]
+        requests = [
+            engine.add(engine.make_request(new.request_id, new.prompt_token_ids, new.sampling)) for new in wanted
+        ]
         for _ in range(num_steps):
             engine.step()
         aborted = requests[num_steps % 8]
@@ -94,7 +96,7 @@ def test_an_engine_recovers_at_any_moment(system: str) -> None:
         check_empty(engine)
         assert unfinished == [request for request in requests if not request.is_finished]
         for request in unfinished:
-            engine.requeue_request(request)
+            engine.add(request, check_targets=False)
         run(engine)
         check_empty(engine)
         for new, request in zip(wanted, requests, strict=True):
@@ -149,7 +151,7 @@ def test_a_search_for_a_fault_in_the_cpu_tier_refuses_no_request_that_the_gpu_ho
 
     FaultyBackend(engine, fault)
     for new in make_requests(24, seed=3):
-        engine.add_request(new.request_id, new.prompt_token_ids, new.sampling)
+        engine.add(engine.make_request(new.request_id, new.prompt_token_ids, new.sampling))
     isolation = FaultIsolation(engine)
     with pytest.raises(OSError, match="no cohort opens"):
         run(engine)
@@ -314,7 +316,7 @@ def test_a_model_goes_on_after_faults(tiny_model_dir, undisturbed, system: str) 
 def test_a_dead_cpu_worker_is_started_again(tiny_model_dir, undisturbed, system: str, monkeypatch) -> None:
     """It dies in the middle of its 5th task, and from outside once more."""
     engine = model_engine(tiny_model_dir(), system)
-    worker = engine.backend._worker
+    worker = engine.backend.cpu_tier.worker
     submit, numbers = worker.submit, itertools.count(1)
 
     def deadly(task, arrived, send_back=None):

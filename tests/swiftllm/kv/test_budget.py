@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.sizes import weight_bytes
 from swiftllm.model.weights import load_weights
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.widest_iteration import widest_iteration
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
@@ -116,14 +116,14 @@ def test_nothing_is_loaded_of_a_model_that_is_too_large(tiny_model_dir, monkeypa
     monkeypatch.setattr(HostDevice, "free_bytes", lambda self: 1000)
     monkeypatch.setattr("swiftllm.runtime.torch_backend.open_weights", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InsufficientMemory, match="the model's weights take"):
-        TorchBackend(EngineConfig(str(tiny_model_dir()), device="cpu"))
+        open_torch_backend(EngineConfig(str(tiny_model_dir()), device="cpu"))
 
 
 def gpu_blocks(model_dir, total_bytes: int, **options) -> tuple[int, int]:
     """Blocks on a GPU of so many bytes, and those of them that are in use when the backend is built."""
     with fake_gpu(0) as cuda:
         cuda.total_bytes = total_bytes
-        backend = TorchBackend(
+        backend = open_torch_backend(
             EngineConfig(str(model_dir), dtype="float32", num_cpu_blocks=1, max_model_len=256, **options)
         )
         return backend.num_gpu_blocks, cuda.allocated
@@ -140,7 +140,7 @@ def test_blocks_fill_the_gpu_beside_weights_and_the_widest_iteration(tiny_model_
         gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, num_gpu_blocks=narrow)
 
 
-def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, monkeypatch):
+def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir):
     rows, context = 1024, 64
     config = EngineConfig(
         str(tiny_model_dir()),
@@ -152,7 +152,7 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
         max_model_len=context,
     )
     with fake_gpu(0, can_capture=False) as cuda:
-        backend, widest_iteration = backend_and_widest(config, monkeypatch)
+        backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         riders = [driver.admit(f"cpu{i}", range(3, 20), Tier.CPU, sampling) for i in range(16)]
@@ -165,21 +165,9 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
             work()
             return cuda.peak - before
 
-        widest = peak(widest_iteration)
+        widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
         taken = peak(lambda: driver.run(items, riders))
         assert 0.5 * widest < taken <= widest
-
-
-def backend_and_widest(config: EngineConfig, monkeypatch) -> tuple[TorchBackend, Callable[[], object]]:
-    """A backend, and the widest iteration that it ran at its start."""
-    ran = []
-
-    def left_free(device, work, real=CudaDevice.left_free):
-        ran.append(work)
-        return real(device, work)
-
-    monkeypatch.setattr(CudaDevice, "left_free", left_free)
-    return TorchBackend(config), ran[0]
 
 
 def prompts_of(driver: BackendDriver, tier: Tier, count: int, length: int) -> list[LaneItem]:
@@ -195,7 +183,7 @@ def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(
         max_model_len=256,
     )  # fmt: skip
     with fake_gpu(0, can_capture=False, total_bytes=64 * MIB):
-        driver = BackendDriver(TorchBackend(config))
+        driver = BackendDriver(open_torch_backend(config))
         backend, lane, cohorts = driver.backend, prompts_of(driver, Tier.GPU, 8, 254), []
         riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, SamplingParams(max_tokens=2)) for i in range(8)]
         driver.prefill(riders)
@@ -206,16 +194,14 @@ def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(
-    tiny_model_dir, monkeypatch, seed
-):
+def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, seed):
     """However late its K and V are copied to the host."""
     config = EngineConfig(
         str(tiny_model_dir(num_hidden_layers=8, intermediate_size=512, num_key_value_heads=4)), dtype="float32",
         num_gpu_blocks=1, num_cpu_blocks=100, max_num_batched_tokens=1024, max_num_seqs=16, max_model_len=66,
     )  # fmt: skip
     with fake_gpu(seed, can_capture=False) as cuda:
-        backend, widest_iteration = backend_and_widest(config, monkeypatch)
+        backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, sampling) for i in range(4)]
@@ -228,7 +214,7 @@ def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_
             work()
             return cuda.peak - before
 
-        widest = peak(widest_iteration)
+        widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
         taken = peak(lambda: driver.run(lane, riders))
         assert taken <= widest
 

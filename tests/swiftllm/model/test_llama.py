@@ -15,7 +15,7 @@ from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.paged_attention import attend_chunk
 
@@ -109,7 +109,7 @@ def test_many_rows_cross_in_pieces(tiny_model_dir, monkeypatch, rows_at_once):
 
 def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):
     judge = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    backend = TorchBackend(
+    backend = open_torch_backend(
         EngineConfig(str(smollm2_dir), device="cpu", dtype="float32", num_gpu_blocks=16, num_cpu_blocks=0)
     )
     driver = BackendDriver(backend)

@@ -23,9 +23,9 @@ from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinears, library_tensors
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime import torch_backend
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime import processors
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_humming import install_fake_humming, nibbles
 from tests.reference.tolerances import assert_close
@@ -204,10 +204,10 @@ def test_resident_boundaries_are_the_librarys_and_streamed_ones_are_not(tiny_mod
     fake, folder = install_fake_humming(monkeypatch), tmp_path / "awq"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     write_folder(tiny_model_dir(**sizes), folder, "awq", 32)
-    monkeypatch.setattr(torch_backend, "select_ops", lambda *_: OpsWithLibrary())
+    monkeypatch.setattr(processors, "select_ops", lambda *_: OpsWithLibrary())
     config = EngineConfig(str(folder), dtype="float16", num_gpu_blocks=20, num_cpu_blocks=20, max_model_len=64)
     places = (Place.RESIDENT, Place.STREAMED, Place.STREAMED, Place.RESIDENT)  # before, between and after 3 layers
-    backend = TorchBackend(config, InlineWorker, placement=Placement(places))
+    backend = open_torch_backend(config, InlineWorker, placement=Placement(places))
     try:
         assert fake.packed == 1 + 3  # QKV of the first layer, the last layer; the vocabulary has 16 bits
         assert backend.weights_name == "4-bit AWQ, groups of 32, by a library"

@@ -14,13 +14,12 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.engine.backend import RankFailed
-from swiftllm.parallel.backend import ShardedBackend
-from swiftllm.parallel.channel import Channel
+from swiftllm.parallel.backend import open_sharded_backend
 from swiftllm.parallel.group import Group
-from swiftllm.parallel.team import Peer
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.interface import AttentionWorker
-from swiftllm.runtime.workers.task import TaskRunner
+from swiftllm.parallel.peer import Peer
+from swiftllm.parallel.pipe import Pipe
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import TaskRunner, Worker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_cards import FakeNccl
 from tests.reference.fake_device import FakeCuda
@@ -50,9 +49,9 @@ def decoded(driver: BackendDriver, name: str) -> list[list[int]]:
 
 
 def test_a_server_of_ranks_with_graphs_recovers_and_shuts_down(model_dir: Path) -> None:
-    expected = decoded(BackendDriver(TorchBackend(config_of(model_dir))), "host")
+    expected = decoded(BackendDriver(open_torch_backend(config_of(model_dir))), "host")
     with fake_gpu(0) as cuda:
-        backend = ShardedBackend(config_of(model_dir))
+        backend = open_sharded_backend(config_of(model_dir))
         driver = BackendDriver(backend)
         assert decoded(driver, "a") == expected and cuda.replays
         with pytest.raises(ZeroDivisionError):  # nobody knows how far the other ranks have come
@@ -69,12 +68,12 @@ def test_a_start_that_fails_after_graphs_were_captured_ends(model_dir: Path, mon
     abort = FakeNccl.abort
     monkeypatch.setattr(FakeNccl, "abort", lambda group: (abort(group), given_up.append(group)))
 
-    def no_worker(runner: TaskRunner) -> AttentionWorker:
+    def no_worker(runner: TaskRunner) -> Worker:
         raise OSError("no more threads")
 
     with fake_gpu(0) as cuda:
         with pytest.raises(OSError, match="no more threads"):
-            ShardedBackend(config_of(model_dir), no_worker)
+            open_sharded_backend(config_of(model_dir), no_worker)
         assert cuda.captures and len(given_up) == 1
 
 
@@ -101,7 +100,7 @@ def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeyp
     ended = threading.Event()
     process = SimpleNamespace(wait=lambda: ended.wait(30.0), pid=0)
     with own, its:
-        peer = Peer(1, SimpleNamespace(start=lambda *_: (process, Channel(own))), 1, (), lambda: None)
+        peer = Peer(1, SimpleNamespace(start=lambda *_: (process, Pipe(own))), 1, (), lambda: None)
         with pytest.raises(RankFailed, match=r"rank 1 has finished no CPU attention for 0\.05 s"):
             peer.wait_until_finished(1)
         monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 3600.0)

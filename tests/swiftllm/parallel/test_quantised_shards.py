@@ -19,6 +19,7 @@ from swiftllm.model.quantised.scheme import AWQ, GPTQ, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, WeightsError, dummy_weights, load_weights
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 from swiftllm.parallel.shards import Shard
+from tests.reference.counted_reads import counted_reads
 from tests.swiftllm.model.quantised.test_loading import dense
 
 AT_MOST = 1.02
@@ -166,25 +167,7 @@ def test_a_scale_that_is_no_finite_number_is_refused_by_name(quantised, name: st
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_reads_no_more_than_its_part(quantised, monkeypatch, name: str) -> None:
     folder = quantised(name)
-    model, read = ModelConfig.from_folder(folder), {}
-
-    class Spy:
-        def __init__(self, name: str, tensor) -> None:
-            self.name, self.tensor = name, tensor
-
-        def get_shape(self) -> list[int]:
-            return self.tensor.get_shape()
-
-        def get_dtype(self) -> str:
-            return self.tensor.get_dtype()
-
-        def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-            part = self.tensor[slices]
-            read[self.name] = read.get(self.name, 0) + part.nbytes
-            return part
-
-    honest = loading.read_tensors
-    monkeypatch.setattr(loading, "read_tensors", lambda path: ((n, Spy(n, tensor)) for n, tensor in honest(path)))
+    model, read = ModelConfig.from_folder(folder), counted_reads(monkeypatch)
     load_weights(folder, model, "cpu", torch.float32)
     whole = dict(read)
     read.clear()

@@ -7,31 +7,41 @@ import threading
 
 import pytest
 
-from swiftllm.parallel import backend
-from swiftllm.parallel.backend import EXIT_STUCK, ShardedBackend
+from swiftllm.config import EngineConfig
+from swiftllm.parallel import team
+from swiftllm.parallel.team import EXIT_STUCK, Team
 
 
 class StuckGroup:
-    fails_by_itself = False
+    size, port, fails_by_itself = 1, 0, True
 
-    def __init__(self, driver: ShardedBackend, is_released: bool) -> None:
-        self.driver, self.is_released = driver, is_released
+    def __init__(self) -> None:
         self.num_left = 0
+        self.released = threading.Event()
 
     def leave(self) -> None:
         self.num_left += 1
-        if self.is_released:
-            threading.Timer(0.01, lambda: setattr(self.driver, "_call", 0)).start()
+        self.released.set()
 
 
-@pytest.mark.parametrize(("call", "is_released"), [(0, False), (7, True), (7, False)])
-def test_a_call_that_cannot_be_released_ends_the_process(monkeypatch, call: int, is_released: bool) -> None:
+@pytest.mark.parametrize(("is_called", "is_released"), [(False, False), (True, True), (True, False)])
+def test_a_call_that_cannot_be_released_ends_the_process(monkeypatch, is_called: bool, is_released: bool) -> None:
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
-    monkeypatch.setattr(backend, "RELEASE_S", 0.2)
-    driver = ShardedBackend.__new__(ShardedBackend)
-    driver._call = call
-    driver.group = StuckGroup(driver, is_released)
-    driver._release()
-    assert driver.group.num_left == 1
-    assert exits == ([EXIT_STUCK] if call and not is_released else [])
+    monkeypatch.setattr(team, "CAN_BIND", False)
+    monkeypatch.setattr(team, "RELEASE_S", 0.2)
+    group = StuckGroup()
+    driver = Team(EngineConfig("model"), group, None, threaded=False)
+    group.fails_by_itself = False  # from now on as on GPUs
+    releasing = threading.Thread(target=driver.release)
+    if is_called:
+        with driver.under_way():
+            releasing.start()
+            assert group.released.wait(10.0)
+            if not is_released:
+                releasing.join()
+    else:
+        releasing.start()
+    releasing.join()
+    assert group.num_left == 1
+    assert exits == ([EXIT_STUCK] if is_called and not is_released else [])

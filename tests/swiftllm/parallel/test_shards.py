@@ -12,6 +12,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import LlamaWeights, WeightsError, dummy_weights, load_weights
 from swiftllm.parallel.shards import BY_COLUMNS, BY_ROWS, BY_TOKENS, Shard
+from tests.reference.counted_reads import counted_reads
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "vocab_size": 129}
 AT_MOST = 1.02
@@ -71,27 +72,12 @@ def test_a_ranks_weights_and_kv_cache_are_its_share(name: str, size: int) -> Non
 
 def test_a_rank_reads_no_more_than_its_part(tiny_model_dir, monkeypatch) -> None:
     folder = tiny_model_dir()
-    model, read = ModelConfig.from_folder(folder), []
-
-    class Spy:
-        def __init__(self, tensor) -> None:
-            self.tensor = tensor
-
-        def get_shape(self) -> list[int]:
-            return self.tensor.get_shape()
-
-        def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-            read.append(self.tensor[slices])
-            return read[-1]
-
-    from swiftllm.model import weights
-
-    honest = weights.read_tensors
-    monkeypatch.setattr(weights, "read_tensors", lambda path: ((name, Spy(tensor)) for name, tensor in honest(path)))
-    whole = sum(t.numel() for t in load_weights(folder, model, "cpu", torch.float32).by_checkpoint_name(model).values())
+    model, read = ModelConfig.from_folder(folder), counted_reads(monkeypatch)
+    load_weights(folder, model, "cpu", torch.float32)
+    whole = sum(read.values())
     read.clear()
     load_weights(folder, model, "cpu", torch.float32, Shard(model, 1, 2))
-    assert sum(tensor.numel() for tensor in read) <= AT_MOST / 2 * whole
+    assert 0 < sum(read.values()) <= AT_MOST / 2 * whole
 
 
 def test_a_damaged_checkpoint_is_refused_by_the_shape_of_the_whole(tiny_model_dir) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from swiftllm.remote.host import AttentionHost
-from swiftllm.runtime.workers.task import CpuTask, TaskRunner
+from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
 
 SECRET = b"a secret of the tests"
 
@@ -29,7 +29,7 @@ class SlowHost(AttentionHost):
         inner = runner.run_task
 
         def run_task(task: CpuTask) -> None:
-            time.sleep(self.delay_s if hasattr(task, "q") else 0.0)
+            time.sleep(self.delay_s if isinstance(task, AttentionTask) else 0.0)
             inner(task)
 
         pool.fill_(torch.nan)  # whoever reads a slot that nobody wrote gets no tokens

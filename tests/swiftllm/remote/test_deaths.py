@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
 from swiftllm.engine.engine import Engine
 from swiftllm.remote.tier import RemoteCpuTier
+from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
@@ -34,12 +36,12 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[
     process.wait()
 
 
-def remote(engine: Engine, home: int = 1) -> RemoteCpuTier:
-    return engine.backend.attention_hosts.hosts[home - 1]
+def remote(engine: Engine, host: int = 1) -> RemoteCpuTier:
+    return engine.backend.attention_hosts.hosts[host - 1]
 
 
-def in_home(engine: Engine, home: int) -> set[str]:
-    pool = engine.kv.homes.pools[home]
+def on_host(engine: Engine, host: int) -> set[str]:
+    pool = engine.kv.homes.pools[host]
     running = engine.scheduler.running[Tier.CPU]
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
@@ -55,8 +57,8 @@ def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
     counted, forget = [], engine.scheduler.forget_homes
 
-    def noted(homes, unfinished_swaps):
-        lost = forget(homes, unfinished_swaps)
+    def noted(hosts, unfinished_swaps):
+        lost = forget(hosts, unfinished_swaps)
         counted.append({request.request_id for request in lost})
         return lost
 
@@ -65,14 +67,14 @@ def count_recomputed(engine: Engine) -> list[set[str]]:
 
 
 def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], prompts, expected) -> None:
-    """End the host of home 1 while all homes are in use. Home 1's requests, and no others, are computed again."""
+    """End host 1 while all hosts are in use. Its requests, and no others, are computed again."""
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
-    step_until(engine, lambda: len(in_home(engine, 1)) >= 2 and in_home(engine, 2) and in_home(engine, 0))
+    step_until(engine, lambda: len(on_host(engine, 1)) >= 2 and on_host(engine, 2) and on_host(engine, 0))
     start_s = time.monotonic()
     end_host()
     assert remote(engine).channel.wait_dead(5.0)
     assert time.monotonic() - start_s < 0.5
-    there = in_home(engine, 1)
+    there = on_host(engine, 1)
     engine.step()
     assert recomputed == [there]
     assert engine.stats().recomputed_after_host_deaths == len(there)
@@ -106,7 +108,7 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
     frozen, address = process
     engine = open_engine(model_dir, "apex-overlap", [address], **ROOM)
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
-    step_until(engine, lambda: bool(in_home(engine, 1)))
+    step_until(engine, lambda: bool(on_host(engine, 1)))
     os.kill(frozen.pid, signal.SIGSTOP)
     start_s = time.monotonic()
     step_until(engine, lambda: bool(recomputed))
@@ -121,18 +123,35 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
             step += 1
             assert step < 200
             time.sleep(0.05)
-            engine.add_request(f"wakes-{step}", prompts[0], requests[0].sampling)
+            engine.add(engine.make_request(f"wakes-{step}", prompts[0], requests[0].sampling))
             run_to_end(engine)
-        requests = [engine.add_request(f"again-{i}", p, requests[0].sampling) for i, p in enumerate(prompts)]
-        step_until(engine, lambda: bool(in_home(engine, 1)))
+        requests = [
+            engine.add(engine.make_request(f"again-{i}", p, requests[0].sampling)) for i, p in enumerate(prompts)
+        ]
+        step_until(engine, lambda: bool(on_host(engine, 1)))
         run_to_end(engine)
         assert [tuple(request.output_token_ids) for request in requests] == expected
         assert engine.stats().host_deaths == 1
         engine.close()
 
 
-@pytest.mark.parametrize("operation", ["put", "get", "attend", "store", "load", "open"])
-def test_a_host_that_dies_in_any_operation(tiny, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("operation", "task"),
+    [
+        ("write", BlocksWrite),
+        ("read", BlocksRead),
+        ("attend", AttentionTask),
+        ("write", RowsWrite),
+        ("read", ContextRead),
+        ("open", torch.Tensor),
+    ],
+)
+def test_a_host_that_dies_in_any_operation(
+    tiny,  # noqa: F811
+    operation: str,
+    task: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever the engine asks of the host when it dies. Swaps of that plan are not known to be done, so they count."""
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     model_dir, prompts, expected = tiny
@@ -141,12 +160,12 @@ def test_a_host_that_dies_in_any_operation(tiny, operation: str, monkeypatch: py
         tier = remote(engine)
         inner, calls = getattr(tier, operation), []
 
-        def dies(*arguments):
-            calls.append(operation)
-            if len(calls) == (1 if operation in ("put", "get") else 3):
+        def dies(asked, *arguments):
+            calls.extend([asked] if isinstance(asked, task) else [])
+            if isinstance(asked, task) and len(calls) == (1 if task in (BlocksRead, BlocksWrite) else 3):
                 host.close()
                 assert tier.channel.wait_dead(5.0)
-            return inner(*arguments)
+            return inner(asked, *arguments)
 
         monkeypatch.setattr(tier, operation, dies)
         recomputed, requests = count_recomputed(engine), add_all(engine, prompts)
@@ -185,7 +204,7 @@ def test_a_death_that_no_host_reports_is_an_error(tiny) -> None:  # noqa: F811
     model_dir, prompts, _ = tiny
     engine = open_engine(model_dir, "neo", [], **ROOM)
     add_all(engine, prompts[:1])
-    engine.executor.run = lambda plan: (_ for _ in ()).throw(HostDied(1, "as if"))
+    engine.executor.run = lambda plan: (_ for _ in ()).throw(HostDied("as if"))
     with pytest.raises(HostDied, match="as if"):
         engine.step()
     engine.recover()

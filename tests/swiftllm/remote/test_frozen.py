@@ -7,9 +7,9 @@ import signal
 
 from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.remote.frames import Kind
+from swiftllm.remote.frames import FrameKind
 from tests.swiftllm.remote.hosts import SECRET, start_host_process
-from tests.swiftllm.remote.test_deaths import in_home, remote, step_until
+from tests.swiftllm.remote.test_deaths import on_host, remote, step_until
 from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, open_engine, run_to_end, tiny  # noqa: F401
 
 SILENCE_S = 20.0  # so that the host does not count as dead, however slow this machine is
@@ -37,13 +37,13 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
             swap(swaps)
 
         monkeypatch.setattr(engine.backend, "swap", noted)
-        requests = [
-            engine.add_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS))  # the first one stays on the GPU
+        requests = [  # the first one stays on the GPU
+            engine.add(engine.make_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS)))
             for i, prompt in enumerate(prompts[:NUM_REQUESTS])
         ]
         scheduler = engine.scheduler
-        step_until(engine, lambda: not scheduler.waiting and not scheduler.prefilling and bool(in_home(engine, 1)))
-        there = in_home(engine, 1)
+        step_until(engine, lambda: not scheduler.waiting and not scheduler.prefilling and bool(on_host(engine, 1)))
+        there = on_host(engine, 1)
         os.kill(process.pid, signal.SIGSTOP)
         returned.clear()
         channel, wanted = remote(engine).channel, []
@@ -58,7 +58,7 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
         while tokens < TOKENS:
             outputs = engine.step()
             assert not channel.is_dead, f"a step waited for the host after {tokens} tokens"
-            if Kind.GET in wanted:
+            if FrameKind.GET in wanted:
                 tokens += sum(len(output.new_token_ids) for output in outputs)
         os.kill(process.pid, signal.SIGCONT)
         run_to_end(engine)

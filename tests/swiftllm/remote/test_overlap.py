@@ -21,7 +21,7 @@ def iterations(engine: Engine, delay_s: float, host) -> list[float]:
     host.delay_s = delay_s
     sampling = SamplingParams(60, ignore_eos=True)
     for number in range(8):
-        engine.add_request(f"{delay_s}-{number}", [5 + number] * 10, sampling)
+        engine.add(engine.make_request(f"{delay_s}-{number}", [5 + number] * 10, sampling))
     found = []
     while engine.has_unfinished():
         engine.step()

@@ -20,7 +20,6 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.sizes import boundary_bytes
 from swiftllm.remote.channel import Channel, RemoteTicket
-from swiftllm.remote.frames import send_frame
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
@@ -51,7 +50,7 @@ class FakeChannel(Channel):
 
     def ask(self, *frame: Any, **how: Any) -> RemoteTicket:
         ticket = super().ask(*frame, **how)
-        ticket._is_over = Answered(self)
+        ticket.over = Answered(self)
         self.cuda.advance()
         return ticket
 
@@ -62,10 +61,7 @@ class FakeChannel(Channel):
         try:
             with self.cuda.another_thread(self.card):
                 frame = self._queue.get()
-                if frame.arrived is not None:
-                    frame.arrived.synchronize()
-                self.bytes_sent += send_frame(self._connection, frame.header, frame.buffers())
-                self._queued_bytes -= frame.num_bytes
+                self._send_one(frame)
                 while frame.header.sequence in self._pending:
                     self._receive_one()
         finally:
@@ -116,9 +112,11 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
             **POOLS,
         )
         engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
-        requests = [engine.add_request(str(i), p, SamplingParams(MAX_TOKENS)) for i, p in enumerate(prompts)]
+        requests = [
+            engine.add(engine.make_request(str(i), p, SamplingParams(MAX_TOKENS))) for i, p in enumerate(prompts)
+        ]
         run_to_end(engine)
-        stream = engine.backend._model.weights.slots
+        stream = engine.backend.model.weights.slots
         sizes = boundary_bytes(engine.backend.model_config, torch.float32)
         assert stream.bytes_sent > 10 * PLACEMENT.bytes_at(Place.STREAMED, sizes)
         assert all(of_one.channel.bytes_received > 0 for of_one in engine.backend.attention_hosts.hosts)

@@ -17,8 +17,9 @@ from swiftllm.engine.backend import HostDied
 from swiftllm.remote.channel import Channel
 from swiftllm.remote.frames import (
     HEADER,
+    FrameKind,
     Header,
-    Kind,
+    KVShape,
     as_bytes,
     connect,
     parse_address,
@@ -26,8 +27,9 @@ from swiftllm.remote.frames import (
     send_frame,
     send_json,
 )
-from swiftllm.remote.host import AttentionHost, KVShape
-from swiftllm.remote.tier import RemoteCpuTier
+from swiftllm.remote.host import AttentionHost
+from swiftllm.remote.tier import RemoteCpuTier, RemoteRows
+from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
 SHAPE = KVShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
@@ -42,7 +44,7 @@ def host():
 
 
 def open_tier(host: AttentionHost, shape: KVShape = SHAPE) -> RemoteCpuTier:
-    return RemoteCpuTier(1, lambda: host.address, SECRET, shape, 4000)
+    return RemoteCpuTier(lambda: host.address, SECRET, shape, 4000)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
@@ -52,17 +54,17 @@ def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: in
     sent = tier.channel.bytes_sent
     opened = tier.open(tables, torch.full((rows,), context, dtype=torch.int32))
     blocks, content = tables.long().flatten(), torch.zeros(2, rows * 3, 2, 2, 16, 32, dtype=torch.bfloat16)
-    tier.put(range(2), content, blocks, ARRIVED)
-    tier.get(range(2), blocks, content)  # all before it has been sent
+    tier.write(BlocksWrite(range(2), content, blocks), ARRIVED)
+    tier.read(BlocksRead(range(2), blocks, content))  # all before it has been sent
     once = rows * 4 * (3 + 1)
     swapped = content.nbytes + 2 * blocks.nbytes
     assert 0 < tier.channel.bytes_sent - sent - once - swapped <= 3 * 64
     sent, received = tier.channel.bytes_sent, tier.channel.bytes_received
     qkv, out = torch.randn(rows, 8 + 4, 32).bfloat16(), torch.empty(rows, 8, 32, dtype=torch.bfloat16)
     for layer in range(2):
-        assert tier.attend(layer, opened, qkv, out, ARRIVED).wait() > 0
+        assert tier.attend(AttentionTask(layer, opened, qkv, out), ARRIVED).wait() > 0
     one = torch.empty(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16)
-    tier.get(range(2), blocks[:1], one)  # for the counters to be final
+    tier.read(BlocksRead(range(2), blocks[:1], one))  # for the counters to be final
     asked, answered = 16 + HEADER.size, 2 * 2 * 2 * 16 * 32 * 2 + HEADER.size
     assert 0 < tier.channel.bytes_sent - sent - asked - 2 * qkv.nbytes <= 2 * 64
     assert 0 < tier.channel.bytes_received - received - answered - 2 * out.nbytes <= 2 * 64
@@ -80,27 +82,27 @@ def test_what_was_stored_is_attended_to(host, dtype: str) -> None:
 
     content = random(2, 3, 2, 2, 16, 32)
     blocks = torch.tensor([7, 2, 9])
-    tier.put(range(2), content, blocks, ARRIVED)
+    tier.write(BlocksWrite(range(2), content, blocks), ARRIVED)
     read = torch.empty_like(content)
-    tier.get(range(2), blocks, read)
+    tier.read(BlocksRead(range(2), blocks, read))
     assert torch.equal(read, content)
     second = random(1, 2, 2, 2, 16, 32)  # two blocks of layer 1 alone
-    tier.put(range(1, 2), second, blocks[1:], ARRIVED)
+    tier.write(BlocksWrite(range(1, 2), second, blocks[1:]), ARRIVED)
     content[1, 1:] = second
     read_second = torch.empty(1, 3, 2, 2, 16, 32, dtype=shape.torch_dtype)
     for layer in range(2):
-        tier.get(range(layer, layer + 1), blocks, read_second)
+        tier.read(BlocksRead(range(layer, layer + 1), blocks, read_second))
         assert torch.equal(read_second[0], content[layer])
     kv = random(2, 4, 32)  # two more tokens of layer 1, at positions 39 and 40
-    tier.store(1, kv, torch.tensor([9, 9]), torch.tensor([7, 8]), ARRIVED)
+    tier.write(RowsWrite(1, kv, torch.tensor([9, 9]), torch.tensor([7, 8])), ARRIVED)
     expected = content[1].permute(2, 1, 0, 3, 4).reshape(2, 2, 48, 32)[:, :, :41].clone()
     expected[:, :, 39:41] = kv.view(2, 2, 2, 32).permute(1, 2, 0, 3)
     loaded = torch.empty_like(expected)
-    tier.load(1, blocks, loaded).wait()
+    tier.read(ContextRead(1, blocks, loaded)).wait()
     assert torch.equal(loaded, expected)
     qkv, out = random(1, 12, 32), torch.empty(1, 8, 32, dtype=shape.torch_dtype)
     opened = tier.open(torch.tensor([[7, 2, 9, -5]], dtype=torch.int32), torch.tensor([42], dtype=torch.int32))
-    tier.attend(1, opened, qkv, out, ARRIVED).wait()
+    tier.attend(AttentionTask(1, opened, qkv, out), ARRIVED).wait()
     k, v = (torch.cat([part, new], dim=1) for part, new in zip(expected, qkv[0, 8:].view(2, 2, 1, 32), strict=True))
     scores = torch.einsum("hgd,htd->hgt", qkv[0, :8].view(2, 4, 32).float(), k.float()) * 32**-0.5
     reference = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v.float()).reshape(8, 32)
@@ -113,14 +115,15 @@ def test_a_wrong_task_fails_its_ticket_and_not_the_host(host) -> None:
     rows = tier.open(torch.tensor([[10**6]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32))
     out = torch.empty(1, 8, 32, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+: .*block"):
-        tier.attend(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out, ARRIVED).wait()
+        tier.attend(AttentionTask(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out), ARRIVED).wait()
     with pytest.raises(RuntimeError, match="not all in the pool"):
-        tier.load(0, torch.tensor([10**6]), THREE_TOKENS).wait()
+        tier.read(ContextRead(0, torch.tensor([10**6]), THREE_TOKENS)).wait()
     assert not tier.channel.is_dead
-    tier.store(0, torch.zeros(1, 4, 32, dtype=torch.bfloat16), torch.tensor([10**6]), torch.tensor([0]), ARRIVED)
+    content = torch.zeros(1, 4, 32, dtype=torch.bfloat16)
+    tier.write(RowsWrite(0, content, torch.tensor([10**6]), torch.tensor([0])), ARRIVED)
     assert tier.channel.wait_dead(5.0)  # a lost write must not pass for a done one
     with pytest.raises(HostDied, match="not all in the pool"):
-        tier.load(0, torch.tensor([0]), THREE_TOKENS)
+        tier.read(ContextRead(0, torch.tensor([0]), THREE_TOKENS))
     tier.close()
 
 
@@ -129,15 +132,17 @@ def test_rows_that_nobody_holds_are_dropped(host) -> None:
     table, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     for _ in range(5):
         rows = tier.open(table, lens)
-    assert rows.number == 5 and len(tier._dropped) == 1
-    out = torch.empty(1, 8, 32, dtype=torch.bfloat16)
-    tier.attend(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out, ARRIVED).wait()
+    qkv, out = torch.zeros(1, 12, 32, dtype=torch.bfloat16), torch.empty(1, 8, 32, dtype=torch.bfloat16)
+    for number in range(1, rows.number - 1):  # the one before is dropped when the next are opened
+        with pytest.raises(RuntimeError, match=f"KeyError: {number}"):
+            tier.attend(AttentionTask(0, RemoteRows(number), qkv, out), ARRIVED).wait()
+    tier.attend(AttentionTask(0, rows, torch.zeros(1, 12, 32, dtype=torch.bfloat16), out), ARRIVED).wait()
     tier.close()
 
 
 def test_who_may_connect(host) -> None:
     with pytest.raises(ConnectionError, match=r"secrets differ.*APEX_HOST_SECRET"):
-        RemoteCpuTier(1, lambda: host.address, b"another", SHAPE, 4000)
+        RemoteCpuTier(lambda: host.address, b"another", SHAPE, 4000)
     first = open_tier(host)
     with pytest.raises(ConnectionError, match="serves another engine"):
         open_tier(host)
@@ -153,7 +158,7 @@ def test_peers_that_do_not_speak_the_protocol(host) -> None:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request" * 9), daemon=True).start()
         with pytest.raises(ConnectionError, match="is that the address of an attention host"):
             connect(other.getsockname(), SECRET, {})
-    for rubbish in (os.urandom(4000), b"", HEADER.pack(*Header(Kind.HELLO, num_bytes=1 << 60))):
+    for rubbish in (os.urandom(4000), b"", HEADER.pack(*Header(FrameKind.HELLO, num_bytes=1 << 60))):
         # The host may hang up before it has read all.
         with socket.create_connection(host.address) as connection, contextlib.suppress(OSError):
             connection.sendall(rubbish)
@@ -162,18 +167,18 @@ def test_peers_that_do_not_speak_the_protocol(host) -> None:
                 pass
     with socket.create_connection(host.address) as connection:
         receive_header(connection), connection.recv(100)
-        send_json(connection, Kind.HELLO, {"shape": {"num_layers": 10**9}, "proof": "0"})
-        assert receive_header(connection).kind == Kind.FAILED
+        send_json(connection, FrameKind.HELLO, {"shape": {"num_layers": 10**9}, "proof": "0"})
+        assert receive_header(connection).kind == FrameKind.FAILED
     open_tier(host).close()
 
 
 def test_frames_of_many_and_empty_buffers_arrive_whole() -> None:
     here, there = socket.socketpair()
     buffers = [bytes([number % 256]) * (number % 5) for number in range(2000)]
-    thread = threading.Thread(target=send_frame, args=[here, Header(Kind.ECHO, 1, 2, 3), buffers])
+    thread = threading.Thread(target=send_frame, args=[here, Header(FrameKind.ECHO, 1, 2, 3), buffers])
     thread.start()
     header = receive_header(there)
-    assert header == Header(Kind.ECHO, 1, 2, 3, sum(map(len, buffers)))
+    assert header == Header(FrameKind.ECHO, 1, 2, 3, sum(map(len, buffers)))
     received = b""
     while len(received) < header.num_bytes:
         received += there.recv(1 << 16)
@@ -184,15 +189,15 @@ def test_frames_of_many_and_empty_buffers_arrive_whole() -> None:
 
 def test_a_channel_whose_peer_goes_fails_all_that_waits() -> None:
     here, there = socket.socketpair()
-    channel = Channel(here, "peer", home=2)
-    ticket = channel.ask(Header(Kind.ECHO), list, 0, memoryview(bytearray(4)))
+    channel = Channel(here, "peer")
+    ticket = channel.ask(Header(FrameKind.ECHO), out=torch.empty(4, dtype=torch.uint8))
     assert not ticket.ready()
     there.close()
-    with pytest.raises(HostDied, match="peer is gone") as raised:
+    with pytest.raises(HostDied, match="peer is gone"):
         ticket.wait()
-    assert raised.value.home == 2 and ticket.ready()
+    assert ticket.ready()
     with pytest.raises(HostDied):
-        channel.post(Header(Kind.DROP), list, 0)
+        channel.post(Header(FrameKind.DROP))
     channel.close()
 
 
@@ -203,10 +208,10 @@ def test_a_result_may_be_sent_back_into_memory_of_inference_mode(host) -> None:
     with torch.inference_mode():
         qkv, out = torch.ones(1, 12, 32, dtype=torch.bfloat16), torch.zeros(1, 8, 32, dtype=torch.bfloat16)
         on_device = torch.zeros(1, 8, 32, dtype=torch.bfloat16)
-    tier.attend(0, rows, qkv, out, ARRIVED, lambda: on_device.copy_(out)).wait()
+    tier.attend(AttentionTask(0, rows, qkv, out), ARRIVED, lambda: on_device.copy_(out)).wait()
     assert torch.equal(on_device, torch.ones_like(out))
     with pytest.raises(ZeroDivisionError):  # and what it raises is not lost
-        tier.attend(0, rows, qkv, out, ARRIVED, lambda: failed.append(1 / 0)).wait()
+        tier.attend(AttentionTask(0, rows, qkv, out), ARRIVED, lambda: failed.append(1 / 0)).wait()
     tier.close()
 
 

@@ -51,7 +51,9 @@ def open_engine(model_dir: Path, variant: str, addresses: Sequence[tuple[str, in
 
 
 def add_all(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Request]:
-    return [engine.add_request(str(i), prompt, SamplingParams(MAX_TOKENS)) for i, prompt in enumerate(prompts)]
+    return [
+        engine.add(engine.make_request(str(i), prompt, SamplingParams(MAX_TOKENS))) for i, prompt in enumerate(prompts)
+    ]
 
 
 def run_to_end(engine: Engine, most_steps: int = 20_000) -> None:
@@ -91,4 +93,4 @@ def test_hosts_do_not_change_tokens(tiny, variant: str, num_hosts: int, monkeypa
         assert all(pool.num_blocks == 30 for pool in pools[1:])
         assert all(host.channel.bytes_received > 0 for host in engine.backend.attention_hosts.hosts)
         if variant in LOCKSTEP:
-            assert {source for source, home in moved if home > 0} == set(Tier)
+            assert {source for source, host in moved if host > 0} == set(Tier)

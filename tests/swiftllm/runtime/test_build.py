@@ -1,25 +1,50 @@
-"""Engines whose start fails."""
+"""Engines whose start fails, and engines where `apex` is not installed."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
 from swiftllm.config import EngineConfig
 from swiftllm.runtime import build
 from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.systems import System
+
+WITHOUT_APEX = """
+import sys
+import swiftllm.systems
+swiftllm.systems.PLUGINS = ()
+from swiftllm import LLM, SamplingParams
+with LLM(sys.argv[1], system="vllm", device="cpu", num_gpu_blocks=8, num_cpu_blocks=0) as llm:
+    print(len(llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
+try:
+    LLM(sys.argv[1], device="cpu", weights_gpu_memory=1.0)
+except ValueError as error:
+    print(error)
+print([name for name in sys.modules if name.split(".")[0] == "apex"])
+"""
 
 
-@pytest.mark.parametrize("at", ["make_scheduler", "make_kv_manager", "assemble_engine"])
+@pytest.mark.parametrize("at", ["scheduler", "this_machine", "build"])
 def test_a_start_that_fails_closes_the_backend(at: str, tiny_model_dir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     closed: list[TorchBackend] = []
     close = TorchBackend.close
     monkeypatch.setattr(TorchBackend, "close", lambda self: (closed.append(self), close(self))[1])
-    if at != "make_scheduler":
+    if at != "scheduler":
         monkeypatch.setattr(build, at, fails)
     config = EngineConfig(str(tiny_model_dir()), device="cpu", dtype="float32", num_gpu_blocks=4, num_cpu_blocks=0)
     with pytest.raises(KeyboardInterrupt):
-        build.build_gpu_only("swiftllm", fails if at == "make_scheduler" else lambda *_: None, config)
+        build.build_gpu_only(System("some", "a system", fails), config)
     assert len(closed) == 1
+
+
+def test_systems_that_use_the_gpu_only_need_no_apex(tiny_model_dir) -> None:
+    command = [sys.executable, "-c", WITHOUT_APEX, str(tiny_model_dir())]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    refusal = "weights_gpu_memory needs the package apex, which places weights: install it or drop it"
+    assert answer.stdout.splitlines() == ["4", refusal, "[]"], answer.stderr

@@ -13,9 +13,8 @@ from swiftllm.machine import usable_cores
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.task import TaskRunner
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import InlineWorker, TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
 
 
@@ -79,8 +78,8 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
     monkeypatch.setattr(cores, "usable_cores", lambda: 3)
     ops = CpuOps()
-    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
-    backend = TorchBackend(config)
+    monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
+    backend = open_torch_backend(config)
     assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (3, 3)
     backend.use_cores(CoreDivision(2, 1, "for the test"))
     assert set_threads == [3, 2] and ops.num_threads == 2
@@ -95,8 +94,8 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
     try:
         with fake_gpu(0, can_capture=False) as cuda, monkeypatch.context() as patch:
             ops = FakeOps(cuda)
-            patch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ops)
-            backend = TorchBackend(config)
+            patch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
+            backend = open_torch_backend(config)
         assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
     finally:
         torch.set_num_threads(1)
@@ -112,5 +111,5 @@ def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outsid
         return InlineWorker(runner)
 
     sys.setswitchinterval(0.005)
-    TorchBackend(config, make_worker)
+    open_torch_backend(config, make_worker)
     assert seen and all(interval == pytest.approx(0.001) for interval in seen)

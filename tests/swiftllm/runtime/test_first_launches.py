@@ -10,7 +10,7 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import OWN_CARD, FakeOps, fake_gpu
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
@@ -37,7 +37,7 @@ def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_ca
     config = EngineConfig(str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_seqs=6)
     how = SamplingParams(max_tokens=4, ignore_eos=True)
     with fake_gpu(0, can_capture=can_capture) as cuda:
-        driver = BackendDriver(TorchBackend(config, partial(FakeWorker, cuda)))
+        driver = BackendDriver(open_torch_backend(config, partial(FakeWorker, cuda)))
         at_start = list(cuda.kernels.compiled)
         requests = [driver.admit(f"r{i}", [3 + i] * (9 + 5 * i), list(Tier)[i % 2], how) for i in range(4)]
         driver.prefill(requests, 11)

@@ -16,8 +16,10 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime import loaded_model
+from swiftllm.runtime.graphs import LayerGraphs
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import DeviceTensor, FakeCuda
 from tests.reference.fake_gpu import fake_gpu
@@ -34,7 +36,7 @@ def model_dir(tiny_model_dir):
 def make_driver(model_dir, cuda=None, **options) -> BackendDriver:
     config = {"dtype": "float32", "num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_num_seqs": 8} | options
     worker = InlineWorker if cuda is None else partial(FakeWorker, cuda)
-    return BackendDriver(TorchBackend(EngineConfig(str(model_dir), max_model_len=400, **config), worker))
+    return BackendDriver(open_torch_backend(EngineConfig(str(model_dir), max_model_len=400, **config), worker))
 
 
 def admit(driver: BackendDriver, lengths, tier: Tier = Tier.GPU) -> list[Request]:
@@ -209,21 +211,21 @@ def test_where_capturing_fails_everything_is_launched_piece_by_piece(model_dir, 
 
 def test_where_another_rank_fails_to_capture_there_are_no_graphs_here(model_dir, monkeypatch):
     """Ranks must have the same graphs, as these hold their collectives. Both launch the same, captured or not."""
-    begin, refuse = TorchBackend._capture_graphs, CudaDevice.capture
+    refuse = CudaDevice.capture
     shapes = []
+
+    def among_others(*where, **how) -> LayerGraphs:
+        return LayerGraphs(*where, **how | {"all_agree": lambda is_well: False})
+
     for fails_here in (False, True):
         with fake_gpu(0) as cuda, monkeypatch.context() as patch:
-
-            def capture(backend, fails_here=fails_here):
-                backend.graphs.all_agree = lambda is_well: is_well and backend.graphs._graphs == {}
-                begin(backend)
 
             def raise_or_capture(device, work, fails_here=fails_here):
                 if fails_here:
                     raise RuntimeError("out of memory")
                 return refuse(device, work)
 
-            patch.setattr(TorchBackend, "_capture_graphs", capture)
+            patch.setattr(loaded_model, "LayerGraphs", among_others)
             patch.setattr(CudaDevice, "capture", raise_or_capture)
             why = "out of memory" if fails_here else "another rank failed to capture"
             with pytest.warns(UserWarning, match=f"one by one, since they cannot be captured: {why}"):

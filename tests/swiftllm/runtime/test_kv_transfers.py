@@ -13,10 +13,8 @@ import swiftllm.runtime.kv_transfers
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.task import BlocksRead, CpuTask, TaskRunner
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import BlocksRead, CpuTask, CpuWorker, InlineWorker, TaskRunner
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -40,7 +38,7 @@ def make_driver(model_dir: Path, make_worker=InlineWorker) -> BackendDriver:
         str(model_dir), dtype="float32", num_gpu_blocks=12, num_cpu_blocks=12, max_num_batched_tokens=64,
         max_num_seqs=4, max_model_len=64,
     )  # fmt: skip
-    return BackendDriver(TorchBackend(config, make_worker))
+    return BackendDriver(open_torch_backend(config, make_worker))
 
 
 def prompt(length: int, seed: int) -> list[int]:

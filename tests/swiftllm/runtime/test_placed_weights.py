@@ -20,8 +20,8 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement, all_resident, spread
 from swiftllm.model.sizes import boundary_bytes, weight_bytes
 from swiftllm.model.weight_slots import WeightSlots
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
+from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker, Hazard
@@ -53,7 +53,7 @@ def matrices_span_chunks(monkeypatch):
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
     sizes = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     config = EngineConfig(str(model_dir), dtype="float32", max_model_len=64, **sizes)
-    return TorchBackend(config, make_worker, placement=placement)
+    return open_torch_backend(config, make_worker, placement=placement)
 
 
 def tokens(backend: TorchBackend) -> list[list[int]]:
@@ -120,7 +120,7 @@ def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, na
     monkeypatch.setattr("swiftllm.runtime.build.make_backend", make_placed)
     with fake_gpu(5) as cuda:
         engine = make_engine(model_dir, variant)
-        sent = bytes_by_iteration(engine, made[0]._model.weights.slots)
+        sent = bytes_by_iteration(engine, made[0].model.weights.slots)
         assert serve(engine, some_prompts) == expected
     assert cuda.replays
     sizes = boundary_bytes(made[0].model_config, torch.float32)

@@ -17,9 +17,8 @@ from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.pacing import Pacer
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.task import AttentionTask
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import AttentionTask, InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
@@ -115,7 +114,7 @@ def make_driver(model_dir: Path, make_worker=InlineWorker) -> BackendDriver:
         str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_batched_tokens=64,
         max_num_seqs=6, max_model_len=64,
     )  # fmt: skip
-    return BackendDriver(TorchBackend(config, make_worker))
+    return BackendDriver(open_torch_backend(config, make_worker))
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
@@ -253,7 +252,7 @@ def serve(engine, some_prompts: list[list[int]], aborted: frozenset[str] = froze
     """Output tokens of the requests that are not aborted on their way."""
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(torch.nan)
-    requests = [engine.add_request(str(i), prompt, sampling(i)) for i, prompt in enumerate(some_prompts)]
+    requests = [engine.add(engine.make_request(str(i), prompt, sampling(i))) for i, prompt in enumerate(some_prompts)]
     leaving = sorted(aborted)
     for step in range(2000):
         if not engine.has_unfinished():

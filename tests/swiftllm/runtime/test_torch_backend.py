@@ -13,8 +13,8 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.machine import InsufficientMemory, available_host_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 
 NUM_TOKENS = 12
@@ -32,7 +32,7 @@ def make_driver(tiny_model_dir):
     def make(make_worker=InlineWorker, **options) -> BackendDriver:
         defaults = {"device": "cpu", "dtype": "float32", "num_gpu_blocks": 40, "num_cpu_blocks": 40}
         config = EngineConfig(str(tiny_model_dir()), **{**defaults, **options})
-        return BackendDriver(TorchBackend(config, make_worker))
+        return BackendDriver(open_torch_backend(config, make_worker))
 
     return make
 
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers_without_cache(make_driver, expected, t
 
 
 def test_torch_operations_give_the_same_tokens(make_driver, expected, monkeypatch):
-    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: Ops())
+    monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: Ops())
     driver = make_driver()
     requests = admit_all(driver, TIERS["gpu"])
     driver.prefill(requests, 9)
@@ -348,14 +348,14 @@ def test_what_is_not_there_is_refused(make_driver, options, message):
 
 def test_auto_dtype_is_one_the_cpu_computes_fast(make_driver, monkeypatch):
     for flag, dtype in (("avx2", torch.float32), ("avx512_bf16", torch.bfloat16)):
-        monkeypatch.setattr("swiftllm.runtime.dtype_and_kernel.cpu_flags", lambda flag=flag: frozenset({flag}))
+        monkeypatch.setattr("swiftllm.runtime.processors.cpu_flags", lambda flag=flag: frozenset({flag}))
         assert make_driver(dtype="auto").backend.dtype is dtype
 
 
 def test_dummy_weights_need_config_alone(tiny_model_dir, tmp_path):
     (tmp_path / "config.json").write_text((tiny_model_dir() / "config.json").read_text())
     config = EngineConfig(str(tmp_path), device="cpu", load_format="dummy", num_gpu_blocks=8, num_cpu_blocks=8)
-    driver = BackendDriver(TorchBackend(config))
+    driver = BackendDriver(open_torch_backend(config))
     request = driver.admit("r", [5, 6, 7], Tier.GPU, SAMPLING)
     driver.prefill([request])
     driver.decode([request])

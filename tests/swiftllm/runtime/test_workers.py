@@ -20,11 +20,17 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.backend import Ticket, WorkerDied
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers.inline import InlineWorker
-from swiftllm.runtime.workers.interface import AttentionWorker
-from swiftllm.runtime.workers.task import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
-from swiftllm.runtime.workers.thread import CpuWorker
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import (
+    AttentionTask,
+    BlocksWrite,
+    CpuTask,
+    CpuWorker,
+    InlineWorker,
+    RowsWrite,
+    TaskRunner,
+    Worker,
+)
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -69,7 +75,7 @@ def worker(runner: FakeRunner):
     worker.close()
 
 
-def submit(worker: AttentionWorker, on_wait: Callable[[], object] = int) -> Ticket:
+def submit(worker: Worker, on_wait: Callable[[], object] = int) -> Ticket:
     return worker.submit(TASK, Arrival(on_wait))
 
 
@@ -94,7 +100,7 @@ def wait_for_death(worker: CpuWorker) -> None:
 
 
 def test_tasks_run_in_order_on_one_other_thread(worker: CpuWorker, runner: FakeRunner) -> None:
-    tasks = [RowsWrite(i, TASK.kv, TASK.blocks, TASK.offsets) for i in range(100)]
+    tasks = [RowsWrite(i, TASK.content, TASK.blocks, TASK.offsets) for i in range(100)]
     tickets = [worker.submit(task, Arrival()) for task in tasks]
     assert all(ticket.wait() >= 0.0 for ticket in reversed(tickets))
     assert [task for task, _ in runner.tasks] == tasks
@@ -177,7 +183,7 @@ def test_a_worker_that_died_can_be_closed(runner: FakeRunner) -> None:
 
 OTHER_PROCESS = """
 import pickle, sys
-from swiftllm.runtime.workers.task import AttentionTask, TaskRunner
+from swiftllm.runtime.workers import AttentionTask, TaskRunner
 
 results = []
 for pool, task in pickle.load(sys.stdin.buffer):
@@ -232,7 +238,7 @@ def test_tasks_of_a_backend_give_the_same_in_another_process(tiny_model_dir, on_
         return workers[0]
 
     def drive(inner) -> BackendDriver:
-        driver = BackendDriver(TorchBackend(config, partial(make_worker, inner)))
+        driver = BackendDriver(open_torch_backend(config, partial(make_worker, inner)))
         workers[0].pool = driver.backend.kv_pools.tensors[Tier.CPU]
         rng, tiers = random.Random(0), (Tier.CPU, Tier.CPU, Tier.GPU)
         requests = [

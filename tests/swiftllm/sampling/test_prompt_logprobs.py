@@ -15,7 +15,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.torch_backend import TorchBackend
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 
@@ -55,7 +55,7 @@ def expected(tiny_model_dir) -> list[torch.Tensor]:
 
 def make_driver(model_dir: Path) -> BackendDriver:
     return BackendDriver(
-        TorchBackend(
+        open_torch_backend(
             EngineConfig(
                 str(model_dir), dtype="float32", num_gpu_blocks=40, num_cpu_blocks=40, max_num_seqs=8, max_model_len=128
             )
@@ -137,7 +137,7 @@ def test_on_a_gpus_streams_as_on_a_host(tiny_model_dir, expected):
 def test_offline(tiny_model_dir, expected):
     """Through the engine, with pools that push requests out and out again."""
     options = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_gpu_blocks": 22, "num_cpu_blocks": 0}
-    llm = LLM(str(tiny_model_dir()), scheduler="vllm", max_num_batched_tokens=24, **options)
+    llm = LLM(str(tiny_model_dir()), system="vllm", max_num_batched_tokens=24, **options)
     samplings = [SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=count, logprobs=1) for count in COUNTS]
     outputs = llm.generate(prompts(), samplings)
     assert llm.engine.stats().preemptions > 0

@@ -13,7 +13,7 @@ LS = ServiceClass.LATENCY_SENSITIVE
 def pushed_out(engine: Engine, *prompt_lens: int) -> list[Request]:
     """Decoding requests in the CPU tier, the oldest first."""
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    requests = [engine.add_request(str(i), [2] * length, sampling) for i, length in enumerate(prompt_lens)]
+    requests = [engine.add(engine.make_request(str(i), [2] * length, sampling)) for i, length in enumerate(prompt_lens)]
     engine.step()
     for request in reversed(requests):
         draft = PlanDraft(token_budget=64)

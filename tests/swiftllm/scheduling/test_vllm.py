@@ -18,7 +18,8 @@ def make_engine(num_gpu_blocks: int, max_tokens: int = 32) -> tuple[Engine, list
 
 
 def add(engine: Engine, name: str, prompt_len: int, max_tokens: int = 40) -> Request:
-    return engine.add_request(name, [2] * prompt_len, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return engine.add(engine.make_request(name, [2] * prompt_len, sampling))
 
 
 def lane(plan: IterationPlan) -> list[tuple[str, int]]:

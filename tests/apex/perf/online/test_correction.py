@@ -85,9 +85,9 @@ def test_with_a_right_table_nothing_changes_in_any_bit(system: str) -> None:
 def test_another_program_that_takes_half_of_the_cpu_is_noticed_and_so_is_its_end(system: str) -> None:
     engine = simulated_engine(system)
     add_requests(engine, 200, output=400)
-    right, busy = engine.backend._model, PerfModel(scaled_table(TABLE, 1.0, 2.0), LAYERS)
+    right, busy = engine.backend.model, PerfModel(scaled_table(TABLE, 1.0, 2.0), LAYERS)
     for machine, factor in ((right, 1.0), (busy, 2.0), (right, 1.0)):
-        engine.backend._model = machine
+        engine.backend.model = machine
         noticed = 0
         for _ in range(6 * WINDOW):
             engine.step()
@@ -160,7 +160,8 @@ def test_a_scaled_table_predicts_multiples_of_everything() -> None:
     given = replace(TABLE, prefill_shared_s=1e-7, hand_over=TABLE.swap, iteration=TABLE.swap)
     table, scaled = PerfModel(given, LAYERS), PerfModel(scaled_table(given, 3.0, 0.5), LAYERS)
     chunks = [(100, 0), (50, 20)]
-    lane = ("linear_s", "ends_s", "first_boundary_s", "last_boundary_s", "hand_over_s", "host_work_s", "swap_s")
+    lane = ("linear_s", "outside_layers_s", "first_boundary_s", "last_boundary_s", "hand_over_s", "host_work_s",
+            "swap_s")  # fmt: skip
     for name, sizes, factor in (
         *((name, (9,), 3.0) for name in lane),
         ("prefill_attention_s", (chunks,), 3.0),
@@ -168,4 +169,4 @@ def test_a_scaled_table_predicts_multiples_of_everything() -> None:
         ("cpu_attention_s", (7, 900), 0.5),
     ):
         assert getattr(scaled, name)(*sizes) == pytest.approx(factor * getattr(table, name)(*sizes)), name
-    assert scaled.linear_knee_tokens == table.linear_knee_tokens
+    assert scaled.flat_linear_tokens == table.flat_linear_tokens

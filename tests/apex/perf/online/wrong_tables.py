@@ -35,7 +35,7 @@ def simulated_engine(
         max_num_batched_tokens=1024,
         max_model_len=2048,
         strategy=strategy,
-        believed=table,
+        scheduler_table=table,
     )
 
 
@@ -44,7 +44,7 @@ def add_requests(engine: Engine, count: int, prompt: int = 300, output: int = 12
     for i in range(count):
         tokens = rng.randint(prompt // 2, prompt * 3 // 2)
         sampling = SamplingParams(max_tokens=rng.randint(output // 2, output * 3 // 2), ignore_eos=True)
-        engine.add_request(f"{seed}-{i}", (0,) * tokens, sampling)
+        engine.add(engine.make_request(f"{seed}-{i}", (0,) * tokens, sampling))
 
 
 def run(engine: Engine) -> float:

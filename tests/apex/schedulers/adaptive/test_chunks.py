@@ -21,7 +21,7 @@ from tests.reference.fake_engine import flat_table
 # T_l: 1 ms up to 100 tokens, then 10 us for each further one.
 TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
 MODEL = PerfModel(TABLE, num_layers=10)
-SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, knee=MODEL.linear_knee_tokens)
+SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, knee=MODEL.flat_linear_tokens)
 STEADY = PromptNeed(steady_tokens=300.0, prompt_per_output=2.0, grows=False, hurries=False)
 LOAD = {"lane_decodes": 20, "riders": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
 
@@ -97,6 +97,6 @@ def test_prompts_are_free_until_the_next_weights_arrive() -> None:
     table = replace(TABLE, linear=Curve((1, 100, 200, 300, 400), (1e-3, 1e-3, 2e-3, 3e-3, 4e-3)))
     for stream_s, knee, free in ((0.0, 100, 100), (0.9e-3, 100, 100), (2.5e-3, 300, 250), (3.2e-3, 400, 320)):
         model = PerfModel(replace(table, stream_s=stream_s), num_layers=10)
-        sizes = ChunkSizes(OperationTimes(model), budget=400, knee=model.linear_knee_tokens)
+        sizes = ChunkSizes(OperationTimes(model), budget=400, knee=model.flat_linear_tokens)
         assert sizes.knee == knee and free_prompt_tokens(sizes, 0, 0) == pytest.approx(free, abs=1)
         assert free_prompt_tokens(sizes, 30, 10.0) == max(0.0, sizes.free - 40)

@@ -67,9 +67,10 @@ def test_no_cpu_decode_starves(cpu_token_s: float, strategy: str) -> None:
         table=flat_table(cpu_token_s=cpu_token_s, linear_token_s=1e-5),
         strategy=StrategyConfig(max_wait_iterations=patience, **flags),
     )
-    engine.add_request("gpu", [2] * 4, SamplingParams(max_tokens=430, ignore_eos=True))  # leaves no room for others
+    # It leaves no room for others.
+    engine.add(engine.make_request("gpu", [2] * 4, SamplingParams(max_tokens=430, ignore_eos=True)))
     for i in range(num_cpu):
-        engine.add_request(f"cpu{i}", [2] * 440, SamplingParams(max_tokens=1000, ignore_eos=True))
+        engine.add(engine.make_request(f"cpu{i}", [2] * 440, SamplingParams(max_tokens=1000, ignore_eos=True)))
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     token_of_a_cohort = MOST_POLLS * (NUM_LAYERS + 1)
@@ -96,7 +97,7 @@ def simulated(strategy: StrategyConfig | None = None, cpu_token_s: float = 1e-6,
     table = replace(flat_ends_table(1e-7, cpu_token_s), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
     engine = build_simulated("adaptive", table, LAYERS, strategy=strategy, **options)
     for i in range(60):
-        engine.add_request(str(i), [1] * 300, SamplingParams(max_tokens=60))
+        engine.add(engine.make_request(str(i), [1] * 300, SamplingParams(max_tokens=60)))
     return engine
 
 

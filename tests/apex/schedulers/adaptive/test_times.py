@@ -38,7 +38,7 @@ SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=20)
 def test_times_are_those_of_the_model(table, sizes: list[int], context: int) -> None:
     model = PerfModel(table, num_layers=4)
     times = OperationTimes(model)
-    for name in ("linear_s", "ends_s", "hand_over_s"):
+    for name in ("linear_s", "outside_layers_s", "hand_over_s"):
         expected = [getattr(model, name)(size) for size in sizes]
         assert getattr(times, name)(sizes) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     for name in ("gpu_attention_s", "cpu_attention_s"):

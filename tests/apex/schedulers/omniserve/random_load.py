@@ -44,13 +44,13 @@ def simulated_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         strategy=StrategyConfig(**strategy) if system not in ("vllm", "swiftllm", "llumnix") else None,
-        believed=believed,
+        scheduler_table=believed,
     )
 
 
 def add(engine: Engine, request_id: str, prompt: int, output: int, service_class: ServiceClass = LS):
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-    return engine.add_request(request_id, (0,) * prompt, sampling, service_class=service_class)
+    return engine.add(engine.make_request(request_id, (0,) * prompt, sampling, service_class=service_class))
 
 
 def random_load(

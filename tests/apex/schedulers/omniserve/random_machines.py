@@ -160,9 +160,10 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
             arrival = arrivals.pop()
             sampling = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
             try:
-                requests[arrival.name] = engine.add_request(
+                request = engine.make_request(
                     arrival.name, (0,) * arrival.prompt, sampling, arrival.at_s, arrival.service_class
                 )
+                requests[arrival.name] = engine.add(request)
             except RequestRefused:
                 refused.add(arrival.name)
         while hang_ups and hang_ups[-1][0] <= engine.now():

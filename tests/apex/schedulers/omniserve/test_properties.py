@@ -93,7 +93,7 @@ def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> No
         settings = random_settings(rng)
         engine = simulated_engine(system, tpot_slo_s=tpot_slo_s, disable_online_correction=True, **settings)
         scheduler = engine.scheduler
-        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.linear_knee_tokens
+        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.flat_linear_tokens
         schedule = scheduler.schedule
 
         def watched(scheduler=scheduler, schedule=schedule, limit_s=limit_s, knee=knee) -> IterationPlan:
@@ -262,7 +262,7 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
     requests = engine.recover()
     assert len(requests) == 24 and not engine.scheduler._cohorts
     for request in requests:
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     while engine.has_unfinished():
         engine.step()
     assert all(request.output_len == 300 for request in requests)

@@ -124,7 +124,7 @@ def test_an_iteration_that_makes_room_keeps_the_target(system: str) -> None:
         engine = simulated_engine(
             system, num_gpu_blocks=100, table=STEEP, tpot_slo_s=0.06, disable_online_correction=True
         )
-        limit_s, knee = engine.scheduler.slo.iteration_s, engine.scheduler.model.linear_knee_tokens
+        limit_s, knee = engine.scheduler.slo.iteration_s, engine.scheduler.model.flat_linear_tokens
 
         def check(plan: IterationPlan, limit_s: float = limit_s, knee: int = knee) -> None:
             nonlocal with_swaps

@@ -134,7 +134,7 @@ def mixed_run(system: str, cpu_token_s: float, duration_s: float = 30.0, **setti
             prompt, output = rng.randint(50, 400), rng.randint(20, 150)
             requests.append(engine.make_request(f"urgent-{len(requests)}", (0,) * prompt, up_to(output), next_s))
             try:
-                engine.queue_request(requests[-1])
+                engine.add(requests[-1])
             except RequestRefused:
                 requests.pop()
             next_s += rng.expovariate(2.0)
@@ -233,7 +233,7 @@ def refuse_some(system: str, **settings: object) -> tuple[Engine, list, list[Req
             number += 1
             request = engine.make_request(f"urgent-{number}", (0,) * rng.randint(100, 900), up_to(40), next_s)
             try:
-                engine.queue_request(request)
+                engine.add(request)
                 admitted.append(request)
             except RequestRefusedForNow as refusal:
                 refusals.append(refusal)
@@ -289,9 +289,9 @@ def test_best_effort_and_recovered_requests_are_never_refused() -> None:
     requests = engine.recover()
     assert [request.service_class for request in requests] == [LS, BE]
     with pytest.raises(RequestRefusedForNow):
-        engine.queue_request(requests[0])  # as a new one it would be late by ten seconds
+        engine.add(requests[0])  # as a new one it would be late by ten seconds
     for request in requests:
-        engine.requeue_request(request)
+        engine.add(request, check_targets=False)
     while engine.has_unfinished():
         engine.step()
     assert [request.output_len for request in requests] == [10, 10]

@@ -195,7 +195,7 @@ def test_prompts_end_beside_decodes_that_fill_the_target() -> None:
     """Chunk control gives them the tokens that cost no more than one, and admission control counts on these."""
     model = PerfModel(replace(TABLE, linear=Curve((1, 64, 1064), (1e-3, 1.1e-3, 3.1e-3))), LAYERS)
     full = backlog(decode_context=20_000, prompts=[(1000, 0)])
-    assert iteration_s(model, full.load) > SLO.iteration_s and model.linear_knee_tokens == 64
+    assert iteration_s(model, full.load) > SLO.iteration_s and model.flat_linear_tokens == 64
     assert urgent_chunk_tokens(model, full.load, full.prompts, SLO.iteration_s, most=500) == 60
     times = [iteration_s(model, with_prompts(full.load, full.prompts, tokens)) for tokens in (60, 1000 % 60)]
     assert prefill_s(model, SLO, full, budget=504) == pytest.approx(1000 // 60 * times[0] + times[1])

@@ -211,8 +211,8 @@ def test_an_iteration_looks_at_few_of_five_thousand_waiting_requests():
     engine.scheduler.waiting = Counting()
     short = SamplingParams(max_tokens=8, ignore_eos=True)
     for number in range(5000):
-        engine.add_request(f"b{number}", (2, 3), short, service_class=BE)
-    engine.add_request("u", (2, 3), short)
+        engine.add(engine.make_request(f"b{number}", (2, 3), short, service_class=BE))
+    engine.add(engine.make_request("u", (2, 3), short))
     for _ in range(20):
         looked_at = 0
         engine.step()

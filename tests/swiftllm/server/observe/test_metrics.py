@@ -130,7 +130,10 @@ def test_every_token_and_request_is_observed_once() -> None:
     """A run with cohorts, prompts in chunks and an abort: the histograms hold what the requests themselves tell."""
     engine, service = simulated_engine(), FakeService()
     metrics = Metrics(service, MODEL)
-    requests = [engine.add_request(str(i), (1,) * (40 + 97 * i), SamplingParams(max_tokens=5 + i)) for i in range(8)]
+    requests = [
+        engine.add(engine.make_request(str(i), (1,) * (40 + 97 * i), SamplingParams(max_tokens=5 + i)))
+        for i in range(8)
+    ]
     run, steps = engine.executor.run, []
     engine.executor.run = lambda plan: steps.append((plan, run(plan))) or steps[-1][1]
     while engine.has_unfinished():

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from swiftllm.parallel.channel import Channel, ChannelClosed
+from swiftllm.parallel.pipe import Pipe, PipeClosed
 
 
 @pytest.fixture
 def ends():
-    first, second = map(Channel, socket.socketpair())
+    first, second = map(Pipe, socket.socketpair())
     yield first, second
     first.close()
     second.close()
@@ -47,9 +47,9 @@ def test_what_was_sent_before_the_end_is_received(ends) -> None:
     first.close()
     second.wait_until_closed()
     assert second.receive() == ("last",)
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(PipeClosed):
         second.receive()
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(PipeClosed):
         for _ in range(2):
             second.send("too late")
 
@@ -57,17 +57,17 @@ def test_what_was_sent_before_the_end_is_received(ends) -> None:
 DRIVER = """
 import sys, time
 from swiftllm.parallel.launch import SpawnedRanks
-process, channel = SpawnedRanks("tests.swiftllm.parallel.test_channel:wait_for_the_driver").start(1, 1)
-assert channel.receive() == ("there",)
+process, pipe = SpawnedRanks("tests.swiftllm.parallel.test_pipe:wait_for_the_driver").start(1, 1)
+assert pipe.receive() == ("there",)
 print(process.pid, flush=True)
 time.sleep(100)
 """
 
 
-def wait_for_the_driver(channel: Channel) -> None:
-    """A rank that never looks at its channel again, as one that hangs in a collective."""
-    channel.exit_when_closed()
-    channel.send("there")
+def wait_for_the_driver(pipe: Pipe) -> None:
+    """A rank that never looks at its pipe again, as one that hangs in a collective."""
+    pipe.exit_when_closed()
+    pipe.send("there")
     time.sleep(100)
 
 

@@ -1,0 +1,87 @@
+"""What computes: the device of the linear layers, and the CPU beside it."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import pacpu
+from swiftllm.config import EngineConfig
+from swiftllm.device.device import Device
+from swiftllm.machine import cpu_flags, cpu_model
+from swiftllm.ops.cpu import CpuOps, torch_threads
+from swiftllm.ops.select import select_ops
+from swiftllm.runtime.cores import CoreDivision, core_divisions
+
+# The launching thread hands over a layer's work and sleeps, over and over. It may wake up while the CPU worker, or the
+# event loop of a server, has the interpreter's lock. With Python's default of 5 ms it, and the device, would wait that
+# long for it: a layer takes less.
+SWITCH_INTERVAL_S = 0.001
+
+FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+class Processors:
+    """
+    Attributes:
+        hardware: where the linear layers run.
+        dtype: of weights, activations and KV cache.
+        cpu_kernel: pacpu's kernel for attention over the CPU tier.
+        ops, host_ops: the device's operations; those of boundaries that the CPU computes.
+        cores: threads of a lane on a CPU, and of attention over the CPU tier.
+    """
+
+    def __init__(self, config: EngineConfig, hardware: Device) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.hardware, device = hardware, hardware.torch_device
+        self.dtype = resolve_dtype(config, device)
+        self.cpu_kernel = resolve_kernel(config, self.dtype)
+        self.ops = select_ops(device, self.dtype, self.cpu_kernel)
+        self.host_ops = CpuOps()
+        self.use_cores(core_divisions(config, lane_on_cpu=device.type == "cpu")[0])
+
+    def use_cores(self, division: CoreDivision) -> None:
+        """Compute with these numbers of threads from now on."""
+        self.cores = division
+        self.host_ops.num_threads = division.cpu_threads
+        if isinstance(self.ops, CpuOps):
+            torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
+            self.ops.num_threads = division.lane_threads
+        else:  # torch copies in host memory: more threads would spin after each copy on the worker's cores
+            torch.set_num_threads(division.lane_threads)
+            self.ops.num_threads = division.cpu_threads
+
+
+def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights, activations and KV cache: on a CPU the one its instructions are faster in."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cuda":
+        return torch.float16  # every GPU has it; the T4, which this engine is for, has no bfloat16
+    # With bfloat16 instructions a matrix product is twice as fast as in float32. Without them torch widens first and
+    # is slower, and float16 on x86 is slower still.
+    return torch.bfloat16 if cpu_flags() & FAST_BFLOAT16_FLAGS else torch.float32
+
+
+def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
+    """The name of pacpu's kernel for attention over the CPU tier.
+
+    Raises:
+        ValueError: the kernel asked for cannot run here; the message says why.
+    """
+    kernel = config.cpu_kernel or pacpu.default_kernel(dtype)
+    usable = pacpu.kernels(dtype)
+    if kernel not in usable:
+        why = pacpu.unavailable().get(kernel, "there is no such kernel")
+        if kernel in pacpu.kernels():
+            why = f"it does not compute in {str(dtype).removeprefix('torch.')}"
+        raise ValueError(f"cpu_kernel={kernel!r} is not among {', '.join(usable)}: {why}")
+    return kernel
+
+
+def device_name(device: torch.device) -> str:
+    """The product's name of a GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_model()

@@ -1,0 +1,323 @@
+"""The work of the CPU tier: tasks that are plain data, and the workers that carry them out.
+
+A task names blocks and layers of the tier instead of holding its memory, so that it can be sent to another process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+import pacpu
+from pacpu import rows
+from swiftllm.device.device import Event
+from swiftllm.engine.backend import TicketTimes, WorkerDied
+from swiftllm.threads import DeviceThread
+
+logger = logging.getLogger(__name__)
+
+ALIVE_CHECK_S = 1.0  # between two looks at the thread while its ticket is waited for
+FINISH, CRASH = "finish", "crash"  # queued instead of a ticket
+
+
+# -- tasks: all tensors are in host memory, blocks are int64 -----------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTask:
+    """Decode attention of a cohort in one layer, one row per request; K and V of the rows are stored first."""
+
+    layer: int
+    rows: Any  # what the tier made of them: in this process int32 block tables [rows, max_blocks] and lengths [rows]
+    qkv: torch.Tensor  # [rows, num_heads + 2 num_kv_heads, head_dim]
+    out: torch.Tensor  # [rows, num_heads, head_dim]; overwritten
+
+
+class OfOneLayer:
+    layer: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer, self.layer + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsWrite(OfOneLayer):
+    """K and V of prompt tokens for one layer: row i goes to slot ``offsets[i]`` of block ``blocks[i]``."""
+
+    layer: int
+    content: torch.Tensor  # [rows, 2 num_kv_heads, head_dim], the heads of K first
+    blocks: torch.Tensor  # [rows]
+    offsets: torch.Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksWrite:
+    """Whole blocks of some layers."""
+
+    layers: range
+    content: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]
+    blocks: torch.Tensor  # [blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRead(OfOneLayer):
+    """K and V of a request's first tokens in one layer."""
+
+    layer: int
+    blocks: torch.Tensor  # of the request in order
+    out: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]; overwritten
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksRead:
+    """Whole blocks of some layers."""
+
+    layers: range
+    blocks: torch.Tensor  # [blocks]
+    out: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]; overwritten
+
+
+HostWrite = RowsWrite | BlocksWrite
+HostRead = ContextRead | BlocksRead
+CpuTask = AttentionTask | HostWrite | HostRead
+
+
+class TaskRunner:
+    """Carries tasks out on blocks in the memory of this process.
+
+    Attributes:
+        num_threads: of each task; may be changed between tasks.
+    """
+
+    def __init__(self, pool: torch.Tensor, *, kernel: str, num_threads: int) -> None:
+        """``pool [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]``, ``kernel``: one of pacpu's."""
+        self.num_threads = num_threads
+        self._pool = pool
+        self._layers = pool.unbind(0)
+        self._kernel = kernel
+        self._num_kv_heads, self._scale = pool.shape[2], pool.shape[-1] ** -0.5
+
+    def run_task(self, task: CpuTask) -> None:
+        """Raises ValueError where a task names blocks or shapes that the pool does not have."""
+        threads = {"num_threads": self.num_threads}
+        match task:
+            case AttentionTask():
+                heads = task.out.shape[1], self._num_kv_heads, self._num_kv_heads
+                addressed = self._layers[task.layer], *task.rows, task.out
+                new = task.qkv.split(heads, dim=1)
+                pacpu.paged_attention(*new, *addressed, self._scale, kernel=self._kernel, **threads)
+            case RowsWrite():
+                k, v = task.content.chunk(2, 1)
+                rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)
+            case BlocksWrite():
+                rows.scatter_blocks(task.content, self._part(task.layers), task.blocks, **threads)
+            case ContextRead():
+                rows.gather_kv(self._layers[task.layer], task.blocks, task.out, **threads)
+            case BlocksRead():
+                rows.gather_blocks(self._part(task.layers), task.blocks, task.out, **threads)
+
+    def _part(self, layers: range) -> torch.Tensor:
+        return self._pool[layers.start : layers.stop]
+
+
+# -- tickets -----------------------------------------------------------------------------------------------------------
+
+
+class WorkTicket:
+    """See :class:`swiftllm.engine.backend.Ticket`: work that another thread computes, and ends once.
+
+    Attributes:
+        over: set when the result is in host memory and its way to the device has begun, or the work has failed.
+    """
+
+    def __init__(self, send_back: Callable[[], None] | None = None) -> None:
+        """``send_back`` begins the result's way to the device; called where the work ends."""
+        self.over = threading.Event()
+        self.submitted_s = self.start_s = self.done_s = time.perf_counter()
+        self.waits = True  # for its inputs, before it computes
+        self._send_back = send_back
+        self._error: BaseException | None = None
+
+    def ready(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> float:
+        self.over.wait()
+        if self._error is not None:
+            raise self._error
+        return self.done_s - self.start_s
+
+    def times(self) -> TicketTimes:
+        to_host = (self.submitted_s, self.start_s) if self.waits else None
+        return TicketTimes(self.start_s, self.done_s, ready_s=self.done_s, to_host=to_host)
+
+    # Inference mode belongs to a thread, and tensors made in it are not written outside it.
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """The result is there."""
+        try:
+            if self._send_back is not None:
+                self._send_back()
+        except Exception as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._send_back = None  # it holds tensors, and the ticket may outlive them
+        self.over.set()
+
+
+class TaskTicket(WorkTicket):
+    """A task submitted to a worker of this process."""
+
+    def __init__(
+        self,
+        task: CpuTask,
+        arrived: Event,
+        send_back: Callable[[], None] | None,
+        worker_lives: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(send_back)
+        self._task: CpuTask | None = task
+        self._arrived = arrived
+        self._worker_lives = worker_lives
+        self.waits = not arrived.done()
+
+    def ready(self) -> bool:
+        return super().ready() or not self._worker_lives()
+
+    def wait(self) -> float:
+        # A thread that ends fails the tickets it has left. It cannot if an exception hits it between two tasks.
+        while not self.over.wait(ALIVE_CHECK_S):
+            if not self._worker_lives():
+                self.fail(WorkerDied("the CPU attention worker is gone"))
+        return super().wait()
+
+    @torch.inference_mode()
+    def run(self, runner: TaskRunner) -> None:
+        """Wait for the inputs, compute, send the result back. Exceptions come out of :meth:`wait`; what is none, such
+        as SystemExit, is raised here too and ends the worker."""
+        try:
+            self._arrived.synchronize()
+            self.start_s = time.perf_counter()
+            runner.run_task(self._task)
+            self.done_s = time.perf_counter()
+            self.finish()
+        except Exception as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(WorkerDied(f"the CPU attention worker ended in the middle of its work: {error!r}"))
+            raise
+
+    def _end(self) -> None:
+        self._task = None
+        super()._end()
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+class InlineWorker:
+    """Runs each task at once on the calling thread: the synchronous twin of :class:`CpuWorker`."""
+
+    restarts = 0
+    """How often the worker ended by itself and was started again."""
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self._runner = runner
+
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskTicket:
+        """Run the task after those submitted before it.
+
+        The task's inputs are in host memory after ``arrived``; the wait does not count as computing. Once the results
+        are there, ``send_back`` begins their way to the device, on any thread. Then the ticket is ready.
+
+        Raises:
+            WorkerDied: the worker has ended.
+        """
+        ticket = TaskTicket(task, arrived, send_back)
+        ticket.run(self._runner)
+        return ticket
+
+    def start_again(self) -> None:
+        """Start the worker if it has ended. Tasks that were lost with it are not repeated."""
+
+    def close(self) -> None:
+        """Finish the tasks under way, then stop."""
+
+
+class CpuWorker:
+    """Runs tasks on a thread of its own, while the main thread drives the lane (APEX section 4.2).
+
+    Tasks are native calls that release the GIL, so the main thread goes on launching lane work. A task that raises
+    fails its own ticket. If the thread itself ends, every ticket under way fails with :class:`WorkerDied`. So does
+    every submission until :meth:`start_again`: a lost task must not pass for a finished one.
+    """
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self.restarts = 0
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._queue: SimpleQueue[TaskTicket | str] = SimpleQueue()
+        self._thread = DeviceThread(self._work, self._queue, name="cpu-attention")
+        self._is_gone = False
+        self._thread.start()
+
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskTicket:
+        """See :class:`InlineWorker`."""
+        with self._lock:
+            if self._is_gone or not self._thread.is_alive():
+                raise WorkerDied("the CPU attention worker has ended")
+            ticket = TaskTicket(task, arrived, send_back, self._thread.is_alive)
+            self._queue.put(ticket)
+        return ticket
+
+    def start_again(self) -> None:
+        with self._lock:
+            if self._is_gone or not self._thread.is_alive():
+                self.restarts += 1
+                logger.warning("starting the CPU attention worker again")
+                self._start()
+
+    def _work(self, queue: SimpleQueue[TaskTicket | str]) -> None:
+        try:
+            while (ticket := queue.get()) != FINISH:
+                if ticket == CRASH:
+                    raise SystemExit("killed")
+                ticket.run(self._runner)
+        except BaseException as error:
+            logger.error("the CPU attention worker ended: %r", error)
+        finally:
+            with self._lock:  # from here on nothing is submitted to this thread
+                self._is_gone = True
+                while not queue.empty():
+                    if isinstance(left := queue.get(), TaskTicket):
+                        left.fail(WorkerDied("the CPU attention worker ended before this work began"))
+
+    def kill(self) -> None:
+        """End the thread after the tasks submitted so far, as a crash would; to try the recovery."""
+        self._queue.put(CRASH)
+
+    def close(self) -> None:
+        self._queue.put(FINISH)
+        self._thread.join()
+
+
+Worker = InlineWorker | CpuWorker
+MakeWorker = Callable[[TaskRunner], Worker]
+"""Makes a worker for the CPU tier that the runner holds."""

@@ -1,1 +1,0 @@
-"""CPU attention workers: the tasks they run as values, and the ways of running them."""
