@@ -201,10 +201,8 @@ class SimulatedBackend:
             to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
             task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
             self.collect_output(task)
-        if layer < self._last:
-            return {}
-        self._run(self.model.logits_s(rows))
-        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+        if layer == self._last:
+            self._run(self.model.logits_s(rows))
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
         if self._swaps is not None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.cli import main
+from apex.cli.bench import Bench
+from apex.cli.flags import BestEffortFlags
 from apex.cli.simulate import Simulate
 from apex.placement import measured
 from apex.placement.budget import Workload, estimate_budget
@@ -177,17 +178,9 @@ def test_the_offline_api_places_weights_of_every_system(model_dir):
             assert llm.generate(prompt, how)[0].token_ids == expected
 
 
-def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir, monkeypatch):
-    asked = []
-
-    def build(*_, workload, **__):
-        asked.append(workload)
-        raise ValueError("no engine is needed")
-
-    monkeypatch.setattr("apex.systems.build_system", build)
-    own = ["--num-requests", "1", "--input-len", "20", "--output-len", "8"]
-    assert main(["bench", str(model_dir), *own, "--best-effort-requests", "3", "--best-effort-input-len", "100"]) == 2
-    assert asked == [Workload(4, 80, 8)]
+def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):
+    rest = BestEffortFlags(best_effort_requests=3, best_effort_input_len=100)
+    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == Workload(4, 80, 8)
     model = replace(ModelConfig.from_folder(model_dir), max_position_embeddings=4096)
     config = config_for(model_dir)
     assert assumed_workload(replace(config, max_model_len=None), model) == Workload(8, 1000, 200, assumed=True)

@@ -194,9 +194,7 @@ def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(
-    tiny_model_dir, monkeypatch, seed
-):
+def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, seed):
     """However late its K and V are copied to the host."""
     config = EngineConfig(
         str(tiny_model_dir(num_hidden_layers=8, intermediate_size=512, num_key_value_heads=4)), dtype="float32",
