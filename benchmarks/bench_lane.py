@@ -35,7 +35,6 @@ from swiftllm.model.rope import rotary_table
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.read_limit import read_limit
 
 BLOCK_SIZE = 16
@@ -166,7 +165,7 @@ def main(options: Options) -> None:
     config = ModelConfig.from_folder(options.model or default_model())
     weights = dummy_weights(config, "cpu", element)
     lane = Lane(config, weights, element, options.num_rows, options.context_len)
-    ours, torchs = (lane.parts(ops) for ops in (CpuOps(), ReferenceOps()))
+    ours, torchs = (lane.parts(ops) for ops in (CpuOps(), Ops()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
     compute_rates = []
     with torch.inference_mode():

@@ -33,7 +33,7 @@ from swiftllm.device.host import HostDevice
 from swiftllm.kv.pools import KVPools
 from swiftllm.kv.sizing import KVPlan
 from swiftllm.machine import cpu_model, usable_cores
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import LocalCpuTier
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.workers.task import TaskRunner
@@ -63,7 +63,7 @@ def main() -> None:
     pools = KVPools(model, plan, HostDevice.torch_device, torch.float16)
     pool = pools.tensors[Tier.CPU]
     pool.fill_(1.0)
-    layers, ops, threads = pool.unbind(0), ReferenceOps(), {"num_threads": args.threads}
+    layers, ops, threads = pool.unbind(0), Ops(), {"num_threads": args.threads}
     print(f"{cpu_model()}, {args.threads} threads; {args.layers} layers, {args.kv_heads} x {args.head_dim}, float16")
 
     blocks = torch.randperm(args.blocks)[: -(-(args.tokens + args.chunk) // args.block_size)]  # of the whole context

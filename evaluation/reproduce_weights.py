@@ -73,8 +73,9 @@ def main(options: Options) -> int:
     described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
     jobs = options.jobs or usable_cores()
     outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs, with_gains)
-    print_weights(outcome.summary, console)
-    show_figure(outcome.summary, outcome.folder, console)
+    if outcome.summary:
+        print_weights(outcome.summary, console)
+        show_figure(outcome.summary, outcome.folder, console)
     for reason in refused:
         console.print(f"not possible: {reason}", soft_wrap=True)
     return outcome.print_outcome(console)

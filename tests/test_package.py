@@ -68,7 +68,7 @@ def run_away(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complete
     """Run the installed package's Python from another folder."""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_wheel_holds_every_module_page_template_and_config_and_nothing_else(wheel: zipfile.ZipFile) -> None:

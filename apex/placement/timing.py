@@ -19,9 +19,9 @@ from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.machine import usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.placed_weights import PlacedWeights
+from swiftllm.model.loaded_weights import LoadedWeights, host_memory
 from swiftllm.model.placement import Place, Placement
-from swiftllm.model.weight_stream import CHUNK_BYTES
+from swiftllm.model.weight_slots import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
@@ -92,7 +92,8 @@ def time_boundary(
     for place in Place:
         progress(len(seconds) / len(Place), f"one boundary, {place.value}")
         placement = Placement((Place.RESIDENT, place, Place.RESIDENT))
-        weights = PlacedWeights(sample, dummy_weights(sample, "cpu", dtype), ops, device, placement, host_ops)
+        tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
+        weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
         if place is Place.STREAMED:
             seconds[place] = [_median_s(device, lambda weights=weights: _copy(weights))]
         else:
@@ -144,7 +145,7 @@ def _head_counts(model: ModelConfig) -> tuple[int, int, int]:
     return model.num_heads, model.num_kv_heads, model.num_kv_heads
 
 
-def _copy(weights: PlacedWeights) -> None:
+def _copy(weights: LoadedWeights) -> None:
     """Leave the only streamed boundary, which sends it again, and wait for it."""
     weights.enter(SAMPLE_LAYER + 1)
     weights.enter(SAMPLE_LAYER)

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
@@ -59,7 +58,7 @@ def replay_requests(
     waiting.reverse()  # the next one is popped from the end
     live: dict[str, Request] = {}
     failures: dict[str, str] = {}
-    before = snapshot(engine)
+    before = counters_of(engine)
     start_s = engine.now()
     tokens = 0
 
@@ -81,15 +80,15 @@ def replay_requests(
                 outputs = engine.step()
                 tokens += sum(len(output.new_token_ids) for output in outputs)
                 still_alive(progress_counters(engine))
-                if on_progress is not None:
-                    on_progress(tokens)
             elif waiting:
                 wait(max(0.0, start_s + min(waiting[-1].arrival_s, limit_s) - engine.now()))
                 still_alive(engine.now())
-                if on_progress is not None:
-                    on_progress(tokens)
+            else:  # the last ones were refused
+                break
+            if on_progress is not None:
+                on_progress(tokens)
         wall_s = engine.now() - start_s
-        stats = counter_difference(snapshot(engine), before)
+        stats = counter_difference(counters_of(engine), before)
         failures |= {request.request_id: f"not sent within {limit_s:g} s" for request in waiting}
         abort_unfinished(engine, live.values())
 
@@ -158,7 +157,8 @@ def stall_guard(engine: Engine, timeout_s: float) -> Iterator[Callable[[object],
     alarms = 0
 
     def fail() -> None:
-        raise ReplayStalled(f"no progress for {timeout_s:g} s; engine state: {describe_state(engine)}")
+        state = {"now": engine.state(), "counters": counters_of(engine), "engine": engine.describe()}
+        raise ReplayStalled(f"no progress for {timeout_s:g} s; engine state: {json.dumps(state, default=str)}")
 
     def count_alarm(*_: object) -> None:
         nonlocal alarms
@@ -186,19 +186,13 @@ def stall_guard(engine: Engine, timeout_s: float) -> Iterator[Callable[[object],
             signal.signal(signal.SIGALRM, previous)
 
 
-def describe_state(engine: Engine) -> str:
-    state = {"now": engine.state(), "counters": snapshot(engine), "engine": engine.describe()}
-    return json.dumps(state, default=str)
-
-
 # -- the engine's counters --------------------------------------------------------------------------------------------
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def counters_of(engine: Engine) -> dict[str, Any]:
     """A copy of the engine's counters: ``engine.stats()`` returns the object that it goes on counting in."""
-    stats = engine.stats()
-    values = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    counters = vars(engine.stats())
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in counters.items()}
 
 
 def counter_difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apex.replay.records import RequestRecord, RequestSummary
+from apex.replay.records import LATENCY_SENSITIVE, RequestRecord, RequestSummary
 from swiftllm.core.request import ServiceClass
 
 MID_WINDOW = (0.2, 0.8)
@@ -59,18 +59,6 @@ def mid_window_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | 
     return tokens / (high - low)
 
 
-def requests_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Completed requests over the makespan."""
-    span = makespan_s(records)
-    return sum(record.completed for record in records) / span if span else None
-
-
-def goodput_requests_per_s(records: Sequence[RequestRecord], targets: Targets) -> float | None:
-    """Completed requests that meet both targets, over the makespan."""
-    span = makespan_s(records)
-    return sum(record.completed and meets_targets(record, targets) for record in records) / span if span else None
-
-
 def meets_targets(record: RequestRecord, targets: Targets) -> bool:
     """Whether a completed request meets both targets. A single token has no gap, so it meets the second."""
     tpot_s = time_per_output_token_s(record) or 0.0
@@ -96,25 +84,18 @@ def time_per_output_token_s(record: RequestRecord) -> float | None:
 
 def distribution_metrics(name: str, values: Sequence[float]) -> Metrics:
     """Mean, p50, p90 and p99 of ``values`` under ``name_mean`` and so on."""
-    if not values:
-        return {f"{name}_{part}": None for part in ("mean", "p50", "p90", "p99")}
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return {
-        f"{name}_mean": float(np.mean(values)),
-        f"{name}_p50": float(p50),
-        f"{name}_p90": float(p90),
-        f"{name}_p99": float(p99),
-    }
+    numbers = (np.mean(values), *np.percentile(values, [50, 90, 99])) if values else (None,) * 4
+    parts = zip(("mean", "p50", "p90", "p99"), numbers, strict=True)
+    return {f"{name}_{part}": None if number is None else float(number) for part, number in parts}
 
 
 def class_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics:
     """Metrics of each class in the first ``window_s`` seconds. Tokens of requests that did not end count too."""
     metrics: Metrics = {}
     for service_class in ServiceClass:
-        name = service_class.value.replace("-", "_")
         of_class = [record for record in records if record.service_class == service_class.value]
         values = window_metrics(of_class, window_s)
-        metrics |= {f"{name}_{key}": value for key, value in values.items()}
+        metrics |= {f"{service_class.value.replace('-', '_')}_{key}": value for key, value in values.items()}
     return metrics
 
 
@@ -143,8 +124,7 @@ def attainment_metrics(records: Sequence[RequestRecord], window_s: float, target
     ``slo_attainment`` is the share of offered requests that meet both targets, ``ttft_attainment`` the first alone;
     the names that end in ``admitted`` are shares of admitted requests.
     """
-    urgent = ServiceClass.LATENCY_SENSITIVE.value
-    offered = [r for r in records if r.service_class == urgent and r.arrival_s <= window_s - targets.ttft_s]
+    offered = [r for r in records if r.service_class == LATENCY_SENSITIVE and r.arrival_s <= window_s - targets.ttft_s]
     num_admitted = len(offered) - sum(record.refused for record in offered)
     both = first = 0
     for record in offered:
@@ -183,27 +163,32 @@ def compute_metrics(
 ) -> Metrics:
     """All metrics of one replay of ``wall_s`` seconds.
 
+    Rates are over the makespan. ``goodput_requests_per_s`` counts completed requests that meet both targets.
+
     ``window_s`` is the duration of a run that is cut after it. Such runs, and those with best-effort requests, also
     have :func:`class_metrics` and :func:`attainment_metrics`.
 
     ``stats`` are the engine's counters over the replay. ``lane_busy_s`` is the time the lane computed, without
     waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
     """
-    stats = stats or {}
+    stats, span = stats or {}, makespan_s(records)
+
+    def per_s(count: int) -> float | None:
+        return count / span if span else None
+
     done = [record for record in records if record.completed]
     gaps = [gap for record in done if (gap := time_per_output_token_s(record)) is not None]
     classes = {record.service_class for record in records}
-    has_classes = ServiceClass.BEST_EFFORT.value in classes
     by_class: Metrics = {}
-    if has_classes or window_s is not None:
+    if ServiceClass.BEST_EFFORT.value in classes or window_s is not None:
         window = wall_s if window_s is None else window_s
         by_class = class_metrics(records, window) | attainment_metrics(records, window, targets)
         by_class["service_class"] = "both" if len(classes) > 1 else next(iter(classes), None)
     return {
         "output_tokens_per_s": output_tokens_per_s(records),
         "output_tokens_per_s_mid_window": mid_window_output_tokens_per_s(records),
-        "requests_per_s": requests_per_s(records),
-        "goodput_requests_per_s": goodput_requests_per_s(records, targets),
+        "requests_per_s": per_s(len(done)),
+        "goodput_requests_per_s": per_s(sum(meets_targets(record, targets) for record in done)),
         "ttft_target_s": targets.ttft_s,
         "tpot_target_s": targets.tpot_s,
         **distribution_metrics("per_token_latency_s", [per_token_latency_s(record) for record in done]),
@@ -213,7 +198,7 @@ def compute_metrics(
         "failed": len(records) - len(done),
         "output_tokens": sum(record.output_len for record in done),
         "prompt_tokens": sum(record.prompt_len for record in done),
-        "makespan_s": makespan_s(records),
+        "makespan_s": span,
         "wall_s": wall_s,
         "lane_busy_fraction": busy_fraction(stats.get("lane_busy_s"), wall_s),
         "cpu_busy_fraction": busy_fraction(stats.get("cpu_busy_s"), wall_s),

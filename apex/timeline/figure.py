@@ -32,7 +32,7 @@ LETTER_EMS, LEGEND_ENTRY_EMS = 0.56, 4.0
 
 
 @dataclass(frozen=True)
-class Row:
+class Track:
     """A row of the chart and its kinds of spans; a row of steps belongs to one cohort slot."""
 
     title: str
@@ -51,9 +51,9 @@ def draw_timeline(timeline: Timeline) -> Figure:
     """
     if not timeline.iterations or not timeline.spans:
         raise ValueError("nothing to draw: no iteration was recorded")
-    rows, zoom = chart_rows(timeline), zoom_window(timeline)
+    tracks, zoom = chart_tracks(timeline), zoom_window(timeline)
     # From the top down, in inches: texts, overview, gap, detail, legend and note.
-    heights = (0.98, 0.19 * len(rows), 0.58, 0.44 * len(rows), 1.08)
+    heights = (0.98, 0.19 * len(tracks), 0.58, 0.44 * len(tracks), 1.08)
     height = sum(heights)
     figure = Figure(figsize=(WIDTH_INCHES, height))
 
@@ -62,8 +62,8 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
     overview, detail = add_chart(heights[0], heights[1]), add_chart(sum(heights[:3]), heights[3])
     zero_s = timeline.iterations[0].start_s
-    draw_rows(overview, timeline, rows, (zero_s, timeline.iterations[-1].end_s), zero_s, labels=False)
-    draw_rows(detail, timeline, rows, zoom, zero_s, labels=True)
+    draw_tracks(overview, timeline, tracks, (zero_s, timeline.iterations[-1].end_s), zero_s, labels=False)
+    draw_tracks(detail, timeline, tracks, zoom, zero_s, labels=True)
     overview.xaxis.set_major_formatter("{x:g} ms")
     mark_iterations(overview, timeline.iterations, zero_s)
     edges_ms = [(edge_s - zero_s) * 1e3 for edge_s in zoom]
@@ -82,20 +82,20 @@ def draw_timeline(timeline: Timeline) -> Figure:
 # -- layout -----------------------------------------------------------------------------------------------------------
 
 
-def chart_rows(timeline: Timeline) -> list[Row]:
+def chart_tracks(timeline: Timeline) -> list[Track]:
     """The rows that have a span, top to bottom."""
     slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
     letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
-    rows = [
-        Row("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
-        Row("lane:\nattention", (Kind.ATTENTION,)),
-        *(Row(f"cohort {letters[slot]}:\nown steps", (Kind.STEP,), slot) for slot in slots),
-        Row("CPU:\nattention", (Kind.CPU_ATTENTION,)),
-        Row("PCIe\nto host", (Kind.TO_HOST,)),
-        Row("PCIe\nto GPU", (Kind.TO_GPU,)),
-        Row("swaps", (Kind.SWAP,)),
+    tracks = [
+        Track("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
+        Track("lane:\nattention", (Kind.ATTENTION,)),
+        *(Track(f"cohort {letters[slot]}:\nown steps", (Kind.STEP,), slot) for slot in slots),
+        Track("CPU:\nattention", (Kind.CPU_ATTENTION,)),
+        Track("PCIe\nto host", (Kind.TO_HOST,)),
+        Track("PCIe\nto GPU", (Kind.TO_GPU,)),
+        Track("swaps", (Kind.SWAP,)),
     ]
-    return [row for row in rows if any(row.shows(span) for span in timeline.spans)]
+    return [track for track in tracks if any(track.shows(span) for span in timeline.spans)]
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
@@ -126,16 +126,16 @@ def zoom_window(timeline: Timeline) -> tuple[float, float]:
 # -- boxes ------------------------------------------------------------------------------------------------------------
 
 
-def draw_rows(
-    ax: Axes, timeline: Timeline, rows: Sequence[Row], window: tuple[float, float], zero_s: float, *, labels: bool
+def draw_tracks(
+    ax: Axes, timeline: Timeline, tracks: Sequence[Track], window: tuple[float, float], zero_s: float, *, labels: bool
 ) -> None:
     """Draw the spans of the window, cut off at its edges."""
     start_s, end_s = window
     points_per_s = width_points(ax) / (end_s - start_s)
-    for place, row in enumerate(rows):
-        y = len(rows) - 1 - place
+    for place, track in enumerate(tracks):
+        y = len(tracks) - 1 - place
         for span in timeline.spans:
-            if not row.shows(span) or span.end_s <= start_s or span.start_s >= end_s:
+            if not track.shows(span) or span.end_s <= start_s or span.start_s >= end_s:
                 continue
             if span.kind is Kind.WAIT and span.duration_s * points_per_s < LEAST_WAIT_POINTS:
                 continue  # collecting a result that is ready takes microseconds
@@ -150,18 +150,18 @@ def draw_rows(
                 )
     for poll in timeline.polls:
         if start_s <= poll.time_s < end_s:
-            at = (poll.time_s - zero_s) * 1e3, len(rows) - 1
+            at = (poll.time_s - zero_s) * 1e3, len(tracks) - 1
             size = {"markersize": 6, "markeredgewidth": 2.0} if labels else {"markersize": 4, "markeredgewidth": 1.2}
             ax.plot(*at, marker="x", color=cohort_colour(poll.cohort.slot), **size, clip_on=False)
     ax.set_xlim((start_s - zero_s) * 1e3, (end_s - zero_s) * 1e3)
-    ax.set_ylim(-0.55, len(rows) - 0.4)
-    titles = [row.title if labels else row.title.replace("\n", " ") for row in rows]
-    ax.set_yticks(range(len(rows) - 1, -1, -1), titles, fontsize=8.5 if labels else 6.5, linespacing=1.0)
+    ax.set_ylim(-0.55, len(tracks) - 0.4)
+    titles = [track.title if labels else track.title.replace("\n", " ") for track in tracks]
+    ax.set_yticks(range(len(tracks) - 1, -1, -1), titles, fontsize=8.5 if labels else 6.5, linespacing=1.0)
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=8, colors=FAINT)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.set_axisbelow(True)
-    for y in range(len(rows)):
+    for y in range(len(tracks)):
         ax.axhline(y - 0.5, color="#EEEEEE", linewidth=0.8, zorder=0)
 
 
@@ -182,9 +182,7 @@ def box_style(span: Span) -> tuple[str, str | None]:
     lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
     if span.kind in (Kind.WAIT, Kind.SWAP_WAIT):
         return "#FFFFFF", "////"
-    if span.kind in lane:
-        return lane[span.kind], None
-    return cohort_colour(span.cohorts[0].slot), None
+    return lane.get(span.kind) or cohort_colour(span.cohorts[0].slot), None
 
 
 def cohort_colour(slot: int) -> str:
@@ -277,10 +275,14 @@ def crossings_text(timeline: Timeline, slot: int) -> str:
     if not any(iteration.free_running for iteration in timeline.iterations):
         return ""
     rides, steps = (timeline.crossings(slot, kind) for kind in (Kind.LINEAR, Kind.STEP))
-    return f"; {rides} ride{'s' if rides != 1 else ''}, {steps} step{'s' if steps != 1 else ''}"
+    return f"; {counted(rides, 'ride')}, {counted(steps, 'step')}"
 
 
 def work_text(work: SpanWork) -> str:
     context = f"{work.context_tokens / 1000:.1f}k" if work.context_tokens >= 10_000 else str(work.context_tokens)
     tokens = f" ({work.tokens} tokens)" if work.tokens != work.requests else ""
-    return f"{work.requests} request{'s' if work.requests != 1 else ''}{tokens}, {context} tokens of context"
+    return f"{counted(work.requests, 'request')}{tokens}, {context} tokens of context"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -14,22 +14,16 @@ def names_file(target: Path) -> bool:
     return target.suffix in (".json", ".png")
 
 
-def timeline_paths(target: Path, system: str) -> tuple[Path, Path]:
-    """The paths of trace and picture, in one folder, see :func:`names_file`."""
-    if names_file(target):
-        return target.with_suffix(".json"), target.with_suffix(".png")
-    return target / f"{system}-timeline.json", target / f"{system}-timeline.png"
-
-
 def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
-    """Write trace and picture, see :func:`timeline_paths`.
+    """Write trace and picture in one folder, see :func:`names_file`; returns their paths.
 
     Raises:
         OSError: the files cannot be written.
     """
     from apex.timeline.figure import draw_timeline  # here, because matplotlib loads slowly
 
-    trace, picture = timeline_paths(target, timeline.system)
+    stem = target.with_suffix("") if names_file(target) else target / f"{timeline.system}-timeline"
+    trace, picture = Path(f"{stem}.json"), Path(f"{stem}.png")
     trace.parent.mkdir(parents=True, exist_ok=True)
     trace.write_text(json.dumps(trace_json(timeline)) + "\n")
     draw_timeline(timeline).savefig(picture, dpi=160)

@@ -6,10 +6,9 @@ A request for the last recording starts the next one. Between recordings nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from apex.timeline.recording_backend import Notes, RecordingBackend, attach, detach
+from apex.timeline.recording_backend import RecordingBackend, attach, detach
 from apex.timeline.spans import Kind, Span, span_name
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import RequestOutput
@@ -26,36 +25,6 @@ ROWS = (
 )
 
 
-@dataclass
-class Recording:
-    """One iteration, under way or over; ``plan`` and ``result`` are set once it is over."""
-
-    backend: RecordingBackend
-    index: int
-    plan: IterationPlan | None = None
-    result: StepResult | None = None
-
-    @property
-    def notes(self) -> Notes:
-        return self.backend.notes
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its CPU attention is done too, which may outlast the iteration; before that, times may change."""
-        tickets = (*self.notes.carried, *self.notes.tickets)
-        return self.result is not None and all(ticket.inner.ready() for ticket in tickets)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the notes cover exactly one iteration with work; a failed iteration in between adds spans."""
-        lane = self.notes.spans
-        return bool(lane) and lane[-1].end_s - lane[0].start_s <= self.result.duration_s
-
-    def spans(self) -> list[Span]:
-        tickets = (*self.notes.carried, *self.notes.tickets)
-        return [*self.notes.spans, *(span for ticket in tickets for span in ticket.spans(self.backend.indexes))]
-
-
 class LiveTimeline:
     """An observer of the engine's service. All methods but :meth:`latest` run on the engine's thread."""
 
@@ -63,7 +32,7 @@ class LiveTimeline:
         self._engine = engine
         self._num_iterations = 0
         self._wanted = False
-        self._recording: Recording | None = None
+        self._backend: RecordingBackend | None = None  # until the CPU attention of its iteration is done too
         self._latest: dict[str, Any] | None = None
 
     def latest(self) -> dict[str, Any] | None:
@@ -73,39 +42,37 @@ class LiveTimeline:
 
     def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
         self._num_iterations += 1
-        if self._recording is None:
+        if self._backend is None:
             if self._wanted:
-                self._begin()
+                self._backend = attach(self._engine.executor, self._engine.scheduler.requests)
+                self._backend.begin_notes(self._num_iterations)
             return
-        recording = self._recording
-        if recording.result is None:
-            detach(self._engine.executor, recording.backend)
-            recording.plan, recording.result = plan, result
-        if recording.is_complete:
-            self._recording = None
-            if recording.is_whole:
-                self._latest, self._wanted = iteration_json(recording), False
+        backend, notes = self._backend, self._backend.notes
+        if notes.result is None:
+            detach(self._engine.executor, backend)
+            notes.plan, notes.result = plan, result
+        # CPU attention may outlast the iteration, and until it is done its times may change.
+        if all(ticket.inner.ready() for ticket in (*notes.carried, *notes.tickets)):
+            self._backend, lane = None, notes.spans
+            # Not if there was no work, or if an iteration that failed has left spans before these.
+            if lane and lane[-1].end_s - lane[0].start_s <= notes.result.duration_s:
+                self._latest, self._wanted = iteration_json(backend), False
 
     def on_finish(self, request: object, reason: str) -> None:
         pass
 
-    def _begin(self) -> None:
-        backend = attach(self._engine.executor, self._engine.scheduler.requests)
-        backend.notes = Notes(self._num_iterations, tuple(backend.outstanding.values()))
-        self._recording = Recording(backend, self._num_iterations)
 
-
-def iteration_json(recording: Recording) -> dict[str, Any]:
-    """An iteration as JSON: its totals, and rows of spans in the order in which a page shows them.
+def iteration_json(backend: RecordingBackend) -> dict[str, Any]:
+    """The iteration in a backend's notes as JSON: its totals, and rows of spans in the order of a page.
 
     A span is [start, duration, kind, cohort letters, text], in milliseconds from the start of the iteration. It may
     begin before the iteration and end after it.
     """
-    plan, result, spans = recording.plan, recording.result, recording.spans()
+    notes, num_layers = backend.notes, backend.num_layers
+    plan, result, spans = notes.plan, notes.result, backend.spans_of([notes])
     zero_s = min(span.start_s for span in spans if span.kind.is_lane)
-    num_layers = recording.backend.num_layers
     return {
-        "iteration": recording.index,
+        "iteration": notes.iteration,
         "strategy": plan.strategy.value,
         "num_layers": num_layers,
         "duration_ms": milliseconds(result.duration_s),

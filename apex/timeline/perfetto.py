@@ -2,108 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from apex.timeline.spans import Iteration, Kind, Poll, Span, Timeline, span_name
+from apex.timeline.spans import Iteration, Kind, Span, Timeline, span_name
 
 PROCESSES = {Kind.CPU_ATTENTION: "CPU attention worker", Kind.TO_HOST: "PCIe", Kind.TO_GPU: "PCIe"}
-ITERATIONS_ROW = ("lane", "iterations")
+ITERATIONS = ("lane", "iterations")
 
 Event = dict[str, Any]
+Track = tuple[str, str]  # a process and one of its threads
 
 
 def trace_json(timeline: Timeline) -> dict[str, Any]:
     """The trace of a timeline as JSON values.
 
-    It has complete events in microseconds from the first iteration's start, and a thread for each row. Arrows go from a
-    boundary to its ticket, and from a ticket to the boundary that used its result.
+    It has complete events in microseconds from the first iteration's start, and a thread for each track. Arrows go from
+    a boundary to its ticket, and from a ticket to the boundary that used its result.
     """
-    trace = _Trace(timeline)
-    events = [
-        *trace.labels(),
-        *map(trace.iteration_event, timeline.iterations),
-        *map(trace.span_event, timeline.spans),
-        *map(trace.poll_event, timeline.polls),
-        *trace.arrows(),
-    ]
+    zero_s = timeline.iterations[0].start_s if timeline.iterations else 0.0
+    strategies = {iteration.index: iteration.strategy for iteration in timeline.iterations}
+    spans = {span.index: span for span in timeline.spans}
+    tracks = [ITERATIONS]
+    for kind in Kind:
+        tracks += sorted({track_of(span) for span in timeline.spans if span.kind is kind})
+    processes = list(dict.fromkeys(process for process, _ in tracks))
+    places = {track: {"pid": processes.index(track[0]) + 1, "tid": thread} for thread, track in enumerate(tracks, 1)}
+
+    def us(time_s: float) -> float:
+        return round((time_s - zero_s) * 1e6, 3)
+
+    def event(phase: str, category: str, name: str, start_s: float, track: Track, **others: Any) -> Event:
+        return {"ph": phase, "cat": category, "name": name, "ts": us(start_s), **places[track], **others}
+
+    def complete(category: str, name: str, span: Span | Iteration, track: Track, args: Mapping[str, Any]) -> Event:
+        duration_us = us(span.end_s) - us(span.start_s)
+        return event("X", category, name, span.start_s, track, dur=max(0.0, duration_us), args=args)
+
+    events: list[Event] = []
+    for (process, name), place in places.items():
+        pid, tid = place["pid"], place["tid"]
+        events += [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}},
+            {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
+            {"ph": "M", "name": "thread_name", **place, "args": {"name": name}},
+            {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}},
+        ]
+    for iteration in timeline.iterations:
+        args = {
+            "lane_busy_ms": iteration.lane_busy_s * 1e3,
+            "cpu_busy_ms": iteration.cpu_busy_s * 1e3,
+            "predicted_ms": None if iteration.predicted_s is None else iteration.predicted_s * 1e3,
+        }
+        events.append(complete("iteration", f"{iteration.index}: {iteration.title}", iteration, ITERATIONS, args))
+    for span in timeline.spans:
+        args = {
+            "iteration": span.iteration,
+            "strategy": strategies.get(span.iteration, "before this window"),
+            "layer": span.layer,
+            **asdict(span.work),
+            "cohorts": [f"{tag.letter} (number {tag.number})" for tag in span.cohorts],
+            "span": span.index,
+            "after": list(span.after),
+        }
+        events.append(complete(span.kind.value, span_name(span, timeline.num_layers), span, track_of(span), args))
+    for poll in timeline.polls:
+        name = f"{poll.cohort.letter} not ready at {poll.layer}"
+        args = {"iteration": poll.iteration, "layer": poll.layer}
+        events.append(event("i", "poll", name, poll.time_s, ITERATIONS, s="t", args=args))
+    arrows = ((spans[index], span) for span in timeline.spans for index in span.after)
+    for number, (source, target) in enumerate(arrows):
+        events.append(event("s", "dependency", "needs", source.start_s, track_of(source), id=number))
+        events.append(event("f", "dependency", "needs", target.start_s, track_of(target), id=number, bp="e"))
     facts = {"system": timeline.system, "setting": timeline.setting, "simulated": timeline.simulated}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-class _Trace:
-    """Makes events. A row is a pair of names: a process and one of its threads."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.zero_s = timeline.iterations[0].start_s if timeline.iterations else 0.0
-        self.strategies = {iteration.index: iteration.strategy for iteration in timeline.iterations}
-        rows = [ITERATIONS_ROW]
-        for kind in Kind:
-            rows += sorted({_row(span) for span in timeline.spans if span.kind is kind})
-        processes = list(dict.fromkeys(process for process, _ in rows))
-        self.places = {row: (processes.index(row[0]) + 1, thread + 1) for thread, row in enumerate(rows)}
-
-    def us(self, time_s: float) -> float:
-        return round((time_s - self.zero_s) * 1e6, 3)
-
-    def place(self, row: tuple[str, str]) -> dict[str, int]:
-        pid, tid = self.places[row]
-        return {"pid": pid, "tid": tid}
-
-    def labels(self) -> Iterator[Event]:
-        for (process, name), (pid, tid) in self.places.items():
-            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
-            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
-
-    def iteration_event(self, iteration: Iteration) -> Event:
-        return {
-            "ph": "X", "cat": "iteration", "name": f"{iteration.index}: {iteration.title}",
-            "ts": self.us(iteration.start_s), "dur": self.us(iteration.end_s) - self.us(iteration.start_s),
-            **self.place(ITERATIONS_ROW),
-            "args": {
-                "lane_busy_ms": iteration.lane_busy_s * 1e3,
-                "cpu_busy_ms": iteration.cpu_busy_s * 1e3,
-                "predicted_ms": None if iteration.predicted_s is None else iteration.predicted_s * 1e3,
-            },
-        }  # fmt: skip
-
-    def span_event(self, span: Span) -> Event:
-        return {
-            "ph": "X", "cat": span.kind.value, "name": span_name(span, self.timeline.num_layers),
-            "ts": self.us(span.start_s), "dur": max(0.0, self.us(span.end_s) - self.us(span.start_s)),
-            **self.place(_row(span)),
-            "args": {
-                "iteration": span.iteration,
-                "strategy": self.strategies.get(span.iteration, "before this window"),
-                "layer": span.layer,
-                "tokens": span.work.tokens,
-                "requests": span.work.requests,
-                "context_tokens": span.work.context_tokens,
-                "cohorts": [f"{tag.letter} (number {tag.number})" for tag in span.cohorts],
-                "span": span.index,
-                "after": list(span.after),
-            },
-        }  # fmt: skip
-
-    def poll_event(self, poll: Poll) -> Event:
-        return {
-            "ph": "i", "s": "t", "cat": "poll", "name": f"{poll.cohort.letter} not ready at {poll.layer}",
-            "ts": self.us(poll.time_s), **self.place(ITERATIONS_ROW),
-            "args": {"iteration": poll.iteration, "layer": poll.layer},
-        }  # fmt: skip
-
-    def arrows(self) -> Iterator[Event]:
-        spans = {span.index: span for span in self.timeline.spans}
-        links = ((spans[index], span) for span in self.timeline.spans for index in span.after)
-        for number, (source, target) in enumerate(links):
-            common = {"cat": "dependency", "name": "needs", "id": number}
-            yield {"ph": "s", "ts": self.us(source.start_s), **common, **self.place(_row(source))}
-            yield {"ph": "f", "bp": "e", "ts": self.us(target.start_s), **common, **self.place(_row(target))}
-
-
-def _row(span: Span) -> tuple[str, str]:
+def track_of(span: Span) -> Track:
     own = f" {span.cohorts[0].letter}" if span.kind is Kind.STEP and len(span.cohorts) == 1 else ""
     return PROCESSES.get(span.kind, "lane"), f"{span.kind.value}{own}"

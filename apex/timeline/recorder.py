@@ -1,4 +1,4 @@
-"""Records timelines: an executor around the engine's executor, over a recording backend.
+"""Records the timeline of a run: runs of the engine's executor, over a recording backend.
 
 Without a recorder nothing is wrapped and nothing costs time.
 """
@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from apex.timeline.recording_backend import Notes, RecordingBackend, attach, detach
-from apex.timeline.spans import Iteration, Timeline
-from swiftllm.core.plan import IterationPlan, SteppingRule, StepResult
+from apex.timeline.spans import Timeline
+from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
-from swiftllm.engine.executor import Cohort, OverlapExecutor
 
 
 class TimelineRecorder:
-    """An executor that keeps a window of ``num_iterations`` consecutive iterations of the one it wraps.
+    """Keeps a window of ``num_iterations`` consecutive iterations.
 
     The window begins at iteration ``start``, counted from 0 when recording began. Without ``start`` it is the window
     with the most iterations that use the CPU and neither prefill nor swap. Ties go to the window with fewer strategies,
@@ -27,14 +26,15 @@ class TimelineRecorder:
 
     def __init__(
         self,
-        executor: OverlapExecutor,
         backend: RecordingBackend,
+        run: Callable[[IterationPlan], StepResult],
         num_iterations: int,
         start: int | None,
         progress: Callable[[], float],
     ) -> None:
-        self.executor = executor
-        self.backend = backend
+        """``run`` carries out a plan on ``backend``."""
+        self._backend = backend
+        self._run = run
         self._start = start
         self._progress = progress
         self._recent: deque[Notes] = deque(maxlen=num_iterations)
@@ -42,39 +42,17 @@ class TimelineRecorder:
         self._chosen_worth: tuple[float, ...] = ()
         self._count = 0
 
-    @property
-    def is_idle(self) -> bool:
-        return self.executor.is_idle
-
-    @property
-    def cohorts(self) -> tuple[Cohort, ...]:
-        return self.executor.cohorts
-
-    def at_work(self) -> frozenset[str]:
-        return self.executor.at_work()
-
-    def abandon(self) -> None:
-        self.executor.abandon()
-
     def run(self, plan: IterationPlan) -> StepResult:
-        """Carry out the plan with the wrapped executor, and record what it did."""
-        backend = self.backend
-        notes = backend.notes = Notes(self._count, tuple(backend.outstanding.values()))
-        start_s = backend.now()
-        result = self.executor.run(plan)
-        busy = result.lane_busy_s, result.cpu_busy_s
-        strategy, predicted_s = plan.strategy.value, plan.predicted.get("iteration_s")
-        free = any(cohort.rule is SteppingRule.FREE_RUNNING for cohort in plan.cohorts)
-        times = start_s, start_s + result.duration_s, *busy, predicted_s
-        notes.summary = Iteration(self._count, strategy, *times, free)
-        notes.is_steady = not plan.swaps and not plan.prefills
+        """Carry out the plan, and record what happened."""
+        notes = self._backend.begin_notes(self._count)
+        notes.plan, notes.result = plan, self._run(plan)
         # A ticket that outlasts the iteration counts; one that was only collected does not.
-        notes.uses_cpu = bool(notes.tickets) or any(ticket.index in backend.outstanding for ticket in notes.carried)
+        notes.uses_cpu = bool(notes.tickets) or any(t.index in self._backend.outstanding for t in notes.carried)
         self._count += 1
         self._recent.append(notes)
         if len(self._recent) == self._recent.maxlen:
             self._consider()
-        return result
+        return notes.result
 
     def _consider(self) -> None:
         if self._start is not None:
@@ -85,7 +63,7 @@ class TimelineRecorder:
         worth = (
             sum(notes.uses_cpu and notes.is_steady for notes in window),
             sum(notes.uses_cpu for notes in window),
-            -len({notes.summary.strategy for notes in window}),
+            -len({notes.plan.strategy for notes in window}),
             -abs(self._progress() - 0.5),
         )
         if not self._chosen or worth > self._chosen_worth:
@@ -103,17 +81,14 @@ class TimelineRecorder:
                 "among them; start earlier"
             )
         window = self._chosen or tuple(self._recent)
-        indexes = self.backend.indexes
-        tickets = [*(window[0].carried if window else ()), *(ticket for notes in window for ticket in notes.tickets)]
-        spans = [span for notes in window for span in notes.spans]
-        spans += [span for ticket in tickets for span in ticket.spans(indexes)]
+        spans = self._backend.spans_of(window)
         there = {span.index for span in spans}
         spans = [replace(span, after=tuple(i for i in span.after if i in there)) for span in spans]
         return Timeline(
             system,
             setting,
             simulated,
-            self.backend.num_layers,
+            self._backend.num_layers,
             tuple(notes.summary for notes in window),
             tuple(sorted(spans, key=lambda span: (span.start_s, span.index))),
             tuple(poll for notes in window for poll in notes.polls),
@@ -129,11 +104,12 @@ def recording(
     progress: Callable[[], float] = lambda: 0.5,
 ) -> Iterator[TimelineRecorder]:
     """Record what the engine does inside the block, see :class:`TimelineRecorder`."""
-    executor = engine.executor
+    executor, run = engine.executor, engine.executor.run
     backend = attach(executor, engine.scheduler.requests)
-    engine.executor = recorder = TimelineRecorder(executor, backend, num_iterations, start, progress)
+    recorder = TimelineRecorder(backend, run, num_iterations, start, progress)
+    executor.run = recorder.run
     try:
         yield recorder
     finally:
-        engine.executor = executor
+        executor.run = run
         detach(executor, backend)

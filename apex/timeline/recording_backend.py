@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
-from swiftllm.core.plan import LaneItem, Swap
-from swiftllm.core.request import Request, TokenLogprob
+from swiftllm.core.plan import IterationPlan, LaneItem, SteppingRule, StepResult, Swap
+from swiftllm.core.request import Request
 from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
 from swiftllm.engine.executor import Cohort, OverlapExecutor
 
@@ -28,10 +28,6 @@ class RecordedBatch:
     tag: CohortTag | None = None
     boundary: int | None = None
     ticket: int | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return self.inner.num_rows
 
 
 @dataclass(eq=False)
@@ -78,20 +74,43 @@ class RecordedTicket:
 
 @dataclass
 class Notes:
-    """The record of one iteration; ``carried`` are the tickets under way when it began."""
+    """The record of one iteration; ``carried`` are the tickets under way when it began.
+
+    ``plan``, ``result`` and ``uses_cpu`` are set once it is over.
+    """
 
     iteration: int
+    start_s: float = 0.0
     carried: tuple[RecordedTicket, ...] = ()
     spans: list[Span] = field(default_factory=list)
     tickets: list[RecordedTicket] = field(default_factory=list)
     polls: list[Poll] = field(default_factory=list)
-    summary: Iteration | None = None
+    plan: IterationPlan | None = None
+    result: StepResult | None = None
     uses_cpu: bool = False
-    is_steady: bool = False  # decodes alone: no prefills, no swaps
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the iteration only decodes: it neither prefills nor swaps."""
+        return not self.plan.swaps and not self.plan.prefills
+
+    @property
+    def summary(self) -> Iteration:
+        plan, result = self.plan, self.result
+        return Iteration(
+            self.iteration,
+            plan.strategy.value,
+            self.start_s,
+            self.start_s + result.duration_s,
+            result.lane_busy_s,
+            result.cpu_busy_s,
+            plan.predicted.get("iteration_s"),
+            any(cohort.rule is SteppingRule.FREE_RUNNING for cohort in plan.cohorts),
+        )
 
 
 class RecordingBackend:
-    """Wraps any backend and records its operations and their times."""
+    """Wraps any backend and records its operations and their times. It has what an executor calls, and no more."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -106,10 +125,6 @@ class RecordingBackend:
     @property
     def num_layers(self) -> int:
         return self.inner.num_layers
-
-    @property
-    def worker_restarts(self) -> int:
-        return self.inner.worker_restarts
 
     def now(self) -> float:
         return self.inner.now()
@@ -191,28 +206,34 @@ class RecordingBackend:
         start_s = self.now()
         inner = self.inner.submit_cpu_attention(layer, cohort.inner)
         self.record_span(Kind.OTHER, start_s, layer, cohort.work, (cohort.tag,))
-        cohort.ticket = next(self.indexes)
-        after = () if cohort.boundary is None else (cohort.boundary,)
-        ticket = RecordedTicket(self, inner, cohort.ticket, self.notes.iteration, layer, cohort.work, cohort.tag, after)
+        ticket = self._recorded(inner, layer, cohort)
         self.notes.tickets.append(ticket)
-        self.outstanding[ticket.index] = ticket
+        return ticket
+
+    def _recorded(self, inner: Ticket, layer: int, cohort: RecordedBatch) -> RecordedTicket:
+        index = cohort.ticket = next(self.indexes)
+        after = () if cohort.boundary is None else (cohort.boundary,)
+        ticket = RecordedTicket(self, inner, index, self.notes.iteration, layer, cohort.work, cohort.tag, after)
+        self.outstanding[index] = ticket
         return ticket
 
     def adopt_cohort(self, cohort: Cohort, requests: Sequence[Request]) -> None:
         """Wrap a cohort that was opened before recording began, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:
-            batch.ticket, iteration = next(self.indexes), self.notes.iteration
-            ticket = RecordedTicket(
-                self, cohort.ticket, batch.ticket, iteration, cohort.layer, batch.work, batch.tag, after=()
-            )
-            self.outstanding[ticket.index] = cohort.ticket = ticket
+            cohort.ticket = self._recorded(cohort.ticket, cohort.layer, batch)
 
-    def take_logprobs(self) -> Mapping[str, TokenLogprob]:
-        return self.inner.take_logprobs()
+    def begin_notes(self, iteration: int) -> Notes:
+        """Begin the record of an iteration."""
+        self.notes = Notes(iteration, self.now(), tuple(self.outstanding.values()))
+        return self.notes
 
-    def close(self) -> None:
-        self.inner.close()
+    def spans_of(self, window: Sequence[Notes]) -> list[Span]:
+        """All spans of consecutive iterations that are over, and those of their tickets."""
+        tickets = [ticket for notes in window[:1] for ticket in notes.carried]
+        tickets += [ticket for notes in window for ticket in notes.tickets]
+        spans = [span for notes in window for span in notes.spans]
+        return spans + [span for ticket in tickets for span in ticket.spans(self.indexes)]
 
 
 def _cohort_work(requests: Sequence[Request]) -> SpanWork:

@@ -147,13 +147,15 @@ def span_name(span: Span, num_layers: int) -> str:
         if span.kind is Kind.STEP:
             return f"{letters}: {what}"
         return f"{what} + {letters}" if letters else what
-    if span.kind is Kind.ATTENTION:
-        return f"attention {span.layer}"
-    if span.kind is Kind.SWAP:
-        return f"swap of {span.work.requests}"
-    if span.kind is Kind.SWAP_WAIT:
-        return f"waits for swapped blocks of layer {span.layer}"
     if span.kind is Kind.OTHER:
         return "hand-over" if span.layer is not None else "preparation"
-    what = {Kind.WAIT: "waits for", Kind.CPU_ATTENTION: "attention", Kind.TO_HOST: "q, k, v", Kind.TO_GPU: "output"}
-    return f"{letters}: {what[span.kind]} {span.layer}"
+    what = {
+        Kind.ATTENTION: f"attention {span.layer}",
+        Kind.SWAP: f"swap of {span.work.requests}",
+        Kind.SWAP_WAIT: f"waits for swapped blocks of layer {span.layer}",
+        Kind.WAIT: f"{letters}: waits for {span.layer}",
+        Kind.CPU_ATTENTION: f"{letters}: attention {span.layer}",
+        Kind.TO_HOST: f"{letters}: q, k, v {span.layer}",
+        Kind.TO_GPU: f"{letters}: output {span.layer}",
+    }
+    return what[span.kind]

@@ -16,7 +16,7 @@ from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.weights import fused_matrices
-from swiftllm.ops.reference import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
+from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS

@@ -13,8 +13,8 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.boundary_tensors import matrices_of, packed_bytes, split_boundaries
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.packed_tensor import packed_bytes
 from swiftllm.model.placement import Placement
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, fused_matrices
@@ -45,7 +45,7 @@ def boundary_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
     weights = LlamaWeights.empty(model, "meta", dtype)
     if model.quantisation is not None:
         weights.empty_quantised(model, "meta", torch.float16)
-    return [packed_bytes(matrices_of(boundary)) for boundary in split_boundaries(weights)]
+    return [packed_bytes(weights.take_linears(boundary)) for boundary in range(-1, model.num_layers)]
 
 
 @dataclass(frozen=True)

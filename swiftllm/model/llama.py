@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import BoundaryWeights, FfnWeights, WeightProvider
+from swiftllm.model.loaded_weights import LoadedWeights
+from swiftllm.model.providers import BoundaryWeights, FfnWeights
 from swiftllm.model.rope import rotary_table
 from swiftllm.ops.interface import Ops
 
@@ -21,11 +22,11 @@ class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32.
 
     The caller enters a boundary's ``weights`` before it computes one; see
-    :class:`~swiftllm.model.providers.WeightProvider`.
+    :class:`~swiftllm.model.loaded_weights.LoadedWeights`.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightProvider, ops: Ops, max_model_len: int | None = None
+        self, config: ModelConfig, weights: LoadedWeights, ops: Ops, max_model_len: int | None = None
     ) -> None:
         """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum."""
         self.config = config

@@ -1,16 +1,16 @@
-"""Weights in host memory: in one piece for the CPU, or in pinned chunks from which they are sent to the device."""
+"""Memory of weights: a tensor in one piece, or pinned chunks of the host from which it is sent to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Parts = TypeVar("Parts")
-MakeChunk = Callable[[int], torch.Tensor]
-"""From a number of bytes to memory for them, uint8 ``[bytes]``."""
+Allocate = Callable[..., "torch.Tensor | PackedTensor"]
+"""Memory of a tensor, called as ``torch.empty(shape, dtype=dtype)`` is."""
 ALIGNMENT = 256  # bytes, of each tensor in a buffer: as torch's own
 
 
@@ -60,11 +60,6 @@ class PackedTensor:
                 self._write_bytes((number + 1) * chunk_bytes, data[row, room:])
                 row += 1
 
-    def read(self) -> torch.Tensor:
-        """A copy in one piece."""
-        data = torch.cat(list(self.chunks))[self._start : self._start + self.nbytes].clone()
-        return data.view(self.dtype).view(self.shape)
-
     def split(self, sizes: Sequence[int]) -> list[PackedTensor]:
         """Views of so many rows each, one after the other."""
         views, start = [], self._start
@@ -72,10 +67,6 @@ class PackedTensor:
             views.append(PackedTensor((size, *self.shape[1:]), self.dtype, self.chunks, start))
             start += size * self._row_bytes
         return views
-
-    def layout(self) -> torch.Tensor:
-        """A tensor without memory, of the same shape."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def _write_bytes(self, position: int, data: torch.Tensor) -> None:
         chunk_bytes = len(self.chunks[0])
@@ -90,47 +81,33 @@ class PackedTensor:
         return self.shape[1:].numel() * self.dtype.itemsize
 
 
-class HostPlace(Protocol):
-    """Where in host memory the matrices of a boundary are."""
+def in_chunks(make_chunk: Callable[[int], torch.Tensor], chunk_bytes: int) -> Allocate:
+    """Memory in chunks of at most ``chunk_bytes``, to be sent, filled with zeros. ``make_chunk``: from a number of
+    bytes to memory for them, uint8 ``[bytes]``."""
 
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | PackedTensor:
-        """Memory of a matrix that is read row by row."""
-
-    def keep(self, matrix: Parts) -> Parts:
-        """A matrix that was read whole, as it is kept; ``matrix`` may be freed then."""
-
-
-class InOnePiece:
-    """As torch allocates it: for the CPU."""
-
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def keep(self, matrix: Parts) -> Parts:
-        return matrix
-
-
-class InChunks:
-    """In chunks of at most ``chunk_bytes``: to be sent."""
-
-    def __init__(self, make_chunk: MakeChunk, chunk_bytes: int) -> None:
-        self._make_chunk, self._chunk_bytes = make_chunk, chunk_bytes
-
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> PackedTensor:
-        size = aligned(torch.Size(shape).numel() * dtype.itemsize)
-        starts = range(0, size, self._chunk_bytes)
-        chunks = [self._make_chunk(min(self._chunk_bytes, size - start)).zero_() for start in starts]
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> PackedTensor:
+        size = _aligned(torch.Size(shape).numel() * dtype.itemsize)
+        starts = range(0, size, chunk_bytes)
+        chunks = [make_chunk(min(chunk_bytes, size - start)).zero_() for start in starts]
         return PackedTensor(shape, dtype, chunks)
 
-    def keep(self, matrix: Parts) -> Parts:
-        return map_tensors(matrix, self._pack)
+    return allocate
 
-    def _pack(self, tensor: torch.Tensor | PackedTensor) -> PackedTensor:
-        if isinstance(tensor, PackedTensor):
-            return tensor
-        packed = self.new(tensor.shape, tensor.dtype)
-        packed.write(0, tensor)
-        return packed
+
+def write_rows(target: torch.Tensor | PackedTensor, first: int, rows: torch.Tensor) -> None:
+    """Put ``rows`` at row ``first``, converted to the dtype."""
+    if isinstance(target, PackedTensor):
+        target.write(first, rows)
+    else:
+        target[first : first + len(rows)].copy_(rows)
+
+
+def write_columns(target: torch.Tensor | PackedTensor, first: int, columns: torch.Tensor) -> None:
+    """Put ``columns [rows, n]`` at column ``first``, converted to the dtype."""
+    if isinstance(target, PackedTensor):
+        target.write_columns(first, columns)
+    else:
+        target[:, first : first + columns.shape[1]].copy_(columns)
 
 
 def map_tensors(parts: Parts, change: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
@@ -139,11 +116,40 @@ def map_tensors(parts: Parts, change: Callable[[torch.Tensor], torch.Tensor]) ->
         return change(parts)
     if isinstance(parts, tuple):
         return tuple(map_tensors(part, change) for part in parts)
+    if isinstance(parts, dict):
+        return {name: map_tensors(part, change) for name, part in parts.items()}
     if is_dataclass(parts):
         return replace(parts, **{f.name: map_tensors(getattr(parts, f.name), change) for f in fields(parts)})
     return parts
 
 
-def aligned(num_bytes: int) -> int:
+def packed_bytes(parts: Any) -> int:
+    """Bytes of a buffer that holds the tensors."""
+    sizes: list[int] = []
+    map_tensors(parts, lambda tensor: sizes.append(_aligned(tensor.nbytes)))
+    return sum(sizes)
+
+
+def chunks_of(parts: Any) -> list[torch.Tensor]:
+    """The memory of packed tensors, in the order in which :func:`lay_out` expects them in one piece."""
+    chunks: list[torch.Tensor] = []
+    map_tensors(parts, lambda packed: chunks.extend(packed.chunks))
+    return chunks
+
+
+def lay_out(parts: Parts, memory: torch.Tensor) -> Parts:
+    """Tensors of the same shapes in ``memory``, uint8 ``[bytes]``, one behind the other."""
+    offset = 0
+
+    def place(tensor: torch.Tensor | PackedTensor) -> torch.Tensor:
+        nonlocal offset
+        piece = memory[offset : offset + tensor.nbytes]
+        offset += _aligned(tensor.nbytes)
+        return piece.view(tensor.dtype).view(tensor.shape)
+
+    return map_tensors(parts, place)
+
+
+def _aligned(num_bytes: int) -> int:
     """Bytes that a tensor takes in a buffer."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from swiftllm.model.checkpoint import WeightsError, read_tensors
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.packed_tensor import HostPlace, PackedTensor
-from swiftllm.model.quantised.collector import FusedPlace, QuantisedCollector, StoredTensor
-from swiftllm.model.quantised.empty import empty_matrix
+from swiftllm.model.packed_tensor import Allocate, PackedTensor, write_rows
+from swiftllm.model.quantised.collector import QuantisedCollector
+from swiftllm.model.quantised.fused import FusedTarget
 from swiftllm.model.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
-INDEX_FILES = "*.safetensors.index.json"
-SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
-NONE_ON_HOST: Mapping[int, HostPlace] = MappingProxyType({})
+NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
-
-class WeightsError(ValueError):
-    """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
+LinearTensors = tuple[Matrix, torch.Tensor | None]
+"""A matrix and its bias."""
 
 
 class FusedMatrix(NamedTuple):
@@ -38,6 +35,7 @@ class FusedMatrix(NamedTuple):
     modules: tuple[str, ...]
     out_features: tuple[int, ...]
     in_features: int
+    has_bias: bool
 
     def boundary(self, layer: int) -> int:
         """The boundary that uses the matrix of a layer."""
@@ -47,20 +45,25 @@ class FusedMatrix(NamedTuple):
 def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     """The matrices of each layer."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_sizes = q_size, kv_size, kv_size
     hidden, ffn = config.hidden_size, config.intermediate_size
     return (
-        FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), hidden),
-        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size),
-        FusedMatrix("gate_up", "mlp", ("gate_proj", "up_proj"), (ffn, ffn), hidden),
-        FusedMatrix("down", "mlp", ("down_proj",), (hidden,), ffn),
+        FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden, config.qkv_bias),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias),
+        FusedMatrix("gate_up", "mlp", ("gate_proj", "up_proj"), (ffn, ffn), hidden, config.mlp_bias),
+        FusedMatrix("down", "mlp", ("down_proj",), (hidden,), ffn, config.mlp_bias),
     )
 
 
-class ModelPart(Protocol):
-    """What one rank holds of each tensor of a checkpoint."""
+class ModelPart:
+    """What one rank holds of each tensor of a checkpoint; as it is here, all of a model that is not divided.
 
-    sizes: ModelConfig
-    """Of the matrices of the part."""
+    Attributes:
+        sizes: of the matrices of the part.
+    """
+
+    def __init__(self, sizes: ModelConfig) -> None:
+        self.sizes = sizes
 
     def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
@@ -69,15 +72,6 @@ class ModelPart(Protocol):
         Raises:
             ValueError: the tensor cannot be divided so.
         """
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """The one part of a model that is not divided."""
-
-    sizes: ModelConfig
-
-    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         return (slice(None),)
 
 
@@ -85,21 +79,28 @@ class WholeModel:
 class LayerWeights:
     """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows.
 
-    The matrices of a quantised model are None until they are loaded.
+    The matrices of a quantised model are None until they are loaded, and all are once they are taken.
     """
 
     input_norm: torch.Tensor
-    qkv: Matrix | PackedTensor | None
-    o: Matrix | PackedTensor | None
     post_norm: torch.Tensor
-    gate_up: Matrix | PackedTensor | None
-    down: Matrix | PackedTensor | None
-    qkv_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    qkv: Matrix | PackedTensor | None = None
+    o: Matrix | PackedTensor | None = None
+    gate_up: Matrix | PackedTensor | None = None
+    down: Matrix | PackedTensor | None = None
+    qkv_bias: torch.Tensor | PackedTensor | None = None
+    o_bias: torch.Tensor | PackedTensor | None = None
+    gate_up_bias: torch.Tensor | PackedTensor | None = None
+    down_bias: torch.Tensor | PackedTensor | None = None
+
+    def take(self, name: str) -> LinearTensors:
+        """A matrix and its bias, which the layer lets go."""
+        taken = getattr(self, name), getattr(self, f"{name}_bias")
+        setattr(self, name, None)
+        setattr(self, f"{name}_bias", None)
+        return taken
 
 
 @dataclass
@@ -117,42 +118,37 @@ class LlamaWeights:
         config: ModelConfig,
         device: torch.device | str,
         dtype: torch.dtype,
-        on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
+        on_host: Mapping[int, Allocate] = NONE_ON_HOST,
     ) -> LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
-        ``on_host``: boundaries whose matrices are in host memory, and where there; see :class:`FusedMatrix`.
+        ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`.
         """
-
-        def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
-
-        def matrix(boundary: int, *shape: int) -> torch.Tensor | PackedTensor | None:
-            if config.quantisation is not None:
-                return None
-            return on_host[boundary].new(shape, dtype) if boundary in on_host else new(*shape)
-
-        hidden, ffn = config.hidden_size, config.intermediate_size
-        embedding = new(config.vocab_size, hidden)
-        lm_head = embedding if config.tie_word_embeddings else new(config.vocab_size, hidden)
-        layers = [
-            LayerWeights(
-                input_norm=new(hidden),
-                qkv=matrix(index - 1, config.qkv_size, hidden),
-                o=matrix(index, hidden, config.num_heads * config.head_dim),
-                post_norm=new(hidden),
-                gate_up=matrix(index, 2 * ffn, hidden),
-                down=matrix(index, hidden, ffn),
-                qkv_bias=new(config.qkv_size) if config.qkv_bias else None,
-                o_bias=new(hidden) if config.o_bias else None,
-                gate_up_bias=new(2 * ffn) if config.mlp_bias else None,
-                down_bias=new(hidden) if config.mlp_bias else None,
-                q_norm=new(config.head_dim) if config.norms_heads else None,
-                k_norm=new(config.head_dim) if config.norms_heads else None,
-            )
-            for index in range(config.num_layers)
-        ]
+        new = partial(torch.empty, device=device, dtype=dtype)
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        embedding = new((vocabulary, hidden))
+        lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
+        layers = []
+        for index in range(config.num_layers):
+            of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
+            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads))
+            for matrix in fused_matrices(config):
+                allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
+                if config.quantisation is None:
+                    setattr(layers[-1], matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
+                if matrix.has_bias:
+                    setattr(layers[-1], f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
         return cls(embedding, lm_head, new(hidden), layers)
+
+    def take_linears(self, boundary: int) -> dict[str, LinearTensors]:
+        """Matrices and biases of a boundary by name, in the order of their use, but for the vocabulary's. The layers
+        let them go."""
+        taken = {}
+        if boundary >= 0:
+            taken = {name: self.layers[boundary].take(name) for name in ("o", "gate_up", "down")}
+        if boundary + 1 < len(self.layers):
+            taken["qkv"] = self.layers[boundary + 1].take("qkv")
+        return taken
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
         """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
@@ -166,11 +162,12 @@ class LlamaWeights:
             if config.norms_heads:
                 places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
                 places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
-            for name, block, modules, rows, _ in fused_matrices(config):
-                for kind, tensor in (("weight", getattr(layer, name)), ("bias", getattr(layer, f"{name}_bias"))):
+            for matrix in fused_matrices(config):
+                for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
+                    tensor = getattr(layer, name)
                     if isinstance(tensor, torch.Tensor | PackedTensor):
-                        parts = zip(modules, tensor.split(rows), strict=True)
-                        places.update({f"{prefix}{block}.{module}.{kind}": part for module, part in parts})
+                        parts = zip(matrix.modules, tensor.split(matrix.out_features), strict=True)
+                        places |= {f"{prefix}{matrix.block}.{module}.{kind}": part for module, part in parts}
         return places
 
     def empty_quantised(
@@ -178,33 +175,30 @@ class LlamaWeights:
     ) -> list[QuantisedMatrix]:
         """Allocate the matrices of a quantised model without filling them."""
         matrices = []
-        for place in self.fused_places(config, device):
-            matrices.append(empty_matrix(config.quantisation, place, dtype))
-            place.put(matrices[-1])
+        for target in self.fused_targets(config, device):
+            matrices.append(target.empty(config.quantisation, dtype))
+            target.put(matrices[-1])
         return matrices
 
-    def fused_places(
-        self,
-        config: ModelConfig,
-        device: torch.device | str,
-        on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
-    ) -> list[FusedPlace]:
-        """The places of the layers' matrices, for those that come quantised; ``on_host``: see :meth:`empty`."""
-        return [
-            FusedPlace(
-                {
-                    f"model.layers.{index}.{matrix.block}.{module}": rows
-                    for module, rows in zip(matrix.modules, matrix.out_features, strict=True)
-                },
-                matrix.in_features,
-                matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
-                partial(_new, on_host.get(matrix.boundary(index)), device),
-                partial(_keep, layer, matrix.name, on_host.get(matrix.boundary(index))),
-                "cpu" if matrix.boundary(index) in on_host else device,
-            )
-            for index, layer in enumerate(self.layers)
-            for matrix in fused_matrices(config)
-        ]
+    def fused_targets(
+        self, config: ModelConfig, device: torch.device | str, on_host: Mapping[int, Allocate] = NONE_ON_HOST
+    ) -> list[FusedTarget]:
+        """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
+        targets = []
+        for index, layer in enumerate(self.layers):
+            for matrix in fused_matrices(config):
+                modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
+                allocate = on_host.get(matrix.boundary(index))
+                target = FusedTarget(
+                    dict(zip(modules, matrix.out_features, strict=True)),
+                    matrix.in_features,
+                    matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
+                    allocate or partial(torch.empty, device=device),
+                    partial(setattr, layer, matrix.name),
+                    device if allocate is None else "cpu",
+                )
+                targets.append(target)
+        return targets
 
 
 def load_weights(
@@ -213,7 +207,7 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     part: ModelPart | None = None,
-    on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
 
@@ -225,33 +219,35 @@ def load_weights(
         FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
         WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
     """
-    part = part or WholeModel(config)
+    part = part or ModelPart(config)
     weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
     quantised = None
     if config.quantisation is not None:
-        wanted = weights.fused_places(part.sizes, device, on_host)
-        quantised = QuantisedCollector(config.quantisation, wanted, dtype, part.slices)
-        for name, tensor in _read_tensors(Path(folder)) if config.quantisation.ordered else ():
+        targets = weights.fused_targets(part.sizes, device, on_host)
+        quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices)
+        for name, tensor in read_tensors(Path(folder)):
             quantised.look_ahead(name, tensor)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
     unknown: list[str] = []
-    for name, tensor in _read_tensors(Path(folder)):
+    for name, tensor in read_tensors(Path(folder)):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):
             continue
-        shape = tensor.get_shape()
-        if name not in places:
-            if quantised is None or not _take(quantised, name, tensor, folder):
+        try:
+            if name in places:
+                shape = tensor.get_shape()
+                if shape != shapes[name]:
+                    raise ValueError(f"{name} has shape {shape}, config.json asks for {shapes[name]}")
+                rows = tensor[part.slices(name, shape)]
+                write_rows(places[name], 0, rows)
+                _zero(places[name], len(rows))
+                seen.add(name)
+            elif quantised is None or not quantised.take(name, tensor):
                 unknown.append(name)
-        elif shape != shapes[name]:
-            raise WeightsError(f"{folder}: {name} has shape {shape}, config.json asks for {shapes[name]}")
-        else:
-            rows = tensor[part.slices(name, shape)]
-            _write(places[name], 0, rows)
-            _zero(places[name], len(rows))
-            seen.add(name)
+        except ValueError as error:
+            raise WeightsError(f"{folder}: {error}") from None
     missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
         if names:
@@ -266,7 +262,7 @@ def dummy_weights(
     dtype: torch.dtype,
     seed: int = 0,
     part: ModelPart | None = None,
-    on_host: Mapping[int, HostPlace] = NONE_ON_HOST,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
 
@@ -274,8 +270,12 @@ def dummy_weights(
     the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there;
     not so in quantised matrices, whose words hold inputs of several parts.
     """
-    part = part or WholeModel(config)
+    part = part or ModelPart(config)
     generator = torch.Generator().manual_seed(seed)
+
+    def draw_offset() -> int:
+        return int(torch.randint(DUMMY_PERIOD, (), generator=generator))
+
     own_noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(dtype)
     noise = {True: own_noise, False: own_noise.to(device)}  # by whether it is in host memory
     weights, shapes = LlamaWeights.empty(part.sizes, device, dtype, on_host), _whole_shapes(config)
@@ -283,43 +283,21 @@ def dummy_weights(
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith("bias"):
-            tensor.zero_()
+            _zero(tensor, 0)
         else:
-            offset = int(torch.randint(DUMMY_PERIOD, (), generator=generator))
-            _fill(tensor, noise[tensor.device.type == "cpu"], offset, shapes[name], part.slices(name, shapes[name]))
+            slices = part.slices(name, shapes[name])
+            _fill(tensor, noise[tensor.device.type == "cpu"], draw_offset(), shapes[name], slices)
     if config.quantisation is not None:
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
-        for place in weights.fused_places(part.sizes, device, on_host):
-            matrix = empty_matrix(part.sizes.quantisation, place, dtype)
-            on_cpu = matrix.codes.device.type == "cpu"
-            _repeat(words[on_cpu].roll(int(torch.randint(DUMMY_PERIOD, (), generator=generator))), matrix.codes)
-            matrix.scales.fill_(config.initializer_range / STD_OF_CODES)
-            matrix.zeros.fill_(8)
-            place.put(matrix)
+        for target in weights.fused_targets(part.sizes, device, on_host):
+            matrix = target.empty(part.sizes.quantisation, dtype)
+            codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
+            _fill(codes, words[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
+            for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
+                write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
+            target.put(matrix)
     return weights
-
-
-def _new(
-    where: HostPlace | None, device: torch.device | str, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor | PackedTensor:
-    return torch.empty(shape, device=device, dtype=dtype) if where is None else where.new(shape, dtype)
-
-
-def _keep(layer: LayerWeights, name: str, where: HostPlace | None, matrix: Matrix) -> None:
-    setattr(layer, name, matrix if where is None else where.keep(matrix))
-
-
-def _repeat(numbers: torch.Tensor, target: torch.Tensor) -> None:
-    for part in target.view(-1).split(len(numbers)):
-        part.copy_(numbers[: part.numel()])
-
-
-def _take(quantised: QuantisedCollector, name: str, tensor: StoredTensor, folder: str | Path) -> bool:
-    try:
-        return quantised.take(name, tensor)
-    except ValueError as error:
-        raise WeightsError(f"{folder}: {error}") from None
 
 
 def _fill(
@@ -336,15 +314,8 @@ def _fill(
     for first in range(0, len(rows), step):
         count = min(step, len(rows) - first)
         numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
-        _write(target, first, numbers.view(count, width)[:, columns])
+        write_rows(target, first, numbers.view(count, width)[:, columns])
     _zero(target, len(rows))
-
-
-def _write(place: torch.Tensor | PackedTensor, first: int, rows: torch.Tensor) -> None:
-    if isinstance(place, PackedTensor):
-        place.write(first, rows)
-    else:
-        place[first : first + len(rows)].copy_(rows)
 
 
 def _zero(place: torch.Tensor | PackedTensor, first: int) -> None:
@@ -357,30 +328,3 @@ def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:
     """The shape of each tensor of a checkpoint."""
     whole = LlamaWeights.empty(config, "meta", torch.float32).by_checkpoint_name(config)
     return {name: list(tensor.shape) for name, tensor in whole.items()}
-
-
-def _read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Names of tensors, and what reads slices of each."""
-    from safetensors import SafetensorError, safe_open  # not needed for dummy weights
-
-    indices = sorted(folder.glob(INDEX_FILES))
-    single = [path.name for pattern in SINGLE_FILES for path in sorted(folder.glob(pattern))]
-    if indices:
-        files = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
-    elif single:
-        files = single[:1]
-    else:
-        raise FileNotFoundError(
-            f"{folder} has neither {SINGLE_FILES[0]} nor {INDEX_FILES}; "
-            "convert the model to safetensors, or use load_format='dummy' to run without weights"
-        )
-    for file in files:
-        path = folder / file
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is named in {indices[0].name} and is not there: finish the download")
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                for name in sorted(tensors.keys()):  # the tensors of a module one after the other
-                    yield name, tensors.get_slice(name)
-        except SafetensorError as error:
-            raise WeightsError(f"{path} is no readable safetensors file: {error}") from None

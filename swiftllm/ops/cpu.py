@@ -6,22 +6,21 @@ the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts, MakesLinears
+from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
 WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit takes less than that unit saves
 
 
-class CpuOps(ReferenceOps):
+class CpuOps(Ops):
     """See :class:`swiftllm.ops.interface.Ops` for the contracts."""
 
     def __init__(self, cpu_kernel: str | None = None, num_threads: int = 1) -> None:
@@ -31,29 +30,26 @@ class CpuOps(ReferenceOps):
         self.num_threads = num_threads
 
     @property
-    def in_place(self) -> MakesLinears:
-        return ReferenceOps()
+    def in_place(self) -> Ops:
+        return Ops()
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        if _is_ours(weight.dtype):
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if pacpu_multiplies(weight.dtype):
             return PackedLinear(self, weight, bias)
-        if not _can_pack(weight.dtype):
+        if not onednn_packs(weight.dtype):
             return super().make_linear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
         linear = torch.ops.mkldnn._linear_pointwise
         return lambda x: linear(x, packed, bias, "none", [], "")
 
-    def make_quantised_linear(
-        self, matrix: QuantisedMatrix, bias: torch.Tensor | None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The matrix stays packed."""
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         return CodedLinear(self, matrix, bias)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
         is_all_packed = all(isinstance(linear, PackedLinear | CodedLinear) for linear in linears)
         takes_inputs = any(isinstance(linear, CodedLinear) and linear.taken is not None for linear in linears)
-        if not is_all_packed or takes_inputs or not _is_ours(parts.norm.dtype):
+        if not is_all_packed or takes_inputs or not pacpu_multiplies(parts.norm.dtype):
             return None
         return PackedCrossing(self, parts)
 
@@ -102,7 +98,7 @@ class CpuOps(ReferenceOps):
         rows.scatter_blocks(staging, pool, blocks, num_threads=self.num_threads)
 
     def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
-        if not chunks or not _is_ours(chunks[0].q.dtype) or not rows.has_prompt_attention():
+        if not chunks or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
             return super().prefill_attention(chunks, scale)
         # No masks are needed: a chunk's rows are the last tokens of the context.
         prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
@@ -111,7 +107,7 @@ class CpuOps(ReferenceOps):
     def _attend_chunk(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
-        if _is_ours(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
+        if pacpu_multiplies(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
             q, k, v = q.float(), k.float(), v.float()
         return super()._attend_chunk(q, k, v, mask, scale)
 
@@ -164,7 +160,8 @@ class CodedLinear:
         self.order = matrix.order
         sizes = {"out_features": self.out_features, "in_features": self.in_features}
         self.packed = rows.PackedCodes(*self.arrays, self.order, **sizes)
-        has_matrix_unit = matrix.dtype is not torch.float32 and _can_pack(matrix.dtype) and not _is_ours(matrix.dtype)
+        dtype = matrix.dtype
+        has_matrix_unit = dtype is not torch.float32 and onednn_packs(dtype) and not pacpu_multiplies(dtype)
         self._most_rows = WRITE_OUT_ROWS if has_matrix_unit else None
         self._ops = ops
 
@@ -225,14 +222,15 @@ def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:
     One where pacpu computes the GEMMs. Between operations torch's threads spin on cores that pacpu's threads need, and
     small layers then take ten times as long.
     """
-    return 1 if _is_ours(dtype) else lane_threads
+    return 1 if pacpu_multiplies(dtype) else lane_threads
 
 
-def _is_ours(dtype: torch.dtype) -> bool:
+def pacpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether it does so faster than torch."""
     return dtype is torch.bfloat16 and rows.linear_is_fastest()
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether this build of torch has oneDNN, and oneDNN supports the dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False

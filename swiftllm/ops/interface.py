@@ -1,17 +1,28 @@
-"""The interface of the operations between the GEMMs, implemented for CPU, for GPU and as a reference."""
+"""The operations between the GEMMs: what each does, and all of them in plain torch.
+
+Faster operations of CPU and GPU are subclasses, and are tested against these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 Linear = Callable[..., torch.Tensor]
+"""From ``x [rows, in]`` to ``[rows, out]``. Where graphs are captured, it also accepts ``out=``."""
 Crossing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""See :meth:`Ops.make_crossing`."""
+
+# Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
+# single row, the kernel treats heads as rows. Up to torch 2.12 it then reads the mask beyond its end for all heads but
+# the first (pytorch #191937). So such a row is duplicated.
+QUERY_BLOCK = 32
+MASK_ELEMENTS_AT_ONCE = 1 << 26  # torch turns a mask into numbers of q's dtype, and pads it: up to 256 MiB in 16 bits
 
 
 @dataclass(frozen=True)
@@ -46,18 +57,7 @@ class ChunkAttention:
     """``[rows, num_heads, head_dim]``, overwritten."""
 
 
-class MakesLinears(Protocol):
-    """Makes functions of matrices."""
-
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight. Where graphs
-        are captured, it also accepts ``out=``."""
-
-    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
-        """The same for a quantised matrix; ``x`` has its inputs in their own order."""
-
-
-class Ops(MakesLinears, Protocol):
+class Ops:
     """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
 
     All tensors of a call are on one device and, unless stated otherwise, of one dtype. Sums are in float32. GPU
@@ -66,15 +66,30 @@ class Ops(MakesLinears, Protocol):
     Slots without a token of the request are never read, so the cache need not be initialised.
     """
 
-    takes_empty_rows: bool
+    takes_empty_rows = False
     """Whether ``decode_attention`` accepts rows of ``seq_lens`` 0, stores nothing for them and ignores their block
     tables. Captured graphs are padded with such rows."""
 
-    in_place: MakesLinears
-    """Makes linears that read their matrix where it is, call by call; others may have a copy in another layout."""
-
-    by_library: str | None
+    by_library: str | None = None
     """The optional library, with its version, that multiplies 4-bit matrices made linears so far; None without."""
+
+    num_threads = 1
+    """Of pacpu's operations in host memory."""
+
+    @property
+    def in_place(self) -> Ops:
+        """Operations whose linears read their matrix where it is, call by call; others may have a copy in another
+        layout."""
+        return self
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight."""
+        transposed = weight.t()
+        return lambda x, out=None: multiply(x, transposed, bias, out)
+
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        """The same for a quantised matrix; ``x`` has its inputs in their own order. The matrix stays packed."""
+        return lambda x, out=None: multiply(x, matrix.dequantise().t(), bias, out)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.
@@ -82,24 +97,34 @@ class Ops(MakesLinears, Protocol):
         A function of ``attention_out [rows, num_heads * head_dim]``, ``residual [rows, hidden_size]``, which it
         overwrites, and the rows' angles (see :meth:`rotary_`); returns the projection.
         """
+        return None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm_(
         self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """``residual += addend`` in place, rounded to its dtype; returns ``rms_norm`` of that."""
+        return F.rms_norm(residual.add_(addend), weight.shape, weight, eps)
 
     def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
         """``rms_norm`` of each head of ``x [rows, heads, head_dim]`` in place, with its row of ``weights [heads,
         head_dim]``."""
+        torch.mul(F.rms_norm(x.float(), x.shape[-1:], None, eps), weights, out=x)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         """Rotate ``x [rows, heads, head_dim]`` in place by ``rotary_rows``, float32 ``[rows, 2, head_dim]``."""
+        wide = x.float()
+        exchanged = wide.roll(x.shape[-1] // 2, -1)
+        cos, signed_sin = rotary_rows.unsqueeze(2).unbind(1)
+        torch.addcmul(wide * cos, exchanged, signed_sin, out=x)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``[rows, 2 n]`` to ``[rows, n]``: SiLU of the first half times the second."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     def store_kv(
         self,
@@ -110,9 +135,13 @@ class Ops(MakesLinears, Protocol):
         offsets: torch.Tensor,
     ) -> None:
         """Write row i of k and v ``[rows, num_kv_heads, head_dim]`` to slot ``offsets[i]`` of block ``blocks[i]``."""
+        kv_layer[blocks, :, 0, offsets] = k
+        kv_layer[blocks, :, 1, offsets] = v
 
     def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
         """K and V of one request, ``[2, num_kv_heads, context_len, head_dim]``, from its ordered ``blocks``."""
+        gathered = kv_layer.index_select(0, blocks).permute(2, 1, 0, 3, 4)
+        return gathered.flatten(2, 3)[:, :, :context_len]
 
     def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
         """Copy ``blocks`` (int64, distinct) of all layers into a buffer, for one transfer to the other tier.
@@ -120,12 +149,45 @@ class Ops(MakesLinears, Protocol):
         ``pool [num_layers, num_blocks, ...]`` to ``staging [num_layers, len(blocks), ...]``, both contiguous. All bits
         are kept.
         """
+        torch.index_select(pool, 1, blocks, out=staging)
 
     def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
         """The reverse: copy ``staging[:, i]`` to block ``blocks[i]`` of the pool. Other blocks do not change."""
+        if pool.device.type != "cpu":
+            pool.index_copy_(1, blocks, staging)
+            return
+        # On a CPU index_copy_ copies single elements, which takes four times as long in 16 bits.
+        for place, block in enumerate(blocks.tolist()):
+            pool[:, block].copy_(staging[:, place])
 
     def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
         """Attention of chunks of several requests; writes the ``out`` of each."""
+        for chunk in chunks:
+            chunk.out.copy_(self._attend_chunk(chunk.q, chunk.k, chunk.v, chunk.mask, scale))
+
+    def _attend_chunk(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        # KV heads are the batch and the heads of a group are the heads, so K and V broadcast by a stride of zero. Not
+        # every kernel behind this call supports grouped heads; torch would fall back to materialised scores.
+        rows, heads, head_dim = q.shape
+        num_kv_heads, context = k.shape[:2]
+        rows_at_once = max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context)
+        if mask is not None and rows > rows_at_once:
+            pieces = zip(q.split(rows_at_once), mask.split(rows_at_once), strict=True)
+            return torch.cat([self._attend_chunk(piece, k, v, own, scale) for piece, own in pieces])
+        group = heads // num_kv_heads
+        if mask is not None and q.is_cuda and rows % QUERY_BLOCK == 1:
+            q, mask = (torch.cat((tensor, tensor[-1:])) for tensor in (q, mask))
+        out = F.scaled_dot_product_attention(
+            q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
+            k[:, None].expand(num_kv_heads, group, context, head_dim),
+            v[:, None].expand(num_kv_heads, group, context, head_dim),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+        )
+        return out.permute(2, 0, 1, 3)[:rows].reshape(rows, heads, head_dim)
 
     def decode_attention(
         self,
@@ -143,3 +205,31 @@ class Ops(MakesLinears, Protocol):
         One row per request; ``block_tables`` int32 ``[rows, max_blocks]``, ``seq_lens`` int32 ``[rows]``;
         writes ``out [rows, num_heads, head_dim]``.
         """
+        num_kv_heads, block_size, head_dim = kv_layer.shape[1], kv_layer.shape[3], kv_layer.shape[4]
+        last = seq_lens.long() - 1
+        new_blocks = block_tables.gather(1, (last // block_size)[:, None])[:, 0].long()
+        self.store_kv(k, v, kv_layer, new_blocks, last % block_size)
+
+        rows, width = block_tables.shape
+        gathered = kv_layer.index_select(0, block_tables.flatten())
+        gathered = gathered.view(rows, width, num_kv_heads, 2, block_size, head_dim).permute(3, 0, 2, 1, 4, 5)
+        gathered = gathered.reshape(2, rows, num_kv_heads, width * block_size, head_dim)
+        visible = torch.arange(width * block_size, device=q.device) < seq_lens[:, None]
+        # Slots beyond the context may hold NaN, and a masked score does not cancel NaN * 0.
+        keys, values = gathered.masked_fill_(~visible[None, :, None, :, None], 0.0)
+        # The heads of a group are rows of one head, since all of them attend to the same tokens.
+        attended = F.scaled_dot_product_attention(
+            q.view(rows, num_kv_heads, -1, head_dim),
+            keys,
+            values,
+            attn_mask=visible[:, None, None],
+            scale=scale,
+        )
+        out.copy_(attended.reshape(out.shape))
+
+
+def multiply(
+    x: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``x transposed + bias``, in ``out`` if that is given."""
+    return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)

@@ -53,7 +53,7 @@ class LibraryLinears:
         self._has_begun = False
 
     def make(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear | None:
-        """See :meth:`swiftllm.ops.interface.MakesLinears.make_quantised_linear`. The matrix is copied: nothing of it
+        """See :meth:`swiftllm.ops.interface.Ops.make_quantised_linear`. The matrix is copied: nothing of it
         is kept. None, and a warning with the reason, if the library does not do for it."""
         if not self._has_begun:
             logger.warning("%s compiles its kernels at the first start, for a minute or so, and keeps them", PACKAGE)

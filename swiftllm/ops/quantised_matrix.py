@@ -8,7 +8,9 @@ core's multiplication, without moving data between lanes. Groups of inputs share
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -96,15 +98,23 @@ class QuantisedMatrix:
         return replace(self, order=None, runs=None, **every)
 
     @classmethod
-    def empty(
-        cls, out_features: int, in_features: int, group_size: int, dtype: torch.dtype, device: torch.device | str
+    def allocate(
+        cls,
+        new: Callable[..., Any],
+        out_features: int,
+        in_features: int,
+        groups: int,
+        group_size: int,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        order: torch.Tensor | None = None,
+        runs: torch.Tensor | None = None,
     ) -> QuantisedMatrix:
-        """Allocate without filling, with scales of ``dtype`` and inputs in their own order."""
-        words, groups = -(-in_features // BLOCK_INPUTS) * BLOCK_WORDS, in_features // group_size
-        codes = torch.empty(words, out_features, dtype=torch.int32, device=device)
-        scales = torch.empty(groups, out_features, dtype=dtype, device=device)
-        zeros = torch.empty(groups, out_features, dtype=torch.uint8, device=device)
-        return cls(codes, scales, zeros, in_features, group_size, dtype)
+        """Memory that is to be filled; ``new`` is called as ``torch.empty(shape, dtype=dtype)``."""
+        codes = new((-(-in_features // BLOCK_INPUTS) * BLOCK_WORDS, out_features), dtype=torch.int32)
+        scales = new((groups, out_features), dtype=scale_dtype)
+        zeros = new((groups, out_features), dtype=torch.uint8)
+        return cls(codes, scales, zeros, in_features, group_size, dtype, order, runs)
 
     def _per_input(self, of_groups: torch.Tensor) -> torch.Tensor:
         if self.runs is not None:

@@ -14,7 +14,6 @@ import torch
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinears, installed_version
-from swiftllm.ops.reference import ReferenceOps
 
 BFLOAT16_CAPABILITY = 80
 TRITON_CAPABILITY = 75
@@ -34,7 +33,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
         raise ValueError(f"{gpu.name} (sm_{capability}) has no bfloat16: use dtype='float16'")
     if why := why_no_triton(capability):
         warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
-        return ReferenceOps()
+        return Ops()
     from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TENSOR_CORES, TritonOps
 
     multiplies = capability < TENSOR_CORES and dtype is torch.float16 and installed_version() is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import ResidentWeights, WeightProvider, read_weights
+from swiftllm.model.loaded_weights import LoadedWeights, read_weights
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
 from swiftllm.runtime.graphs import LayerGraphs
@@ -35,10 +35,9 @@ class RankBackend(TorchBackend):
         """Of memory that is the host's, since all ranks load at the same time; a GPU's memory is its rank's alone."""
         return num_bytes // self.group.size if self.device.type == "cpu" else num_bytes
 
-    def _open_weights(self, config: EngineConfig) -> WeightProvider:
+    def _open_weights(self, config: EngineConfig) -> LoadedWeights:
         weights = read_weights(config, self.model_config, self.device, self.dtype, self._shard)
-        own = ResidentWeights(self._shard.sizes, weights, self._ops)
-        return ShardedWeights(own, self.group, self.num_layers, self.model_config.vocab_size)
+        return ShardedWeights(self._shard.sizes, weights, self._ops, self.group, self.model_config.vocab_size)
 
     def _capture_graphs(self) -> None:
         """Captured graphs hold the communicator: they are captured again after every :meth:`rejoin`."""

@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import BoundaryWeights, WeightProvider
+from swiftllm.model.loaded_weights import LoadedWeights
+from swiftllm.model.providers import BoundaryWeights
 from swiftllm.model.quantised.readers import IN, OUT, Axis
-from swiftllm.ops.interface import Linear
+from swiftllm.model.weights import LlamaWeights, ModelPart
+from swiftllm.ops.interface import Linear, Ops
 from swiftllm.parallel.group import Group
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -26,7 +28,7 @@ BY_COLUMNS = ("o_proj", "down_proj")
 BY_TOKENS = ("embed_tokens", "lm_head")
 
 
-class Shard:
+class Shard(ModelPart):
     """See :class:`swiftllm.model.weights.ModelPart`."""
 
     def __init__(self, model: ModelConfig, rank: int, size: int) -> None:
@@ -35,7 +37,7 @@ class Shard:
         Raises:
             ValueError: it cannot be divided among ``size`` ranks.
         """
-        self.sizes = model.shard(size)
+        super().__init__(model.shard(size))
         self._rank = rank
         self._size = size
 
@@ -58,40 +60,30 @@ class Shard:
         return slice(self._rank * count, (self._rank + 1) * count)
 
 
-class ShardedWeights:
-    """See :class:`swiftllm.model.providers.WeightProvider`: a rank's matrices, completed by the other ranks."""
+class ShardedWeights(LoadedWeights):
+    """A rank's matrices, completed by the other ranks."""
 
-    def __init__(self, own: WeightProvider, group: Group, num_layers: int, vocab_size: int) -> None:
-        """``own``: the rank's part, of a model with ``vocab_size`` tokens."""
-        self._own = own
+    def __init__(self, sizes: ModelConfig, weights: LlamaWeights, ops: Ops, group: Group, vocab_size: int) -> None:
+        """``sizes`` and ``weights``: the rank's part, of a model with ``vocab_size`` tokens."""
+        super().__init__(sizes, weights, ops)
         self._group = group
-        self._last = num_layers - 1
         self._vocab_size = vocab_size
-        self._part_size = own.num_logits
-        self.num_logits = vocab_size if group.rank == 0 else own.num_logits
+        self._part_size = sizes.vocab_size
+        self._embed_own = self.boundaries[0].embed
+        self.num_logits = vocab_size if group.rank == 0 else sizes.vocab_size
+        first, *others = self.boundaries
+        self.boundaries = [replace(first, embed=self._embed), *map(self._completed, others)]
+        last = self.boundaries[-1]
+        self.boundaries[-1] = replace(last, projection=self._gathered(last.projection))
 
-    def enter(self, layer: int) -> None:
-        self._own.enter(layer)
-
-    def launched(self) -> None:
-        self._own.launched()
-
-    def holds(self, layer: int) -> bool:
-        return self._own.holds(layer)
-
-    def boundary(self, layer: int) -> BoundaryWeights:
-        weights = self._own.boundary(layer)
-        if layer < 0:
-            return replace(weights, embed=self._embed)
-        ffn = replace(weights.ffn, o=self._summed(weights.ffn.o), down=self._summed(weights.ffn.down))
-        if layer < self._last:
-            return replace(weights, ffn=ffn, in_one_call=None)
-        return replace(weights, ffn=ffn, in_one_call=None, projection=self._gathered(weights.projection))
+    def _completed(self, boundary: BoundaryWeights) -> BoundaryWeights:
+        ffn = replace(boundary.ffn, o=self._summed(boundary.ffn.o), down=self._summed(boundary.ffn.down))
+        return replace(boundary, ffn=ffn, in_one_call=None)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         own = token_ids - self._group.rank * self._part_size
         others = (own < 0) | (own >= self._part_size)
-        hidden = self._own.boundary(-1).embed(own.clamp(0, self._part_size - 1))
+        hidden = self._embed_own(own.clamp(0, self._part_size - 1))
         return self._group.all_reduce(hidden.masked_fill_(others[:, None], 0))
 
     def _summed(self, linear: Linear) -> Linear:

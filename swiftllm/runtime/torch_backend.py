@@ -20,9 +20,8 @@ from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.placed_weights import open_placed_weights
+from swiftllm.model.loaded_weights import LoadedWeights, open_weights
 from swiftllm.model.placement import Placement, all_resident
-from swiftllm.model.providers import WeightProvider
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import ChunkAttention
 from swiftllm.ops.select import select_ops
@@ -124,9 +123,9 @@ class TorchBackend:
         """The sizes of what this process computes of the model."""
         return self.model_config
 
-    def _open_weights(self, config: EngineConfig) -> WeightProvider:
+    def _open_weights(self, config: EngineConfig) -> LoadedWeights:
         placed = self._ops, self.placement, self.hardware, self._host_ops
-        return open_placed_weights(config, self.model_config, self.dtype, *placed)
+        return open_weights(config, self.model_config, self.dtype, *placed)
 
     def _free_bytes(self) -> int:
         """Memory of the device that this process may take."""

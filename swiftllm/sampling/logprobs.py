@@ -32,6 +32,14 @@ def fetch_lists(stream: Stream, *tensors: torch.Tensor) -> list[list]:
     return [tensor.tolist() for tensor in on_host]
 
 
+def token_logprobs(tokens: Sequence[int], found: Sequence[list], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Of ``tokens``, from the lists that :func:`score_tokens` found, each with so many of the most likely tokens."""
+    return [
+        TokenLogprob(token, logprob, rank, tuple(zip(ids[:count], logprobs[:count], strict=True)))
+        for token, count, logprob, rank, ids, logprobs in zip(tokens, counts, *found, strict=True)
+    ]
+
+
 class PromptRows(NamedTuple):
     """Adjacent rows of a prompt that give the log-probabilities of the tokens ``following`` theirs."""
 
@@ -58,9 +66,7 @@ class PromptScorer:
                 for piece in self.pieces(rows)
             ]
             found = fetch_lists(self._stream, *(torch.cat(parts) for parts in zip(*pieces, strict=True)))
-            for token, logprob, rank, top_tokens, top_logprobs in zip(following, *found, strict=True):
-                top = tuple(zip(top_tokens, top_logprobs, strict=True))
-                request.prompt_logprobs.append(TokenLogprob(token, logprob, rank, top))
+            request.prompt_logprobs += token_logprobs(following, found, [count] * len(following))
 
     def pieces(self, rows: slice) -> list[slice]:
         """The rows in the pieces whose logits are computed at once."""

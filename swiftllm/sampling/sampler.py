@@ -12,7 +12,7 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
 from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
-from swiftllm.sampling.logprobs import fetch_lists, score_tokens
+from swiftllm.sampling.logprobs import fetch_lists, score_tokens, token_logprobs
 from swiftllm.sampling.penalties import adjust_logits, drop_improbable
 
 BYTES_PER_LOGIT = 24  # at the peak of a draw, about
@@ -132,12 +132,10 @@ class Sampler:
         return (int.from_bytes(digest, "little") >> 11) / 2**53
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
-        most = max(request.sampling.logprobs for request in requests)
-        found = fetch_lists(self._device.compute, *score_tokens(logits, self._upload(tokens), most))
-        for request, token, logprob, rank, top_tokens, top_logprobs in zip(requests, tokens, *found, strict=True):
-            count = request.sampling.logprobs
-            top = tuple(zip(top_tokens[:count], top_logprobs[:count], strict=True))
-            self._logprobs[request.request_id] = TokenLogprob(token, logprob, rank, top)
+        counts = [request.sampling.logprobs for request in requests]
+        found = fetch_lists(self._device.compute, *score_tokens(logits, self._upload(tokens), max(counts)))
+        scored = zip(requests, token_logprobs(tokens, found, counts), strict=True)
+        self._logprobs |= {request.request_id: logprob for request, logprob in scored}
 
     def _blocks(self, rows: list[int], columns: int) -> Iterator[list[int]]:
         count = max(1, self._logits_at_once // columns)

@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fastapi import APIRouter
-
-from swiftllm.server.observe.background import lifespan_of
-
 LOOK_EVERY_S = 1.0
 LEAST_INTERVAL_S = 10.0
 MOST_SHARE = 0.01
@@ -39,34 +35,20 @@ def without_full_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-class GarbageCollector:
-    """Runs full collections while the server runs, for :func:`without_full_collections`."""
+async def collect_at_rest(
+    is_urgent: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    collect: Callable[[], object] = gc.collect,
+) -> None:
+    """Run full collections until it is cancelled, for :func:`without_full_collections`.
 
-    def __init__(
-        self,
-        is_urgent: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
-        collect: Callable[[], object] = gc.collect,
-    ) -> None:
-        """``is_urgent``: whether latency-sensitive requests are open. ``clock``: seconds."""
-        self._is_urgent = is_urgent
-        self._clock = clock
-        self._collect = collect
-        self._end_s = clock()
-        self._interval_s = LEAST_INTERVAL_S
-        self.router = APIRouter(lifespan=lifespan_of(self._watch))
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.look()
-
-    def look(self) -> None:
-        """Collect if it is time."""
-        start_s = self._clock()
-        waited_s = start_s - self._end_s
-        if waited_s < (max(MOST_INTERVAL_S, self._interval_s) if self._is_urgent() else self._interval_s):
-            return
-        self._collect()
-        self._end_s = self._clock()
-        self._interval_s = max(LEAST_INTERVAL_S, (self._end_s - start_s) / MOST_SHARE)
+    ``is_urgent``: whether latency-sensitive requests are open. ``clock``: seconds.
+    """
+    end_s, interval_s = clock(), LEAST_INTERVAL_S
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        start_s = clock()
+        if start_s - end_s >= (max(MOST_INTERVAL_S, interval_s) if is_urgent() else interval_s):
+            collect()
+            end_s = clock()
+            interval_s = max(LEAST_INTERVAL_S, (end_s - start_s) / MOST_SHARE)

@@ -38,7 +38,7 @@ def run(python: Path, venv: Path | str, *arguments: str, cwd: Path = ROOT) -> su
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     command = [str(python), *arguments]
     env = {**inherited, "VENV": str(venv)}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def run_all(python: Path, venv: Path, *further: str) -> list[tuple[Sequence[str], subprocess.CompletedProcess[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
+from tests.golden.record import all_used_blocks_are_freed, described, digest, unfinished, watch_plans
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
@@ -43,8 +43,10 @@ def slower_cpu(table: ProfileTable, factor: float) -> ProfileTable:
 class Workload:
     """Requests at random over so many iterations, then to the end, on one machine.
 
+    ``at_once`` requests are there at the start; as many iterations' draws are made for them.
     ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
-    tier has more homes, on hosts that die and return, and the hardware is the fake one.
+    tier has more homes, on hosts that die and return, and the hardware is the fake one. Requests that leave a cohort
+    together free their blocks in no fixed order; where that happens, swaps are described without ``numbered_blocks``.
     """
 
     table: ProfileTable = TABLE
@@ -54,12 +56,14 @@ class Workload:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     iterations: int = 120
+    at_once: int = 0
     arrival_share: float = 0.3
     abort_share: float = 0.03
     best_effort_share: float = 0.3
     longest_prompt: int = 300
     longest_output: int = 60
     host_blocks: tuple[int, ...] = ()
+    numbered_blocks: bool = True
     strategy: dict[str, Any] = field(default_factory=lambda: {"disable_admission_control": True})
 
 
@@ -91,6 +95,10 @@ WORKLOADS = {
         table=SLOW_CPU, num_gpu_blocks=60, iterations=200, arrival_share=0.5, best_effort_share=0.9, longest_prompt=100,
         longest_output=40, strategy={"tpot_slo_s": 0.0195, "ttft_slo_s": 5.0, "slo_margin": 0.0},
     ),
+    "dear-riders": Workload(
+        table=SLOW_HAND_OVER, num_gpu_blocks=60, arrival_share=0.5, best_effort_share=0.6, longest_prompt=100,
+        longest_output=40, strategy={"tpot_slo_s": 0.0185, "ttft_slo_s": 5.0, "slo_margin": 0.0},
+    ),
     "forced-overlap": Workload(strategy={"strategy": "asynchronous-overlap", "disable_admission_control": True}),
     "forced-pipelining": Workload(strategy={"strategy": "asymmetric-pipelining", "disable_admission_control": True}),
     "impatient": Workload(
@@ -99,6 +107,15 @@ WORKLOADS = {
     "lost-hosts": Workload(
         num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
         max_num_seqs=16, max_num_batched_tokens=32, iterations=400, best_effort_share=0.5,
+    ),
+    "all-on-cpu": Workload(
+        num_gpu_blocks=4, num_cpu_blocks=2500, max_num_batched_tokens=2048, at_once=40, iterations=40,
+        longest_prompt=1000, longest_output=30,
+    ),
+    "aborts-and-deaths": Workload(
+        num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
+        max_num_seqs=16, max_num_batched_tokens=32, iterations=120, arrival_share=0.5, abort_share=0.3,
+        best_effort_share=0.5, numbered_blocks=False,
     ),
 }  # fmt: skip
 
@@ -115,12 +132,13 @@ def applies(system: str, workload: Workload) -> bool:
 def digests(system: str, workload: Workload, seed: int = 0) -> dict[str, Any]:
     """The number of plans, the seconds they took, and digests of the first 10, the first 100 and all of them."""
     plans: list[str] = []
-    engine = run(system, workload, random.Random(seed), lambda plan: plans.append(repr(described(plan))))
+    numbered = workload.numbered_blocks
+    engine = run(system, workload, random.Random(seed), lambda plan: plans.append(repr(described(plan, numbered))))
     return {
         "plans": len(plans),
         "seconds": engine.now(),
-        **{str(most): _digest(plans[:most]) for most in (10, 100)},
-        "all": _digest(plans),
+        **{str(most): digest(plans[:most]) for most in (10, 100)},
+        "all": digest(plans),
     }
 
 
@@ -129,15 +147,10 @@ def run(
 ) -> Engine:
     """Serve the workload to its end; ``see`` is given every plan as it was made. Both pools must end empty."""
     engine = _engine(system, workload)
-    schedule = engine.scheduler.schedule
-
-    def seen() -> IterationPlan:
-        plan = schedule()
-        see(plan)
-        return plan
-
-    engine.scheduler.schedule = seen
-    for number in range(workload.iterations):
+    watch_plans(engine, see)
+    for number in range(workload.at_once):
+        _arrivals(engine, workload, rng, number)
+    for number in range(workload.at_once, workload.at_once + workload.iterations):
         _arrivals(engine, workload, rng, number)
         _deaths(engine, workload, rng)
         engine.step()
@@ -146,30 +159,8 @@ def run(
             break
         engine.step()
     assert not engine.has_unfinished(), engine.state()
-    engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    all_used_blocks_are_freed(engine)
     return engine
-
-
-def described(plan: IterationPlan) -> tuple:
-    """A plan in plain values and in this project's lasting words, so that the digest outlives the names of classes."""
-    return (
-        plan.strategy.value,
-        [request.request_id for request in plan.decodes],
-        [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
-        [
-            (cohort.cohort_id, cohort.rule.value, cohort.most_crossings, [r.request_id for r in cohort.requests])
-            for cohort in plan.cohorts
-        ],
-        [(swap.request.request_id, swap.source.value, swap.source_blocks, swap.target_blocks) for swap in plan.swaps],
-        sorted(plan.leaving),
-        sorted(plan.predicted.items()),
-        plan.time_limit_s,
-    )
-
-
-def _digest(plans: list[str]) -> str:
-    return hashlib.sha256("\n".join(plans).encode()).hexdigest()[:16]
 
 
 def _engine(system: str, workload: Workload) -> Engine:
@@ -196,7 +187,7 @@ def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: in
             engine.add_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class)
         except RequestRefused:
             return
-    alive = [request for request in engine.scheduler.requests.values() if not request.is_finished]
+    alive = unfinished(engine)
     if aborts and alive:
         engine.abort(alive[int(which * len(alive))].request_id)
 

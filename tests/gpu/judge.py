@@ -15,9 +15,9 @@ import torch
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.weights import dummy_weights
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from tests.reference.paged_attention import attend_chunk
 
 CONFIG = {
@@ -50,8 +50,8 @@ def tiny_model() -> Iterator[Path]:
 class Judge:
     def __init__(self, model: Path) -> None:
         self._config = ModelConfig.from_folder(model)
-        ops, weights = ReferenceOps(), dummy_weights(self._config, "cpu", torch.float32, SEED)
-        self._model = LlamaModel(self._config, ResidentWeights(self._config, weights, ops), ops)
+        ops, weights = Ops(), dummy_weights(self._config, "cpu", torch.float32, SEED)
+        self._model = LlamaModel(self._config, LoadedWeights(self._config, weights, ops), ops)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -9,15 +9,15 @@ import torch
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
 from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import MOST_ERROR, LibraryLinear, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 
-REFERENCE = ReferenceOps()
+REFERENCE = Ops()
 EPS = 1e-5
 BLOCK_SIZE = 16
 HEADS = ((32, 8, 128), (32, 32, 128), (9, 3, 64), (12, 4, 80))  # query heads, KV heads, head dim

@@ -7,7 +7,7 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from tests.pacpu.cases import every_variant, use
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 from tests.reference.reserved_memory import WidePool
@@ -37,7 +37,7 @@ def test_a_context_beyond_2_to_the_31_elements_is_attended(wide, kernel, isa, nu
 
 
 def test_rows_and_whole_blocks_reach_and_leave_the_end_of_the_pool(wide):
-    ops, offsets = ReferenceOps(), torch.tensor([0, 15, 3, 7, 9])
+    ops, offsets = Ops(), torch.tensor([0, 15, 3, 7, 9])
     k, v = torch.randn(2, 5, 2, 64).half()
     wide.small[1, torch.arange(5), :, 0, offsets] = k
     wide.small[1, torch.arange(5), :, 1, offsets] = v

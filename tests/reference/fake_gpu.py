@@ -16,7 +16,7 @@ import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.parallel.backend
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_kernels import with_triton
@@ -25,7 +25,7 @@ from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
 OWN_CARD = 1
 
 
-class FakeOps(ReferenceOps):
+class FakeOps(Ops):
     """Decode attention as a kernel of its own, which like Triton's passes over empty rows. Of the other operations
     it is noted which of Triton's kernels they are."""
 
@@ -83,7 +83,7 @@ def fake_gpu(
             patch.setattr(module, "open_device", open_device)
             patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda), raising=False)
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
-        patch.setattr(triton_ops, "_launch", cuda.kernels.launch)
+        patch.setattr(triton_ops, "launch", cuda.kernels.launch)
         if not measure_cores:
             patch.setattr(apex.systems, "core_divisions", lambda *about, **lane: core_divisions(*about, **lane)[:1])
         yield cuda

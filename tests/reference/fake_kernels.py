@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.fake_streams import DEVICE
 
@@ -55,7 +55,7 @@ def with_triton(operation: str) -> Callable[..., Any]:
     def on_device(self: Any, *arguments: Any) -> Any:
         if any(isinstance(x, torch.Tensor) and x.device == DEVICE for x in arguments[:1]):
             self.cuda.kernels.launch_as_triton(operation, *arguments)
-        return getattr(ReferenceOps, operation)(self, *arguments)
+        return getattr(Ops, operation)(self, *arguments)
 
     return on_device
 

@@ -65,7 +65,7 @@ class MetaGpu(CountedMemory):
         }
         for name, function in on_cuda.items():
             self._patches.setattr(torch.cuda, name, function)
-        self._patches.setattr(triton_ops, "_launch", lambda *arguments, **sizes: None)
+        self._patches.setattr(triton_ops, "launch", lambda *arguments, **sizes: None)
         self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
         return super().__enter__()
 

@@ -29,4 +29,4 @@ def add_tool(folder: Path, name: str, body: str) -> None:
 
 def run_script(name: str, bare_path: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess:
     env = {"PATH": str(bare_path), "APEX_CACHE_DIR": str(cache), "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run([SCRIPTS / name, *arguments], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([SCRIPTS / name, *arguments], env=env, capture_output=True, text=True, timeout=300)

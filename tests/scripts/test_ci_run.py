@@ -26,7 +26,7 @@ def run_ci(bare_path: Path, cache: Path, **variables: str) -> subprocess.Complet
         exit ${{TESTS_STATUS:-2}}""",
     )
     env = {"PATH": str(bare_path), "APEX_CACHE_DIR": str(cache), "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run([SCRIPTS.parent / ".ci/run"], env=env | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run([SCRIPTS.parent / ".ci/run"], env=env | variables, capture_output=True, text=True, timeout=300)
 
 
 def test_with_a_browser_no_test_of_a_page_may_be_skipped(bare_path, tmp_path):

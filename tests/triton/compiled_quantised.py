@@ -29,7 +29,7 @@ TARGETS = [(capability, torch.float16) for capability in SHARED_KIB] + [(80, tor
 
 
 def multiply(ops: TritonOps, out: int, inputs: int, dtype: torch.dtype, has_runs: bool) -> None:
-    matrix = QuantisedMatrix.empty(out, inputs, 128, dtype, HOST)
+    matrix = QuantisedMatrix.allocate(torch.empty, out, inputs, inputs // 128, 128, dtype, dtype)
     if has_runs:  # as a rank's part of a matrix with act-order has them
         matrix = replace(matrix, order=torch.arange(inputs), runs=torch.zeros(inputs // 16, dtype=torch.int32))
     linear = ops.make_quantised_linear(matrix, torch.zeros(out, dtype=dtype))
@@ -55,9 +55,8 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path, monkeypatc
         assert f".target sm_{capability}" in ptx
         assert shared <= SHARED_KIB[capability] * 1024, name
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        assert on_tensor_cores == (name == "quantised_linear_kernel"), name
+        assert on_tensor_cores == (name == "quantised_linear_kernel" and capability >= 80), name
         if name == "quantised_linear_kernel" and capability < 90:  # where tiles of 64 rows take 61 KiB of 228
             assert shared <= max(QUANTISED_SHARED_BYTES.values()), "fewer programs run at a time than expected"
         names.add(name)
-    every = {name for name in vars(triton_quantised) if name.endswith("_kernel")}
-    assert names == every - {"summed_rows_kernel" if capability >= 80 else "quantised_linear_kernel"}
+    assert names == {name for name in vars(triton_quantised) if name.endswith("_kernel")}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import swiftllm.ops.triton.ops as triton_ops
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
@@ -20,7 +20,7 @@ repair_bfloat16()
 watch_memory()
 
 HOST = torch.device("cpu")
-REFERENCE = ReferenceOps()
+REFERENCE = Ops()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
 EXACTLY = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -184,13 +184,13 @@ def test_decode_attention(dtype, capability, shape):
 @pytest.mark.parametrize("dtype, capability", PATHS, ids=str)
 def test_contexts_of_one_split_take_one_kernel_and_have_the_bits_of_two(dtype, capability, monkeypatch):
     launched: list[str] = []
-    launch = triton_ops._launch
+    launch = triton_ops.launch
 
     def counted(kernel, *arguments, **options) -> None:
         launched.append(kernel.fn.__name__)
         launch(kernel, *arguments, **options)
 
-    monkeypatch.setattr(triton_ops, "_launch", counted)
+    monkeypatch.setattr(triton_ops, "launch", counted)
     seq_lens = torch.tensor([1, MIN_SPLIT_TOKENS, 0, 37], dtype=torch.int32)
     q, k, v = strided_rows(4, 8, 64, dtype=dtype).split((4, 2, 2), dim=1)
     kv_layer = torch.randn(40, 2, 2, 16, 64).to(dtype)
@@ -261,7 +261,7 @@ def test_a_decode_has_as_many_splits_as_programs_find_shared_memory(monkeypatch)
     layer = torch.empty(1, 8, 2, 16, 128, dtype=torch.float16)
     for shared_kib in (100, 164):
         monkeypatch.setattr(
-            triton_ops, "_launch", lambda kernel, grid, *_, kib=shared_kib, **__: grids.setdefault(kib, grid[0])
+            triton_ops, "launch", lambda kernel, grid, *_, kib=shared_kib, **__: grids.setdefault(kib, grid[0])
         )
         ops = TritonOps(HOST, 80, num_multiprocessors=64, shared_bytes=shared_kib << 10)
         q, k, v = rows.split((8, 8, 8), dim=1)

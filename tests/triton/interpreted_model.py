@@ -18,7 +18,6 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
@@ -70,7 +69,7 @@ def generate(model_folder, monkeypatch) -> Callable[[Ops, str], list[Request]]:
 
 
 OPS = {
-    "reference": ReferenceOps(),
+    "reference": Ops(),
     "Triton, tensor cores": TritonOps(torch.device("cpu"), capability=80, num_multiprocessors=16),
     "Triton, no tensor cores": TritonOps(torch.device("cpu"), capability=75, num_multiprocessors=16),
 }

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.ops import MIN_SPLIT_BLOCKS, MOST_QUANTISED_ROWS, TritonOps, blocks_per_split
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16
@@ -118,7 +118,7 @@ def test_products_with_the_matrix_written_out(capability, dtype, rows) -> None:
         matrix = random_matrix(136, 160, 32, dtype, torch.float16, ordered)
         x, bias = strided(rows, 160, dtype), torch.randn(136).to(dtype)
         linear = TritonOps(HOST, capability, 2).make_quantised_linear(matrix, bias)
-        reference = ReferenceOps().make_quantised_linear(matrix, bias)
+        reference = Ops().make_quantised_linear(matrix, bias)
         assert_close(linear(x), product(x, matrix, bias), dtype)
         assert_close(reference(x), product(x, matrix, bias), dtype)
 

@@ -13,7 +13,7 @@ A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The forma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,54 +25,47 @@ from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, 
 PIECES = 16  # of a matrix' outputs: while one is unpacked and packed anew, it takes some six times its packed bytes
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SYMMETRIC_ZERO = 8
-TENSORS = {
-    AWQ: frozenset({"qweight", "qzeros", "scales"}),
-    GPTQ: frozenset({"qweight", "qzeros", "scales"}),
-    COMPRESSED_TENSORS: frozenset({"weight_packed", "weight_scale"}),
-}
-"""What a quantised module has at least; :data:`OPTIONAL`: what it may have besides."""
-OPTIONAL = {
-    AWQ: frozenset(),
-    GPTQ: frozenset({"g_idx"}),
-    COMPRESSED_TENSORS: frozenset({"weight_zero_point", "weight_shape", "weight_g_idx"}),
-}
-
-GROUPS_OF_INPUTS = ("g_idx", "weight_g_idx")
-SCALES = ("scales", "weight_scale")
-
 OUT, IN, GROUP = "out", "in", "group"
 Axis = Literal["out", "in", "group"]
-AXES: Mapping[str, Mapping[str, Sequence[Axis]]] = {
-    AWQ: {"qweight": (IN, OUT), "qzeros": (GROUP, OUT), "scales": (GROUP, OUT)},
-    GPTQ: {"qweight": (IN, OUT), "qzeros": (GROUP, OUT), "scales": (GROUP, OUT), "g_idx": (IN,)},
+AXES: Mapping[str, Mapping[str, str]] = {
+    AWQ: {"qweight": "in out/8", "qzeros": "group out/8", "scales": "group out"},
+    GPTQ: {"qweight": "in/8 out", "qzeros": "group out/8", "scales": "group out", "g_idx": "in"},
     COMPRESSED_TENSORS: {
-        "weight_packed": (OUT, IN),
-        "weight_scale": (OUT, GROUP),
-        "weight_zero_point": (OUT, GROUP),
-        "weight_g_idx": (IN,),
-        "weight_shape": (),
+        "weight_packed": "out in/8",
+        "weight_scale": "out group",
+        "weight_zero_point": "out/8 group",
+        "weight_g_idx": "in",
+        "weight_shape": "",
     },
 }
-"""What the axes of each tensor run over; outputs and inputs one by one, or in words of eight."""
+"""What the axes of each tensor of a module run over: one by one, or in words of eight. :data:`OPTIONAL`: tensors that
+a module may lack."""
+SCALES = ("scales", "weight_scale")
+INPUT_GROUPS = ("g_idx", "weight_g_idx")
+OPTIONAL = {*INPUT_GROUPS, "weight_zero_point", "weight_shape"}
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def required_tensors(scheme: QuantisationScheme) -> frozenset[str]:
+def required_tensors(scheme: QuantisationScheme) -> set[str]:
     """The tensors without which a module cannot be read."""
-    if scheme.method == COMPRESSED_TENSORS:
-        asymmetric = frozenset() if scheme.symmetric else {"weight_zero_point"}
-        return TENSORS[COMPRESSED_TENSORS] | asymmetric | ({"weight_g_idx"} if scheme.ordered else frozenset())
-    return TENSORS[scheme.method] | ({"g_idx"} if scheme.ordered else frozenset())
+    needed = set(INPUT_GROUPS) if scheme.ordered else set()
+    needed |= set() if scheme.symmetric else {"weight_zero_point"}
+    return {name for name in AXES[scheme.method] if name not in OPTIONAL or name in needed}
 
 
 def divisible_axes(scheme: QuantisationScheme) -> dict[str, tuple[Axis, ...]]:
-    """:data:`AXES` of a scheme, where groups count as inputs if those of a part of the inputs are a part of them."""
+    """The axes of each tensor, where groups count as inputs if those of a part of the inputs are a part of them."""
     adjacent = scheme.group_size is not None and not scheme.ordered
     return {
-        name: tuple(IN if axis == GROUP and adjacent else axis for axis in axes)
+        name: tuple(IN if axis == GROUP and adjacent else axis for axis, _ in _axes(axes))
         for name, axes in AXES[scheme.method].items()
     }
+
+
+def _axes(text: str) -> list[tuple[Axis, int]]:
+    """From an entry of :data:`AXES`, with how many of each axis an element holds."""
+    return [(axis, int(held or 1)) for axis, _, held in (word.partition("/") for word in text.split())]
 
 
 @dataclass(frozen=True)
@@ -118,25 +111,27 @@ def open_matrix(
             names the tensor.
     """
     is_part = whole_in_features not in (None, in_features) and scheme.ordered and scheme.group_size is not None
-    group_size = scheme.group_size_of(whole_in_features if is_part else in_features)
-    groups = (whole_in_features if is_part else in_features) // group_size
-    _check_shapes(scheme, tensors, out_features, in_features, groups)
+    grouped_inputs = whole_in_features if is_part else in_features
+    group_size = scheme.group_size_of(grouped_inputs)
+    _check_shapes(scheme, tensors, out_features, in_features, grouped_inputs // group_size)
     scales, zeros, g_idx = _per_group(scheme, tensors, out_features)
-    codes_of = _codes_of(scheme, tensors)
+    codes_of, runs = _codes_of(scheme, tensors), None
+    in_own_order = codes_of
     if is_part:
         wanted = g_idx.long()
+        empty, order, runs = sort_into_runs(in_own_order(slice(0, 0)), zeros[:, :0], wanted)
+        in_features = len(empty)
 
-        def in_runs(outputs: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return sort_into_runs(codes_of(outputs), zeros[:, outputs], wanted)
+        def codes_of(outputs: slice) -> torch.Tensor:
+            return sort_into_runs(in_own_order(outputs), zeros[:, outputs], wanted)[0]
 
-        codes, order, runs = in_runs(slice(0, 0))
-        args = scales, zeros, group_size, dtype, order, runs, lambda outputs: in_runs(outputs)[0]
-        return StoredMatrix(out_features, codes.shape[0], *args)
-    order = input_order(g_idx, group_size)
-    if order is None:
-        return StoredMatrix(out_features, in_features, scales, zeros, group_size, dtype, None, None, codes_of)
-    args = scales, zeros, group_size, dtype, order.int(), None, lambda outputs: codes_of(outputs).index_select(0, order)
-    return StoredMatrix(out_features, in_features, *args)
+    elif (order := input_order(g_idx, group_size)) is not None:
+        order = order.int()
+
+        def codes_of(outputs: slice) -> torch.Tensor:
+            return in_own_order(outputs).index_select(0, order)
+
+    return StoredMatrix(out_features, in_features, scales, zeros, group_size, dtype, order, runs, codes_of)
 
 
 def _per_group(
@@ -241,25 +236,8 @@ def sort_into_runs(
 def _check_shapes(
     scheme: QuantisationScheme, tensors: Tensors, out_features: int, in_features: int, groups: int
 ) -> None:
-    packed_in, packed_out = -(-in_features // CODES_PER_WORD), -(-out_features // CODES_PER_WORD)
-    shapes = {
-        AWQ: {"qweight": (in_features, packed_out), "qzeros": (groups, packed_out), "scales": (groups, out_features)},
-        GPTQ: {
-            "qweight": (packed_in, out_features),
-            "qzeros": (groups, packed_out),
-            "scales": (groups, out_features),
-            "g_idx": (in_features,),
-        },
-        COMPRESSED_TENSORS: {
-            "weight_packed": (out_features, packed_in),
-            "weight_scale": (out_features, groups),
-            "weight_zero_point": (packed_out, groups),
-            "weight_g_idx": (in_features,),
-            "weight_shape": (2,),
-        },
-    }
-    for name, shape in shapes[scheme.method].items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"{name} has shape {list(tensors[name].shape)}, {scheme.describe()} asks for {list(shape)}"
-            )
+    sizes = {OUT: out_features, IN: in_features, GROUP: groups}
+    for name, axes in AXES[scheme.method].items():
+        shape = [-(-sizes[axis] // held) for axis, held in _axes(axes)]
+        if shape and name in tensors and list(tensors[name].shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensors[name].shape)}, {scheme.describe()} asks for {shape}")

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton import cdiv, next_power_of_2
 
 from pacpu import rows as host_rows
-from swiftllm.ops.interface import MakesLinears
+from swiftllm.ops.interface import Linear, Ops, multiply
 from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.triton.attention import (
     decode_combine_kernel,
     decode_partials_dot_kernel,
@@ -29,7 +27,6 @@ from swiftllm.ops.triton.quantised import (
     combine_splits_kernel,
     dequantise_kernel,
     quantised_linear_kernel,
-    summed_rows_kernel,
 )
 from swiftllm.ops.triton.rows import (
     add_rms_norm_kernel,
@@ -76,7 +73,7 @@ SPILLING_TILE, ITS_REGISTERS = (90, 32), 128
 DEQUANTISED_COLUMNS_TILE = 128
 
 
-class TritonOps(ReferenceOps):
+class TritonOps(Ops):
     """See :class:`swiftllm.ops.interface.Ops` for the contracts. Caches in host memory are left to pacpu and torch.
 
     Rows of q, k, v and x may be strided. Their heads and dims must be contiguous, else ``ValueError`` is raised.
@@ -107,7 +104,7 @@ class TritonOps(ReferenceOps):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     @property
-    def in_place(self) -> MakesLinears:
+    def in_place(self) -> Ops:
         about = self._device, self._capability, self._num_multiprocessors
         return self if self._library is None else TritonOps(*about, shared_bytes=self._shared_bytes)
 
@@ -115,7 +112,7 @@ class TritonOps(ReferenceOps):
     def by_library(self) -> str | None:
         return f"{PACKAGE} {installed_version()}" if self._library is not None and self._library.is_used else None
 
-    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
             return linear
         if self._capability < TENSOR_CORES:
@@ -132,8 +129,7 @@ class TritonOps(ReferenceOps):
                 x = x.index_select(1, matrix.order)
             if x.shape[0] <= (self.most_quantised_rows if self._has_tensor_cores(x) else MOST_SUMMED_ROWS):
                 return self._multiply_codes(x, matrix, bias, out)
-            dense = _dequantise_transposed(matrix)
-            return torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
+            return multiply(x, _dequantise_transposed(matrix), bias, out)
 
         return linear
 
@@ -145,24 +141,25 @@ class TritonOps(ReferenceOps):
             out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         if not rows:
             return out
-        if self._has_tensor_cores(x):
-            kernel, (rows_tile, columns_tile) = quantised_linear_kernel, linear_tiles(rows)
+        by_dot = self._has_tensor_cores(x)
+        if by_dot:
+            rows_tile, columns_tile = linear_tiles(rows)
             programs = self._programs_at_once(QUANTISED_SHARED_BYTES[rows_tile])
         else:
-            kernel, rows_tile, columns_tile = summed_rows_kernel, next_power_of_2(rows), SUMMED_COLUMNS_TILE
+            rows_tile, columns_tile = next_power_of_2(rows), SUMMED_COLUMNS_TILE
             programs = self._programs_at_once(LANES_SHARED_BYTES)
         grid = cdiv(rows, rows_tile), cdiv(columns, columns_tile)
         blocks = cdiv(matrix.in_features, BLOCK_INPUTS)
         per_split = blocks_per_split(blocks, grid[0] * grid[1], programs)
         splits = cdiv(blocks, per_split)
         partial = torch.empty((splits, rows, columns), dtype=torch.float32, device=x.device)
-        _launch(
-            kernel, (*grid, splits),
+        launch(
+            quantised_linear_kernel, (*grid, splits),
             x, *_quantised_tensors(matrix), partial, _row_stride(x), rows, per_split,
-            matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile,
+            matrix.in_features, columns, matrix.group_size, matrix.runs is not None, rows_tile, columns_tile, by_dot,
             num_warps=4, max_registers=ITS_REGISTERS if (self._capability, rows_tile) == SPILLING_TILE else None,
         )  # fmt: skip
-        _launch(
+        launch(
             combine_splits_kernel, (rows, cdiv(columns, COLUMNS_TILE)),
             partial, partial if bias is None else bias, out, _row_stride(out), rows, splits,
             columns, bias is not None, COLUMNS_TILE,
@@ -176,7 +173,7 @@ class TritonOps(ReferenceOps):
         if rows:
             tile = next_power_of_2(size)
             sizes = size, tile
-            _launch(rms_norm_kernel, (rows,), x, weight, out, _row_stride(x), eps, *sizes, num_warps=_row_warps(tile))
+            launch(rms_norm_kernel, (rows,), x, weight, out, _row_stride(x), eps, *sizes, num_warps=_row_warps(tile))
         return out
 
     def add_rms_norm_(
@@ -187,7 +184,7 @@ class TritonOps(ReferenceOps):
         if rows:
             tile = next_power_of_2(size)
             tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))
-            _launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
+            launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
         return out
 
     def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
@@ -195,14 +192,14 @@ class TritonOps(ReferenceOps):
         if rows:
             grid = (rows, cdiv(heads, HEADS_TILE))
             sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim)
-            _launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, *sizes, num_warps=1)
+            launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, *sizes, num_warps=1)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows, heads, head_dim = x.shape
         if rows:
             grid = (rows, cdiv(heads, HEADS_TILE))
             sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim // 2)
-            _launch(rotary_kernel, grid, x, rotary_rows, _row_stride(x), *sizes, num_warps=1)
+            launch(rotary_kernel, grid, x, rotary_rows, _row_stride(x), *sizes, num_warps=1)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -210,7 +207,7 @@ class TritonOps(ReferenceOps):
         if rows:
             grid = (rows, cdiv(size, COLUMNS_TILE))
             sizes = size, COLUMNS_TILE
-            _launch(silu_and_mul_kernel, grid, gate_up, out, _row_stride(gate_up), *sizes, num_warps=4)
+            launch(silu_and_mul_kernel, grid, gate_up, out, _row_stride(gate_up), *sizes, num_warps=4)
         return out
 
     def store_kv(
@@ -228,7 +225,7 @@ class TritonOps(ReferenceOps):
             grid = (rows, cdiv(heads, HEADS_TILE))
             sizes = heads, head_dim, kv_layer.shape[3], HEADS_TILE, next_power_of_2(head_dim)
             strides = _row_stride(k), _row_stride(v)
-            _launch(store_kv_kernel, grid, k, v, kv_layer, blocks, offsets, *strides, *sizes, num_warps=2)
+            launch(store_kv_kernel, grid, k, v, kv_layer, blocks, offsets, *strides, *sizes, num_warps=2)
 
     def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
         if pool.device.type != self._device.type:
@@ -270,7 +267,7 @@ class TritonOps(ReferenceOps):
         if not is_one:
             partial_out = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
             partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
-        _launch(
+        launch(
             kernel, (num_splits, num_kv_heads, rows),
             q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
             _row_stride(q), _row_stride(k), _row_stride(v), _row_stride(out), block_tables.stride(0),
@@ -280,7 +277,7 @@ class TritonOps(ReferenceOps):
         )  # fmt: skip
         if is_one:
             return
-        _launch(
+        launch(
             decode_combine_kernel, (heads, rows),
             partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
             heads, head_dim, dim_tile, COMBINE_TILE,
@@ -323,7 +320,7 @@ def _dequantise_transposed(matrix: QuantisedMatrix) -> torch.Tensor:
     dense = torch.empty((inputs, columns), dtype=matrix.dtype, device=matrix.codes.device)
     grid = cdiv(columns, DEQUANTISED_COLUMNS_TILE), cdiv(inputs, BLOCK_INPUTS)
     sizes = inputs, columns, matrix.group_size, matrix.runs is not None, DEQUANTISED_COLUMNS_TILE
-    _launch(dequantise_kernel, grid, *_quantised_tensors(matrix), dense, *sizes, num_warps=4)
+    launch(dequantise_kernel, grid, *_quantised_tensors(matrix), dense, *sizes, num_warps=4)
     return dense
 
 
@@ -332,7 +329,7 @@ def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor, ...]:
     return matrix.codes, matrix.scales, matrix.zeros, matrix.codes if matrix.runs is None else matrix.runs
 
 
-def _launch(
+def launch(
     kernel: Any,
     grid: tuple[int, ...],
     *arguments: Any,
@@ -340,6 +337,7 @@ def _launch(
     num_stages: int = 3,
     max_registers: int | None = None,
 ) -> None:
+    """Every kernel of this module is launched here: what stands in for a GPU takes this function's place."""
     # Fused multiply-adds are explicit because Triton's default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     kernel[grid](*arguments, **options, maxnreg=max_registers)
@@ -352,7 +350,7 @@ def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor
         grid = (cdiv(words, COPY_WORDS_TILE), len(blocks), num_layers)
         tensors = pool.view(torch.int32), staging.view(torch.int32), blocks
         sizes = len(blocks), num_blocks, words, COPY_WORDS_TILE
-        _launch(copy_blocks_kernel, grid, *tensors, *sizes, gather, num_warps=4)
+        launch(copy_blocks_kernel, grid, *tensors, *sizes, gather, num_warps=4)
 
 
 def _row_stride(x: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ without a conversion: or-ed into the mantissa of 2^23 they are that number plus 
 With few rows there are few tiles, and splits fill the GPU. Each writes its own partial sums, which
 ``combine_splits_kernel`` adds in a fixed order, so a result does not depend on which program ends first.
 
-``summed_rows_kernel`` does the same by multiply-adds, for very few rows where Triton has no tensor cores.
+Where Triton has no tensor cores, it multiplies very few rows by multiply-adds.
 
 ``dequantise_kernel`` writes the matrix out, for many rows, and for more than very few on such a GPU: a library
 multiplies then.
@@ -43,13 +43,16 @@ def _group(runs, start, IN: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.cons
 def quantised_linear_kernel(
     x, codes, scales, zeros, runs, partial, x_stride, num_rows, blocks_per_split,
     IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr,
-    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, BY_DOT: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(row tiles, output tiles, splits)``; float32 ``partial [splits, num_rows, OUT]``.
 
     Row tiles come first, so that programs which run together share codes: memory is read once, then the L2 cache.
-    Tiles are powers of two of at least 16. ``GROUP`` is a multiple of 16, or as large as ``IN``. ``runs`` is not read
-    without ``HAS_RUNS``, nor is ``GROUP`` with it.
+    Tiles are powers of two, of at least 16 with ``BY_DOT``. ``GROUP`` is a multiple of 16, or as large as ``IN``.
+    ``runs`` is not read without ``HAS_RUNS``, nor is ``GROUP`` with it.
+
+    Without ``BY_DOT`` each of the 16 inputs of a shift has sums of its own, which are added up after the loop: so the
+    loop has no exchange between threads.
     """
     rows = tl.program_id(0) * ROWS_TILE + tl.arange(0, ROWS_TILE)
     columns = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
@@ -61,7 +64,10 @@ def quantised_linear_kernel(
     stop = tl.minimum(first + blocks_per_split, num_blocks)
     rows_at = x + rows.to(tl.int64)[:, None] * x_stride
 
-    sums = tl.zeros([ROWS_TILE, COLUMNS_TILE], tl.float32)
+    if BY_DOT:
+        sums = tl.zeros([ROWS_TILE, COLUMNS_TILE], tl.float32)
+    else:
+        sums = tl.zeros([ROWS_TILE, 16, COLUMNS_TILE], tl.float32)
     for block in tl.range(first, stop):
         words_at = codes + (block * 16 + depth).to(tl.int64)[:, None] * OUT + columns[None, :]
         words = tl.load(words_at, mask=in_matrix[None, :], other=0)
@@ -72,49 +78,16 @@ def quantised_linear_kernel(
             values = tl.load(rows_at + inputs[None, :], mask=in_batch[:, None] & in_row[None, :], other=0.0)
             group = _group(runs, start, IN, GROUP, HAS_RUNS)  # the values of padded inputs are 0
             weights = _weights(words, scales, zeros, group, columns, in_matrix, shift, OUT)
-            sums = tl.dot(values, weights.to(values.dtype), sums)
+            weights = weights.to(values.dtype)  # those of the matrix written out
+            if BY_DOT:
+                sums = tl.dot(values, weights, sums)
+            else:
+                sums += values.to(tl.float32)[:, :, None] * weights.to(tl.float32)[None, :, :]
+    if not BY_DOT:
+        sums = tl.sum(sums, 1)
 
     at = (split * num_rows + rows).to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(partial + at, sums, mask=in_batch[:, None] & in_matrix[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
-def summed_rows_kernel(
-    x, codes, scales, zeros, runs, partial, x_stride, num_rows, blocks_per_split,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, HAS_RUNS: tl.constexpr,
-    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
-):  # fmt: skip
-    """As ``quantised_linear_kernel``, without ``tl.dot``; grid ``(1, output tiles, splits)``.
-
-    ``ROWS_TILE`` is a power of two, all rows in one tile. Each of the 16 inputs of a shift has sums of its own, which
-    are added up after the loop: so the loop has no exchange between threads.
-    """
-    rows = tl.arange(0, ROWS_TILE)
-    columns = tl.program_id(1) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
-    split = tl.program_id(2)
-    in_matrix, in_batch = columns < OUT, rows < num_rows
-    depth = tl.arange(0, 16)
-    num_blocks: tl.constexpr = (IN + 128 - 1) // 128
-    first = split * blocks_per_split
-    stop = tl.minimum(first + blocks_per_split, num_blocks)
-    rows_at = x + rows.to(tl.int64)[:, None] * x_stride
-
-    sums = tl.zeros([ROWS_TILE, 16, COLUMNS_TILE], tl.float32)
-    for block in tl.range(first, stop):
-        words_at = codes + (block * 16 + depth).to(tl.int64)[:, None] * OUT + columns[None, :]
-        words = tl.load(words_at, mask=in_matrix[None, :], other=0)
-        for shift in tl.static_range(8):
-            start = block * 128 + shift * 16
-            inputs = start + depth
-            in_row = inputs < IN
-            values = tl.load(rows_at + inputs[None, :], mask=in_batch[:, None] & in_row[None, :], other=0.0)
-            group = _group(runs, start, IN, GROUP, HAS_RUNS)  # the values of padded inputs are 0
-            weights = _weights(words, scales, zeros, group, columns, in_matrix, shift, OUT)
-            weights = weights.to(values.dtype).to(tl.float32)  # those of the matrix written out
-            sums += values.to(tl.float32)[:, :, None] * weights[None, :, :]
-
-    at = (split * num_rows + rows).to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(partial + at, tl.sum(sums, 1), mask=in_batch[:, None] & in_matrix[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])

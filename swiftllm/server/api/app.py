@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -27,8 +31,8 @@ from swiftllm.server.api.protocol import (
     TokenizeRequest,
 )
 from swiftllm.server.api.request_starts import RequestStarts
-from swiftllm.server.garbage import GarbageCollector
-from swiftllm.server.observe.activity import ActivityLog
+from swiftllm.server.garbage import collect_at_rest
+from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import IterationRecorder, StatusPage
 from swiftllm.server.service.service import EngineService
@@ -64,19 +68,35 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
         return service.has_open(ServiceClass.LATENCY_SENSITIVE)
 
     starts = RequestStarts(lambda: service.is_serving, is_urgent)
-    app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None)
+    page = StatusPage(service, context.model_name, recorder)
+    lifespan = lifespan_of(page.sample_snapshots, partial(log_activity, service), partial(collect_at_rest, is_urgent))
+    app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     handle_errors(app, metrics)
-    app.include_router(open_routes(context))
-    app.include_router(metrics.router)
-    app.include_router(StatusPage(service, context.model_name, recorder).router)
-    app.include_router(ActivityLog(service).router)
-    app.include_router(GarbageCollector(is_urgent).router)
-    app.include_router(api_routes(context, starts))
+    for router in (open_routes(context), metrics.router, page.router, api_routes(context, starts)):
+        app.include_router(router)
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
         app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
     )  # wraps ``send`` of streams too
+
+
+def lifespan_of(
+    *works: Callable[[], Coroutine[Any, Any, None]],
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The lifespan of an application: ``works`` run as tasks on its event loop, and are cancelled at its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(work()) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return lifespan
 
 
 def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
@@ -146,14 +166,11 @@ def open_routes(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
     @router.api_route("/health", methods=READ)
+    @router.api_route("/ping", methods=[*READ, "POST"])
     async def health() -> Response:
         state = context.service.health
         line = state.status if not state.reason else f"{state.status}: {state.reason}"
         return PlainTextResponse(line, 200 if state.status == "ok" else 503)
-
-    @router.api_route("/ping", methods=[*READ, "POST"])
-    async def ping() -> Response:
-        return await health()
 
     @router.api_route("/version", methods=READ)
     async def version() -> Response:

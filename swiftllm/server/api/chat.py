@@ -12,7 +12,7 @@ from swiftllm.model.tokenizer import REPLACEMENT_CHARACTER
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
 from swiftllm.server.api.protocol import ChatRequest
-from swiftllm.server.api.responses import Answer, finite, respond, token_text
+from swiftllm.server.api.responses import Answer, as_json, finite, token_text
 
 
 async def answer_chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
@@ -25,19 +25,20 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:  # all that is left; a prompt that leaves no room is refused on submission, with the numbers
         max_tokens = max(1, context.longest_request - len(prompt.token_ids))
-    generation = Generation(context, "chatcmpl", body, [prompt], max_tokens)
-    return await respond(ChatAnswer(context, generation, body), body, request)
+    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens)).respond(request)
 
 
 class ChatAnswer(Answer):
     """Formats the outputs as chat completions."""
 
     object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
-    text_before, text_after = '"delta":{"content":', "}"
 
     def opening_events(self, choice: Choice) -> str:
         role = '"delta":{"role":"assistant","content":""}'
         return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null')
+
+    def chunk_text(self, text: str) -> str:
+        return f'"delta":{{"content":{as_json(text)}}}'
 
     def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}

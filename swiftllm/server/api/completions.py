@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from fastapi import Request, Response
@@ -13,7 +14,7 @@ from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
 from swiftllm.server.api.output_text import Piece
 from swiftllm.server.api.protocol import CompletionRequest
-from swiftllm.server.api.responses import Answer, finite, respond, token_text
+from swiftllm.server.api.responses import Answer, as_json, finite, token_text
 
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
@@ -28,50 +29,41 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
         else Prompt(prompt)
         for prompt in body.prompts
     ]
-    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make)
-    return await respond(CompletionAnswer(context, generation, body), body, request)
+    return await CompletionAnswer(Generation(context, "cmpl", body, prompts, body.tokens_to_make)).respond(request)
 
 
 class CompletionAnswer(Answer):
     """Formats the outputs as completions."""
 
     object_name = chunk_object_name = "text_completion"
-    text_before, text_after = '"text":', ""
 
-    def __init__(self, context: ServingContext, generation: Generation, body: CompletionRequest) -> None:
-        super().__init__(context, generation, body)
-        self._echo = body.echo
-        self._with_logprobs = body.logprobs is not None
-        self._offsets = [0] * len(generation.choices)
-
-    def opening_events(self, choice: Choice) -> str:
-        return "".join(self.chunk_event(choice, piece) for piece in self.prompt_pieces(choice))
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        self._offsets = [0] * len(generation.choices)  # of the next token in the text of each choice
 
     def prompt_pieces(self, choice: Choice) -> list[Piece]:
-        if not self._echo:
+        if not self.body.echo:
             return []
         entries: list[TokenLogprob] = []
-        if self._with_logprobs:
+        if self.body.logprobs is not None:
             entries = [TokenLogprob(choice.prompt.token_ids[0], math.nan), *choice.stream.prompt_logprobs]
-        return [Piece(self._prompt_text(choice), entries)]
+        return [Piece(self._prompt_text(choice.prompt), entries)]
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None or self.tokenizer is None:
+            return prompt.text or ""
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)  # as the tokens in `logprobs`
+
+    def chunk_text(self, text: str) -> str:
+        return f'"text":{as_json(text)}'
 
     def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"text": text, **self.prompt_logprobs(choice)}
 
-    def _prompt_text(self, choice: Choice) -> str:
-        prompt = choice.prompt
-        if prompt.text is not None or self.tokenizer is None:
-            return prompt.text or ""
-        return self.tokenizer.decode(
-            prompt.token_ids, skip_special_tokens=False
-        )  # so that it equals the tokens in `logprobs`
-
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [token_text(self.tokenizer, entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[choice.index])
-            self._offsets[choice.index] += len(token)
+        offsets = list(accumulate(map(len, tokens), initial=self._offsets[choice.index]))
+        self._offsets[choice.index] = offsets.pop()
         return {
             "text_offset": offsets,
             "token_logprobs": [None if math.isnan(entry.logprob) else finite(entry.logprob) for entry in entries],
@@ -85,7 +77,6 @@ class CompletionAnswer(Answer):
             return None
         likeliest: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            likeliest.setdefault(
-                token_text(self.tokenizer, token_id), finite(logprob)
-            )  # of tokens with equal texts the likelier one
+            # Of tokens with equal texts the likelier one counts.
+            likeliest.setdefault(token_text(self.tokenizer, token_id), finite(logprob))
         return likeliest

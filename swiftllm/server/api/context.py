@@ -22,7 +22,10 @@ Result = TypeVar("Result")
 
 
 class ServingContext:
-    """The service, its settings, and the model's names, limits and tokenizer."""
+    """The service, its settings, and the model's names, limits and tokenizer.
+
+    ``tokenizer`` is None if the model folder has none: prompts are token ids and answers have no text.
+    """
 
     def __init__(self, service: EngineService, settings: ServerSettings) -> None:
         engine = service.engine
@@ -32,7 +35,7 @@ class ServingContext:
         self.model_name = settings.served_model_name or model_name(self.model_path)
         self.longest_request = engine.scheduler.longest_request
         self.created = int(time.time())
-        self._tokenizer = engine.tokenizer
+        self.tokenizer = engine.tokenizer
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:
@@ -45,21 +48,16 @@ class ServingContext:
             message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if the model folder has none: prompts are token ids and answers have no text."""
-        return self._tokenizer
-
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer, for requests that need one.
 
         Raises:
             ApiError: there is none.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             message = "the model folder has no tokenizer: send prompts as lists of token ids to /v1/completions"
             raise ApiError(400, message, "prompt", "no_tokenizer")
-        return self._tokenizer
+        return self.tokenizer
 
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Result of a function that would delay the event loop, called in a thread."""
@@ -71,10 +69,12 @@ class ServingContext:
         Raises:
             ApiError: there is no tokenizer.
         """
-        tokenizer = self.require_tokenizer()
-        if len(text) <= LONG_TEXT_CHARS:
-            return tokenizer.encode(text, add_special_tokens)
-        return await self.run_in_thread(tokenizer.encode, text, add_special_tokens)
+        return await self._run_by_size(len(text), self.require_tokenizer().encode, text, add_special_tokens)
+
+    async def _run_by_size(self, num_chars: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        if num_chars <= LONG_TEXT_CHARS:
+            return function(*arguments)
+        return await self.run_in_thread(function, *arguments)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, including special tokens.
@@ -99,14 +99,10 @@ class ServingContext:
             message = "continue_final_message needs add_generation_prompt=false"
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
-        variables = how.chat_template_kwargs or {}
-        options = (messages, how.add_generation_prompt, how.continue_final_message, variables)
-        render = self.require_tokenizer().render_chat
+        num_chars = sum(len(message["content"]) for message in messages)
+        options = (messages, how.add_generation_prompt, how.continue_final_message, how.chat_template_kwargs or {})
         try:
-            if sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS:
-                text = render(*options)
-            else:
-                text = await self.run_in_thread(render, *options)
+            text = await self._run_by_size(num_chars, self.require_tokenizer().render_chat, *options)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
         return await self.encode(text, add_special_tokens=False)

@@ -12,7 +12,8 @@ from starlette.requests import ClientDisconnect
 
 from swiftllm.core.request import RequestRefused
 from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.service.service import QueueFull, RequestFailed, ServiceStopping
+from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
+from swiftllm.server.service.token_streams import RequestFailed
 
 ERROR_TYPES = {
     401: "authentication_error",

@@ -16,7 +16,8 @@ from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece
 from swiftllm.server.api.protocol import GenerationRequest
-from swiftllm.server.service.service import Delta, NewRequest, TokenStream
+from swiftllm.server.service.service import NewRequest
+from swiftllm.server.service.token_streams import Delta, TokenStream
 
 # Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
 ID_BITS = random.Random()
@@ -55,10 +56,11 @@ class Generation:
         self, context: ServingContext, name: str, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int
     ) -> None:
         self.request_id = f"{name}-{ID_BITS.getrandbits(128):032x}"
+        self.context = context
+        self.body = body
         self.prompts = prompts
-        self._service = context.service
         sampling = body.sampling(max_tokens)
-        n, limit = body.num_choices, context.service.limits.most_open(body.service_class)
+        n, limit = body.n, context.service.limits.most_open(body.service_class)
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
             raise ApiError(400, message, "n" if n > 1 else body.param("prompt"), "too_many_choices")
@@ -108,7 +110,7 @@ class Generation:
             hang_up.cancel()
             for choice in self.choices:
                 choice.stream.set_listener(None)
-            self._service.abort_requests([choice.stream.request_id for choice in self.choices])
+            self.context.service.abort_requests([choice.stream.request_id for choice in self.choices])
             await asyncio.gather(hang_up, return_exceptions=True)
 
     def _read_delta(self, choice: Choice, on_piece: PieceListener, delta: Delta) -> None:
@@ -129,9 +131,8 @@ class Generation:
 
     def _end(self, choice: Choice) -> None:
         choice.stream.set_listener(None)
-        self._service.end_request(
-            choice.stream.request_id, "stop"
-        )  # needed if a stop string ended it: the engine would continue
+        # A stop string may have ended it, and then the engine would continue.
+        self.context.service.end_request(choice.stream.request_id, "stop")
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)

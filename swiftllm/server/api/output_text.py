@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.server.service.service import Delta
+from swiftllm.server.service.token_streams import Delta
 
 
 class StopStrings:
@@ -18,10 +18,6 @@ class StopStrings:
         self._include = include_in_output
         self._held = ""
         self.found: str | None = None
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._stops)
 
     def push(self, text: str) -> str:
         """Add text and return the part that is certain to stay. Once ``found`` is set the text has ended."""
@@ -85,6 +81,7 @@ class OutputText:
     ) -> None:
         self.num_tokens = 0
         self._stream = NoText() if tokenizer is None else tokenizer.stream(skip_special_tokens)
+        self._has_stops = bool(stops)
         self._stops = StopStrings(stops, include_stops)
         self._include_stops = include_stops
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -92,7 +89,7 @@ class OutputText:
     def append_delta(self, delta: Delta) -> Piece:
         """Add new tokens. A piece with a ``finish_reason`` is the last one; a stop string may end the output early."""
         tokens, logprobs, reason, _ = delta
-        if reason is None and not self._stops.has_any:  # the common case
+        if reason is None and not self._has_stops:  # the common case
             self.num_tokens += len(tokens)
             return Piece(self._stream.push(tokens), logprobs)
         shown = tokens[:-1] if reason == "stop" and not self._include_stops else tokens

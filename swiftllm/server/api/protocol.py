@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
-from swiftllm.server.api.parsing import Flag, Lenient
+from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out
 from swiftllm.server.api.unsupported import check_unsupported_fields
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
 MAX_STOP_CHARS = 1000
 DEFAULT_COMPLETION_TOKENS = 16
-DEFAULT_TEMPERATURE = 1.0
+SAMPLING_DEFAULTS = {"temperature": 1.0}
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
 
 
 class StreamOptions(Lenient):
@@ -42,7 +46,7 @@ class GenerationRequest(Lenient):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, BeforeValidator(null_is_left_out), Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -79,10 +83,6 @@ class GenerationRequest(Lenient):
         return "priority" if self.service_tier == "priority" else "default"
 
     @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    @property
     def usage_wanted(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
@@ -105,7 +105,7 @@ class GenerationRequest(Lenient):
             ApiError: something is not implemented, or two fields contradict each other.
         """
         check_unsupported_fields(self.model_extra or {})
-        if self.best_of not in (None, self.num_choices):
+        if self.best_of not in (None, self.n):
             message = f"best_of={self.best_of} is not implemented unless it equals n: leave it out"
             raise ApiError(400, message, "best_of", "unsupported_parameter")
         if self.min_tokens and (self.stop_strings or not self.ignore_eos):
@@ -130,24 +130,12 @@ class GenerationRequest(Lenient):
         Raises:
             ApiError: a value lies outside its range.
         """
-        top_k = self.top_k or 0
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if given.get("top_k") == -1:  # vLLM's value for all tokens
+            del given["top_k"]
+        lengths = {"max_tokens": max_tokens, "logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
         try:
-            return SamplingParams(
-                max_tokens=max_tokens,
-                temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
-                top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's value for all tokens
-                top_p=1.0 if self.top_p is None else self.top_p,
-                min_p=self.min_p or 0.0,
-                presence_penalty=self.presence_penalty or 0.0,
-                frequency_penalty=self.frequency_penalty or 0.0,
-                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-                logit_bias=self.logit_bias or (),
-                seed=self.seed,
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                ignore_eos=self.ignore_eos,
-                logprobs=self.num_logprobs,
-                prompt_logprobs=self.num_prompt_logprobs,
-            )
+            return SamplingParams(**SAMPLING_DEFAULTS | given | lengths)
         except ValueError as error:
             about, _, rule = str(error).partition("=")
             param = self.param(about)

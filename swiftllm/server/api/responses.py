@@ -19,13 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
 from swiftllm.server.api.generation import Choice, Generation
 from swiftllm.server.api.output_text import Piece
-from swiftllm.server.api.protocol import GenerationRequest
-from swiftllm.server.service.service import RequestFailed
+from swiftllm.server.service.token_streams import RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -39,38 +37,48 @@ class Answer(ABC):
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
-    text_before: ClassVar[str]
-    """JSON before the text of a chunk; ``text_after`` follows it."""
-    text_after: ClassVar[str]
 
-    def __init__(self, context: ServingContext, generation: Generation, body: GenerationRequest) -> None:
+    def __init__(self, generation: Generation) -> None:
         self.generation = generation
-        self.tokenizer = context.tokenizer
-        self._usage_at_end = body.usage_wanted.include_usage
-        self._usage_in_chunks = body.usage_wanted.continuous_usage_stats
-        self._with_prompt_logprobs = body.prompt_logprobs is not None
-        self._run_in_thread = context.run_in_thread
-        self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": context.model_name}
-        if body.tier_served is not None:
-            self._envelope["service_tier"] = body.tier_served
+        self.body = generation.body
+        self.tokenizer = generation.context.tokenizer
+        self._usage_wanted = self.body.usage_wanted
+        model_name = generation.context.model_name
+        self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": model_name}
+        if self.body.tier_served is not None:
+            self._envelope["service_tier"] = self.body.tier_served
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
 
-    @abstractmethod
-    def opening_events(self, choice: Choice) -> str:
-        """The events of a stream before the first text of a choice; may be empty."""
+    async def respond(self, request: Request) -> Response:
+        """The HTTP response: a stream if the client asked for one, else one JSON object.
 
-    def prompt_pieces(self, choice: Choice) -> list[Piece]:
-        """Pieces to put before the text of a choice: its prompt if it is echoed."""
-        return []
+        Raises:
+            ClientDisconnect, RequestFailed: see :meth:`Generation.read_outputs`; only without a stream.
+        """
+        return EventStream(self) if self.body.stream else await self._json_response(request)
+
+    # -- what endpoints differ in -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def chunk_text(self, text: str) -> str:
+        """The text of a chunk as JSON fields, without braces."""
+
+    @abstractmethod
+    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
+        """The fields of a choice that hold its text."""
 
     @abstractmethod
     def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The log-probabilities of the next tokens of a choice."""
 
-    @abstractmethod
-    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        """The fields of a choice that hold its text."""
+    def prompt_pieces(self, choice: Choice) -> list[Piece]:
+        """Pieces to put before the text of a choice: its prompt if it is echoed."""
+        return []
+
+    def opening_events(self, choice: Choice) -> str:
+        """The events of a stream before the first text of a choice; may be empty."""
+        return "".join(self.chunk_event(choice, piece) for piece in self.prompt_pieces(choice))
 
     def extra_fields(self) -> dict[str, Any]:
         """Further fields of an answer that is not a stream."""
@@ -78,7 +86,7 @@ class Answer(ABC):
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """The field `prompt_logprobs` of a choice in vLLM's form, if the client asked for it."""
-        if not self._with_prompt_logprobs:
+        if self.body.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
 
@@ -86,17 +94,13 @@ class Answer(ABC):
         """The prompt's token first, then the most likely ones."""
         top = ((token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1))
         return {
-            token_id: {
-                "logprob": finite(logprob),
-                "rank": rank,
-                "decoded_token": token_text(self.tokenizer, token_id),
-            }
+            token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(self.tokenizer, token_id)}
             for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
 
     # -- one JSON object --------------------------------------------------------------------------------------------
 
-    async def json_response(self, request: Request) -> Response:
+    async def _json_response(self, request: Request) -> Response:
         """All outputs in one JSON object, once they are complete."""
         pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
 
@@ -105,7 +109,7 @@ class Answer(ABC):
 
         await self.generation.read_outputs(on_piece, request.receive)
         if sum(len(choice.stream.prompt_logprobs) for choice in self.generation.choices) > MANY_LOGPROBS:
-            return await self._run_in_thread(self._build_json, pieces)
+            return await self.generation.context.run_in_thread(self._build_json, pieces)
         return self._build_json(pieces)
 
     def _build_json(self, pieces: Sequence[Sequence[Piece]]) -> Response:
@@ -133,14 +137,12 @@ class Answer(ABC):
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
-        return self.choice_event(
-            choice, f'{self.text_before}{as_json(text)}{self.text_after},"logprobs":{logprobs},{end}'
-        )
+        return self.choice_event(choice, f'{self.chunk_text(text)},"logprobs":{logprobs},{end}')
 
     def choice_event(self, choice: Choice, fields: str) -> str:
         """An event with these fields, JSON without braces, for one choice."""
         usage = ""
-        if self._usage_in_chunks:
+        if self._usage_wanted.continuous_usage_stats:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
@@ -149,7 +151,7 @@ class Answer(ABC):
     def closing_events(self) -> str:
         """The last events of a stream."""
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
-        return f"{usage if self._usage_at_end else ''}data: [DONE]\n\n"
+        return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
 
     def _total_usage(self) -> dict[str, int]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
@@ -165,11 +167,6 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
 def finite(logprob: float) -> float:
     """A log-probability that JSON can express: it has neither infinities nor NaN."""
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
-
-
-async def respond(answer: Answer, body: GenerationRequest, request: Request) -> Response:
-    """The HTTP response: a stream if the client asked for one, else one JSON object."""
-    return EventStream(answer) if body.stream else await answer.json_response(request)
 
 
 class EventStream(Response):

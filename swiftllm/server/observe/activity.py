@@ -6,10 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
-
-from swiftllm.server.observe.background import lifespan_of
-
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
     from swiftllm.server.service.snapshot import Snapshot
@@ -19,21 +15,15 @@ INTERVAL_S = 10.0
 logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for all but access lines
 
 
-class ActivityLog:
-    """Runs a task that compares a snapshot with the one before, for as long as the server runs."""
-
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
-        self.router = APIRouter(lifespan=lifespan_of(self._watch))
-
-    async def _watch(self) -> None:
-        before = self._service.snapshot()
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            after = self._service.snapshot()
-            if after.iterations > before.iterations or after.waiting:
-                logger.info(activity_line(before, after))
-            before = after
+async def log_activity(service: EngineService) -> None:
+    """Log lines until it is cancelled: each compares a snapshot with the one before."""
+    before = service.snapshot()
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        after = service.snapshot()
+        if after.iterations > before.iterations or after.waiting:
+            logger.info(activity_line(before, after))
+        before = after
 
 
 def activity_line(before: Snapshot, after: Snapshot) -> str:

@@ -10,7 +10,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Response
@@ -20,11 +20,10 @@ from prometheus_client.registry import Collector
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, RequestOutput, RequestStatus, ServiceClass
-from swiftllm.server.service.snapshot import ClassCounts
 
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
-    from swiftllm.server.service.snapshot import Snapshot
+    from swiftllm.server.service.snapshot import Counts, Snapshot
 
 WAITING = RequestStatus.WAITING.value
 # vLLM counts an abort as a success too; failures have their own counter.
@@ -40,59 +39,42 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
-LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE.value
+LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE
 
-Labelled = tuple[str | tuple[str, ...], Mapping[str | tuple[str, ...], float]]  # names of labels; a value for each set
-Row = tuple[str, str, float | Labelled]
+Values = Mapping[tuple[str, ...], float]  # a value for each set of labels
+Series = tuple[str, str, float | tuple[tuple[str, ...], Values]]  # name, description, value; or names of labels, values
 
 
 class Histogram:
     """Counts of observations by bucket; ``bounds`` are the buckets' upper bounds.
 
     It costs a fifth of the library's own, which takes a lock for each number. Here the caller holds one for many.
+    With ``by_class`` there are counts for each service class that has been observed, and always for the default one.
     """
 
-    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        self.name = name
-        self.documentation = documentation
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float], by_class: bool = False) -> None:
+        self._name = name
+        self._documentation = documentation
         self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._by_class = by_class
+        self._counts = {LATENCY_SENSITIVE: [0] * (len(bounds) + 1)}
+        self._sums = Counter[ServiceClass]()
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.documentation, labels=list(labels))
-        self.add_to(family, labels)
-        return family
-
-    def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str]) -> None:
-        buckets, total = [], 0
-        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((str(bound), total))
-        family.add_metric(list(labels.values()), buckets, self._sum)
-
-
-class ClassHistograms:
-    """A histogram for each service class that has been observed, as one family; the default class is always there."""
-
-    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        self._of_class = {service_class: Histogram(name, documentation, bounds) for service_class in ServiceClass}
-        self._seen = {ServiceClass.LATENCY_SENSITIVE}
-
-    def observe(self, value: float, service_class: ServiceClass) -> None:
-        self._of_class[service_class].observe(value)
-        self._seen.add(service_class)
+    def observe(self, value: float, service_class: ServiceClass = LATENCY_SENSITIVE) -> None:
+        counts = self._counts.get(service_class)
+        if counts is None:
+            counts = self._counts[service_class] = [0] * (len(self._bounds) + 1)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[service_class] += value
 
     def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
-        histogram = self._of_class[ServiceClass.LATENCY_SENSITIVE]
-        family = HistogramMetricFamily(histogram.name, histogram.documentation, labels=[*labels, "service_class"])
-        for service_class, histogram in self._of_class.items():
-            if service_class in self._seen:
-                histogram.add_to(family, {**labels, "service_class": service_class.value})
+        names = [*labels, "service_class"] if self._by_class else list(labels)
+        family = HistogramMetricFamily(self._name, self._documentation, labels=names)
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
+        for service_class, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            of_labels = [*labels.values(), service_class.value][: len(names)]
+            family.add_metric(of_labels, buckets, float(self._sums[service_class]))
         return family
 
 
@@ -114,44 +96,36 @@ class Metrics(Collector):
         self._refused: Counter[int] = Counter()
         self._slo_outcomes: Counter[tuple[str, str]] = Counter()  # by target and outcome
         self._lock = threading.Lock()  # the engine's thread writes, the server's reads
-        self._histograms: list[Histogram | ClassHistograms] = []
-        add, lengths = self._add_histogram, one_two_five(service.engine.scheduler.limits.max_model_len)
-        self._first_token = ClassHistograms(
-            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S
+        lengths = one_two_five(service.engine.scheduler.limits.max_model_len)
+        self._first_token = Histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S, True
         )
-        self._between_tokens = ClassHistograms(
-            "vllm:inter_token_latency_seconds", "From a token of a request to its next.", TOKEN_S
+        self._between_tokens = Histogram(
+            "vllm:inter_token_latency_seconds", "From a token of a request to its next.", TOKEN_S, True
         )
-        self._histograms += [self._first_token, self._between_tokens]
-        self._per_token = add(
+        self._per_token = Histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request that ended.", TOKEN_S
         )
-        self._latency = add(
+        self._latency = Histogram(
             "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, whatever the reason.", REQUEST_S
         )
-        self._queued = add(
+        self._queued = Histogram(
             "vllm:request_queue_time_seconds", "From a request's arrival to its first KV blocks.", REQUEST_S
         )
-        self._prompt = add("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
-        self._output = add("vllm:request_generation_tokens", "Output tokens of requests that ended.", lengths)
-        self._iteration = add(
+        self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
+        self._output = Histogram("vllm:request_generation_tokens", "Output tokens of requests that ended.", lengths)
+        self._iteration = Histogram(
             "vllm:iteration_tokens_total", "Tokens prefilled and sampled in an iteration.", ITERATION_TOKENS
         )
-        self._over_prediction = add(
-            "apex:iteration_over_predicted",
-            "Measured time of an iteration divided by its predicted time.",
-            OVER_PREDICTION,
-        )
+        about = "Measured time of an iteration divided by its predicted time."
+        self._over_prediction = Histogram("apex:iteration_over_predicted", about, OVER_PREDICTION)
+        self._histograms = [histogram for histogram in vars(self).values() if isinstance(histogram, Histogram)]
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._answer, methods=["GET"], include_in_schema=False)
         service.add_observer(self)
-
-    def _add_histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-        self._histograms.append(Histogram(name, documentation, bounds))
-        return self._histograms[-1]
 
     def count_refusal(self, status_code: int) -> None:
         """Count a request that was answered with an error status. Any thread."""
@@ -194,7 +168,7 @@ class Metrics(Collector):
             if len(times_s) > 1:
                 self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
             slo = self._service.engine.scheduler.slo
-            if slo is None or request.service_class is not ServiceClass.LATENCY_SENSITIVE:
+            if slo is None or request.service_class is not LATENCY_SENSITIVE:
                 return
             if reason == "slo_unattainable":
                 self._slo_outcomes["ttft", "refused"] += 1
@@ -209,36 +183,31 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            refused = {str(status): count for status, count in sorted(self._refused.items())}
+            refused = {(str(status),): count for status, count in sorted(self._refused.items())}
             families = [histogram.family(self._labels) for histogram in self._histograms]
-            outcomes: Labelled = (("slo", "outcome"), dict(self._slo_outcomes))
+            outcomes = dict(self._slo_outcomes)
+        yield from families
         now = self._service.snapshot()
-        targets = ("apex:slo_requests", "Latency-sensitive requests that ended, by target and outcome.", outcomes)
-        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, [*counters(now, refused), targets])):
-            families += [self._family(kind, *row) for row in rows]
-        return iter(families)
-
-    def _family(self, kind: type[Metric], name: str, documentation: str, values: float | Labelled) -> Metric:
-        names, by_label = values if isinstance(values, tuple) else ((), {(): values})
-        family = kind(name, documentation, labels=[*self._labels, *as_tuple(names)])
-        for of_labels, value in by_label.items():
-            family.add_metric([*self._labels.values(), *as_tuple(of_labels)], float(value))
-        return family
+        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, counters(now, refused, outcomes))):
+            for name, documentation, values in rows:
+                names, by_label = values if isinstance(values, tuple) else ((), {(): values})
+                family = kind(name, documentation, labels=[*self._labels, *names])
+                for of_labels, value in by_label.items():
+                    family.add_metric([*self._labels.values(), *of_labels], float(value))
+                yield family
 
 
-def as_tuple(labels: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (labels,) if isinstance(labels, str) else labels
+def by_label(name: str, values: Mapping[str, float]) -> tuple[tuple[str], Values]:
+    """Values by one label."""
+    return (name,), {(label,): value for label, value in values.items()}
 
 
-def counts_by_class(now: Snapshot) -> Mapping[str, ClassCounts]:
+def counts_by_class(now: Snapshot) -> Mapping[str, Counts]:
     """Requests and tokens of each class; before the first best-effort request all are latency-sensitive."""
-    return now.classes or {
-        LATENCY_SENSITIVE: ClassCounts(now.waiting, now.running_gpu, now.running_cpu, now.output_tokens)
-    }
+    return now.classes or {LATENCY_SENSITIVE.value: now}
 
 
-def gauges(now: Snapshot) -> list[Row]:
-    """Names, descriptions and values."""
+def gauges(now: Snapshot) -> list[Series]:
     by_class = counts_by_class(now).items()
     return [
         ("vllm:num_requests_running", "Requests that hold KV blocks, in either tier.",
@@ -251,53 +220,46 @@ def gauges(now: Snapshot) -> list[Row]:
              (tier, name): getattr(counts, f"running_{tier}") for tier in ("gpu", "cpu") for name, counts in by_class
          })),
         ("apex:num_requests_waiting", "Requests that hold no KV blocks yet, or were preempted, by class.",
-         ("service_class", {name: counts.waiting for name, counts in by_class})),
+         by_label("service_class", {name: counts.waiting for name, counts in by_class})),
         ("apex:kv_blocks_used", "KV blocks in use.",
-         ("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
+         by_label("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
         ("apex:kv_blocks", "KV blocks in total.",
-         ("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
+         by_label("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
         ("apex:prediction_factor", "Recent measured over profiled time of operations; it multiplies predictions.",
-         ("operation", now.prediction_factors)),
+         by_label("operation", now.prediction_factors)),
         ("apex:attention_hosts_connected", "Other hosts whose part of the CPU tier is in use.", now.hosts_connected),
         ("apex:healthy", "1 while requests are accepted and served, else 0.", now.health.status == "ok"),
         ("apex:uptime_seconds", "Since the service was started.", now.uptime_s),
     ]  # fmt: skip
 
 
-def counters(now: Snapshot, refused: Mapping[str, int]) -> list[Row]:
-    """Names (Prometheus appends `_total`), descriptions and values."""
+def counters(now: Snapshot, refused: Values, slo_outcomes: Values) -> list[Series]:
+    """The counters; Prometheus appends `_total` to their names."""
     well = {reason: now.finished.get(reason, 0) for reason in FINISHED_WELL}
     failed = {reason: count for reason, count in now.finished.items() if reason not in FINISHED_WELL}
+    tokens = {name: counts.output_tokens for name, counts in counts_by_class(now).items()}
     return [
         ("vllm:prompt_tokens", "Prompt tokens computed; recomputed ones count again.", now.prompt_tokens),
-        (
-            "vllm:generation_tokens",
-            "Tokens sampled.",
-            ("service_class", {name: counts.output_tokens for name, counts in counts_by_class(now).items()}),
-        ),
+        ("vllm:generation_tokens", "Tokens sampled.", by_label("service_class", tokens)),
         ("vllm:num_preemptions", "Preemptions: requests that had to release all their KV blocks.", now.preemptions),
-        ("vllm:request_success", "Requests that ended, by reason.", ("finished_reason", well)),
-        ("apex:request_failures", "Requests that the engine failed, by reason.", ("reason", failed)),
-        ("apex:requests_refused", "Requests answered with an error, by HTTP status code.", ("status", refused)),
-        ("apex:iterations", "Iterations by strategy.", ("strategy", now.strategy_iterations)),
+        ("vllm:request_success", "Requests that ended, by reason.", by_label("finished_reason", well)),
+        ("apex:request_failures", "Requests that the engine failed, by reason.", by_label("reason", failed)),
+        ("apex:requests_refused", "Requests answered with an error, by HTTP status code.", (("status",), refused)),
+        ("apex:iterations", "Iterations by strategy.", by_label("strategy", now.strategy_iterations)),
         ("apex:iteration_seconds", "Time of all iterations.", now.duration_s),
         ("apex:predicted_iteration_seconds", "Time predicted for them, by schedulers that predict.", now.predicted_s),
-        (
-            "apex:lane_busy_seconds",
-            "Time the lane computed; the rest of an iteration it waited for the CPU.",
-            now.lane_busy_s,
-        ),
+        ("apex:lane_busy_seconds", "Time the lane computed; the rest of an iteration it waited for the CPU.",
+         now.lane_busy_s),
         ("apex:cpu_worker_busy_seconds", "Time the CPU worker computed attention.", now.cpu_busy_s),
         ("apex:swapped_blocks", "KV blocks moved from one tier to the other.", now.swapped_blocks),
         ("apex:step_failures", "Iterations that raised an error.", now.step_failures),
         ("apex:worker_restarts", "CPU workers that died and were restarted.", now.worker_restarts),
         ("apex:host_deaths", "Other hosts of the CPU tier that were lost.", now.host_deaths),
-        (
-            "apex:recomputed_after_host_deaths",
-            "Requests computed again for the loss of such a host.",
-            now.recomputed_after_host_deaths,
-        ),
-    ]
+        ("apex:recomputed_after_host_deaths", "Requests computed again for the loss of such a host.",
+         now.recomputed_after_host_deaths),
+        ("apex:slo_requests", "Latency-sensitive requests that ended, by target and outcome.",
+         (("slo", "outcome"), slo_outcomes)),
+    ]  # fmt: skip
 
 
 def requests_with_new_tokens(plan: IterationPlan, result: StepResult) -> Iterator[Request]:

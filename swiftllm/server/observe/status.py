@@ -20,7 +20,6 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from swiftllm.core.plan import Strategy
-from swiftllm.server.observe.background import lifespan_of
 
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
@@ -47,10 +46,7 @@ class IterationRecorder(Protocol):
 
 
 class StatusPage:
-    """Serves the page and its data. ``model_name`` is shown as it is; ``recorder`` provides the timeline.
-
-    A task takes a snapshot a second while the server runs, so a newly opened page shows the last minutes.
-    """
+    """Serves the page and its data. ``model_name`` is shown as it is; ``recorder`` provides the timeline."""
 
     def __init__(self, service: EngineService, model_name: str, recorder: IterationRecorder | None = None) -> None:
         self._service = service
@@ -59,11 +55,12 @@ class StatusPage:
         self._history: deque[list[float]] = deque(maxlen=HISTORY_SAMPLES)
         self._page, policy = assemble_page()
         self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        self.router = APIRouter(lifespan=lifespan_of(self._sample))
+        self.router = APIRouter()
         for path, endpoint in (("/", self._html), ("/status.json", self._json)):
             self.router.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
 
-    async def _sample(self) -> None:
+    async def sample_snapshots(self) -> None:
+        """Take a snapshot a second until it is cancelled, so that a newly opened page shows the last minutes."""
         while True:
             self._history.append(sample(self._service.snapshot()))
             await asyncio.sleep(SAMPLE_INTERVAL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class EngineLoop:
 
     Attributes:
         observers: called after every step and every end of a request.
-        busy_since_s: start of the current pass of the loop, by the service's clock; None while the thread waits.
+        busy_since_s: start of the current pass of the loop, by ``clock``; None while the thread waits.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class EngineLoop:
     ) -> None:
         self.observers: list[Observer] = []
         self.busy_since_s: float | None = None
-        self._engine = engine
-        self._open_requests = open_requests
-        self._clock = clock
-        self._stall_timeout_s = stall_timeout_s
+        self.engine = engine
+        self.open_requests = open_requests
+        self.clock = clock
+        self.stall_timeout_s = stall_timeout_s
         self._isolation = FaultIsolation(engine)
         self._orders: deque[Order] = deque()
         self._next_deadline_s = math.inf
@@ -63,21 +63,21 @@ class EngineLoop:
 
     def run(self) -> None:
         """Body of the engine's thread; returns after :meth:`OpenRequests.close`."""
-        while (orders := self._open_requests.wait_for_orders(self._has_work)) is not None:
-            self.busy_since_s = self._clock()
+        while (orders := self.open_requests.wait_for_orders(self._has_work)) is not None:
+            self.busy_since_s = self.clock()
             self._orders += orders
             try:
                 self._run_once()
                 self._snapshot = self._take_snapshot()
             except BaseException as error:
                 self._fail_engine(error)
-            for ended in self._open_requests.take_ended():
+            for ended in self.open_requests.take_ended():
                 self._notify_observers("on_finish", *ended)
             self.busy_since_s = None
-            self._open_requests.set_health("stalled", Health())  # this pass has ended, so a stall is over
+            self.open_requests.set_health("stalled", Health())  # this pass has ended, so a stall is over
 
     def _has_work(self) -> bool:
-        return not self._is_broken and self._engine.has_unfinished()
+        return not self._is_broken and self.engine.has_unfinished()
 
     def _run_once(self) -> None:
         """Carry out orders and step once. Raises only what the engine cannot recover from."""
@@ -85,13 +85,13 @@ class EngineLoop:
             self._orders.clear()
             return
         self._fail_overdue()
-        if not self._engine.has_unfinished():
-            self._done_s = self._clock()
+        if not self.engine.has_unfinished():
+            self._done_s = self.clock()
         try:
             self._carry_out_orders()
             if not self._has_work():
                 return
-            outputs = self._engine.step()
+            outputs = self.engine.step()
         except EngineStalled as error:
             if self._isolation.is_under_way:
                 self._recover(error)
@@ -103,8 +103,8 @@ class EngineLoop:
             self._deliver(output.request_id for output in outputs)
             self._isolation.step_done()
             self._watch_progress(bool(outputs))
-            if self._engine.last_iteration is not None:
-                self._notify_observers("on_step", *self._engine.last_iteration, outputs)
+            if self.engine.last_iteration is not None:
+                self._notify_observers("on_step", *self.engine.last_iteration, outputs)
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class EngineLoop:
             order = self._orders.popleft()
             if isinstance(order, str):
                 self._isolation.release_request(order)
-                self._engine.abort(order)
+                self.engine.abort(order)
                 continue
             if order.deadline_s is not None:
                 self._next_deadline_s = min(self._next_deadline_s, order.deadline_s)
@@ -121,7 +121,7 @@ class EngineLoop:
                 self._isolation.held[order.request.request_id] = order.request
                 continue
             try:
-                self._engine.queue_request(order.request)
+                self.engine.queue_request(order.request)
             except RequestRefusedForNow as refusal:
                 self.fail_requests([order], "slo_unattainable", str(refusal), refusal.retry_after_s)
             except BaseException as error:
@@ -129,13 +129,14 @@ class EngineLoop:
                 raise
 
     def _fail_overdue(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s < self._next_deadline_s:
             return
-        with self._open_requests.lock:
-            entries = [entry for entry in self._open_requests.entries.values() if entry.deadline_s is not None]
-            self.fail_requests([entry for entry in entries if entry.deadline_s <= now_s], *PAST_DEADLINE)
-        self._next_deadline_s = min([e.deadline_s for e in entries if e.deadline_s > now_s], default=math.inf)
+        with self.open_requests.lock:
+            entries = list(self.open_requests.entries.values())
+            self.fail_requests([entry for entry in entries if entry.is_overdue(now_s)], *PAST_DEADLINE)
+        deadlines_s = [entry.deadline_s for entry in entries if entry.deadline_s is not None]
+        self._next_deadline_s = min((time_s for time_s in deadlines_s if time_s > now_s), default=math.inf)
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
@@ -143,40 +144,41 @@ class EngineLoop:
         """Deliver the new tokens of these requests.
 
         The requests themselves hold the tokens, so an exception in a step loses none."""
-        deltas: dict[DeltaDispatcher, list[StreamDelta]] = {}
-        with self._open_requests.lock:
+        deltas: list[StreamDelta] = []
+        with self.open_requests.lock:
             for request_id in request_ids:
-                entry = self._open_requests.entries.get(request_id)
+                entry = self.open_requests.entries.get(request_id)
                 if entry is None:
                     continue
                 request, start = entry.request, entry.num_delivered
                 reason = request.finish_reason.value if request.finish_reason else None
-                delta = Delta(request.output_token_ids[start:], request.logprobs[start:], reason)
+                deltas.append((entry.stream, Delta(request.output_token_ids[start:], request.logprobs[start:], reason)))
                 entry.num_delivered = request.output_len
-                deltas.setdefault(entry.stream.dispatcher, []).append((entry.stream, delta))
                 if reason is not None:
-                    self._open_requests.end_request(entry, reason)
-            self._post(deltas)
-        for dispatcher in deltas:
+                    self.open_requests.end_request(entry, reason)
+            dispatchers = self._post(deltas)
+        for dispatcher in dispatchers:
             dispatcher.apply_backpressure()
 
     def fail_requests(
         self, entries: Iterable[OpenRequest], reason: str, message: str, retry_after_s: float | None = None
     ) -> None:
         """End the streams of these requests with an error and abort them in the engine. From any thread."""
-        deltas: dict[DeltaDispatcher, list[StreamDelta]] = {}
-        with self._open_requests.lock:
-            for entry in entries:
-                if self._open_requests.end_request(entry, reason):
-                    self._open_requests.abort_requests([entry.request.request_id])
-                    delta = Delta(error=RequestFailed(reason, message, retry_after_s))
-                    deltas.setdefault(entry.stream.dispatcher, []).append((entry.stream, delta))
-            self._post(deltas)
+        with self.open_requests.lock:
+            failed = [entry for entry in entries if self.open_requests.end_request(entry, reason)]
+            self.open_requests.abort_requests([entry.request.request_id for entry in failed])
+            # Each has an error of its own, since raising one adds to its traceback.
+            self._post((e.stream, Delta(error=RequestFailed(reason, message, retry_after_s))) for e in failed)
 
-    def _post(self, deltas: dict[DeltaDispatcher, list[StreamDelta]]) -> None:
-        for dispatcher, stream_deltas in deltas.items():
-            if not dispatcher.post_deltas(stream_deltas):  # the event loop is closed, so these streams have no reader
-                self._open_requests.abort_requests([stream.request_id for stream, _ in stream_deltas])
+    def _post(self, deltas: Iterable[StreamDelta]) -> Collection[DeltaDispatcher]:
+        """Post deltas to the event loops of their streams. Returns the dispatchers."""
+        by_dispatcher: dict[DeltaDispatcher, list[StreamDelta]] = {}
+        for stream, delta in deltas:
+            by_dispatcher.setdefault(stream.dispatcher, []).append((stream, delta))
+        for dispatcher, of_loop in by_dispatcher.items():
+            if not dispatcher.post_deltas(of_loop):  # the event loop is closed, so these streams have no reader
+                self.open_requests.abort_requests([stream.request_id for stream, _ in of_loop])
+        return by_dispatcher.keys()
 
     def _notify_observers(self, what: str, *event: Any) -> None:
         for observer in self.observers:
@@ -193,14 +195,14 @@ class EngineLoop:
         self._num_failures += 1
         logger.error("a step failed; its requests are computed again", exc_info=error)
         blamed = self._isolation.step_failed()
-        self._deliver(list(self._open_requests.entries))  # tokens sampled before the step raised
+        self._deliver(list(self.open_requests.entries))  # tokens sampled before the step raised
         if blamed is not None:
             logger.error("request %s makes steps fail and is given up", blamed.request_id)
             self._fail_one(blamed, "engine_error", f"{type(error).__name__}: {error}")
 
     def _fail_one(self, request: Request, reason: str, message: str) -> None:
-        with self._open_requests.lock:
-            entry = self._open_requests.entries.get(request.request_id)
+        with self.open_requests.lock:
+            entry = self.open_requests.entries.get(request.request_id)
             if entry is not None:
                 self.fail_requests([entry], reason, message)
 
@@ -208,31 +210,31 @@ class EngineLoop:
         """Fail all open requests and refuse new ones: the engine cannot recover."""
         self._is_broken = True
         reason = f"the engine has failed: {error}"
-        logger.critical("%s\n%s", reason, dump_state(self._engine), exc_info=error)
-        with self._open_requests.lock:
-            self._open_requests.health = Health("failed", reason)
-            self.fail_requests(list(self._open_requests.entries.values()), "engine_error", reason)
+        logger.critical("%s\n%s", reason, dump_state(self.engine), exc_info=error)
+        with self.open_requests.lock:
+            self.open_requests.health = Health("failed", reason)
+            self.fail_requests(list(self.open_requests.entries.values()), "engine_error", reason)
 
     def _watch_progress(self, has_outputs: bool) -> None:
-        stats, now_s = self._engine.stats(), self._clock()
+        stats, now_s = self.engine.stats(), self.clock()
         done = (stats.prefill_tokens, stats.cpu_busy_s)
-        if has_outputs or done != self._done or not self._engine.has_unfinished():
+        if has_outputs or done != self._done or not self.engine.has_unfinished():
             self._done, self._done_s = done, now_s
-        elif now_s - self._done_s > self._stall_timeout_s:
+        elif now_s - self._done_s > self.stall_timeout_s:
             self._done_s = now_s
-            self._break_stall(f"no progress for {self._stall_timeout_s:g} s")
+            self._break_stall(f"no progress for {self.stall_timeout_s:g} s")
 
     def _break_stall(self, why: str) -> None:
         """Steps return but make no progress: fail the request that appears to block the others."""
-        logger.error("%s\n%s", why, dump_state(self._engine))
-        scheduler = self._engine.scheduler
-        plan = self._engine.last_iteration[0] if self._engine.last_iteration else IterationPlan()
+        logger.error("%s\n%s", why, dump_state(self.engine))
+        scheduler = self.engine.scheduler
+        plan = self.engine.last_iteration[0] if self.engine.last_iteration else IterationPlan()
         stuck = [request for request in plan.requests() if not request.is_finished]
         if len(stuck) != 1:
             unfinished = [request for request in scheduler.requests.values() if not request.is_finished]
             stuck = scheduler.waiting[:1] or sorted(unfinished, key=arrival_order)[:1]
         if stuck:
-            self._open_requests.abort_requests([stuck[0].request_id])
+            self.open_requests.abort_requests([stuck[0].request_id])
             self._fail_one(stuck[0], "stalled", f"the engine could not go on with this request: {why}")
         else:  # only aborted requests are left, and they are not removed
             self._recover(RuntimeError(why))
@@ -240,15 +242,11 @@ class EngineLoop:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def _take_snapshot(self) -> Snapshot:
-        return take_snapshot(self._engine, held=self._isolation.held.values(), step_failures=self._num_failures)
+        return take_snapshot(self.engine, held=self._isolation.held.values(), step_failures=self._num_failures)
 
     def snapshot(self) -> Snapshot:
         """The state after the last pass of the loop, and what other threads have changed since. From any thread."""
-        open_requests = self._open_requests
-        with open_requests.lock:
-            changes = {
-                "health": open_requests.health,
-                "finished": dict(open_requests.finished),
-                "refused": open_requests.num_refused,
-            }
-        return replace(self._snapshot, uptime_s=self._clock() - self._start_s, **changes)
+        there = self.open_requests
+        with there.lock:
+            changes = {"health": there.health, "finished": dict(there.finished), "refused": there.num_refused}
+        return replace(self._snapshot, uptime_s=self.clock() - self._start_s, **changes)

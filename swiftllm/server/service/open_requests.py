@@ -43,6 +43,9 @@ class OpenRequest:
     deadline_s: float | None
     num_delivered: int = 0
 
+    def is_overdue(self, now_s: float) -> bool:
+        return self.deadline_s is not None and self.deadline_s <= now_s
+
 
 Order = OpenRequest | str
 """A new request for the engine, or the id of one to abort."""

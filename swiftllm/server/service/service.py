@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, TokenLogprob
+from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
 from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
 from swiftllm.server.service.snapshot import Health, Snapshot
-from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, TokenStream
-from swiftllm.server.service.watchdog import Watchdog
+from swiftllm.server.service.token_streams import DeltaDispatcher, TokenStream
+from swiftllm.server.service.watchdog import watch_engine
 from swiftllm.threads import DeviceThread
-
-__all__ = [
-    "Delta",
-    "EngineService",
-    "Health",
-    "NewRequest",
-    "Observer",
-    "QueueFull",
-    "RequestFailed",
-    "ServiceLimits",
-    "ServiceStopping",
-    "Snapshot",
-    "TokenLogprob",
-    "TokenStream",
-]
-
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +83,11 @@ class EngineService:
         self._clock = clock
         self._open_requests = OpenRequests(limits.most_open, clock)
         self._loop = EngineLoop(engine, self._open_requests, clock, limits.stall_timeout_s)
-        self._watchdog = Watchdog(engine, self._open_requests, self._loop, clock, limits.stall_timeout_s)
+        self._stop_watch = threading.Event()
         self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
         self._threads = [
             DeviceThread(self._loop.run, name="engine"),
-            DeviceThread(self._watchdog.run, name="watchdog"),
+            DeviceThread(watch_engine, self._loop, self._stop_watch, name="watchdog"),
         ]
 
     def start(self) -> None:
@@ -198,7 +183,7 @@ class EngineService:
             self._open_requests.health = Health("stopping", "the server has shut down")
             self._fail_all()
             self._open_requests.close()
-        self._watchdog.stop()
+        self._stop_watch.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(self.limits.drain_timeout_s)

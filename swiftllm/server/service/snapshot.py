@@ -23,8 +23,8 @@ class Health:
 
 
 @dataclass(frozen=True)
-class ClassCounts:
-    """Current requests of a class, and the tokens sampled for it since the start."""
+class Counts:
+    """Current requests by where their KV cache is, and the tokens sampled since the start."""
 
     waiting: int = 0
     running_gpu: int = 0
@@ -33,7 +33,7 @@ class ClassCounts:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Counts):
     """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
 
     time_s: float = 0.0
@@ -41,12 +41,8 @@ class Snapshot:
     uptime_s: float = 0.0
     health: Health = Health()
 
-    waiting: int = 0
-    """Current number of requests, as in the next two fields."""
-    running_gpu: int = 0
-    running_cpu: int = 0
-    classes: Mapping[str, ClassCounts] = field(default_factory=dict)
-    """The same by service class; empty until the first best-effort request."""
+    classes: Mapping[str, Counts] = field(default_factory=dict)
+    """The counts by service class; empty until the first best-effort request."""
     gpu_blocks_used: int = 0
     gpu_blocks_total: int = 0
     cpu_blocks_used: int = 0
@@ -55,7 +51,6 @@ class Snapshot:
     iterations: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed; recomputed ones count again."""
-    output_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.service.token_streams.RequestFailed`."""
     refused: int = 0
@@ -81,7 +76,9 @@ class Snapshot:
 
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
-    scheduler, stats, pools = engine.scheduler, engine.stats(), engine.kv.allocators
+    scheduler, pools = engine.scheduler, engine.kv.allocators
+    counters = dict(vars(engine.stats()))
+    del counters["best_effort_output_tokens"]  # it is among the classes
     return Snapshot(
         time_s=engine.now(),
         waiting=len(scheduler.waiting) + len(held),
@@ -92,32 +89,21 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
         cpu_blocks_used=pools[Tier.CPU].num_used,
         cpu_blocks_total=pools[Tier.CPU].num_blocks,
-        iterations=stats.iterations,
-        prompt_tokens=stats.prefill_tokens,
-        output_tokens=stats.output_tokens,
-        preemptions=stats.preemptions,
-        swapped_blocks=stats.swapped_blocks,
+        prompt_tokens=counters.pop("prefill_tokens"),
         step_failures=step_failures,
-        worker_restarts=stats.worker_restarts,
-        hosts_connected=stats.hosts_connected,
-        host_deaths=stats.host_deaths,
-        recomputed_after_host_deaths=stats.recomputed_after_host_deaths,
-        lane_busy_s=stats.lane_busy_s,
-        cpu_busy_s=stats.cpu_busy_s,
-        duration_s=stats.duration_s,
-        predicted_s=stats.predicted_s,
-        strategy_iterations=dict(stats.strategy_iterations),
+        strategy_iterations=dict(counters.pop("strategy_iterations")),
         prediction_factors=scheduler.prediction_factors,
+        **counters,
     )
 
 
-def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, ClassCounts]:
+def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, Counts]:
     """The requests and tokens of each class, by its name."""
     scheduler, stats = engine.scheduler, engine.stats()
     tokens = {ServiceClass.BEST_EFFORT: stats.best_effort_output_tokens}
     tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
     return {
-        service_class.value: ClassCounts(
+        service_class.value: Counts(
             waiting=scheduler.waiting.num_of_class(service_class)
             + sum(request.service_class is service_class for request in held),
             running_gpu=scheduler.running[Tier.GPU].num_of_class(service_class),

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 
-from swiftllm.engine.engine import Engine
 from swiftllm.server.service.engine_loop import PAST_DEADLINE, EngineLoop
-from swiftllm.server.service.open_requests import OpenRequests
 from swiftllm.server.service.snapshot import Health
 from swiftllm.server.service.state_dump import dump_state
 
@@ -21,47 +18,25 @@ MAX_INTERVAL_S = 1.0
 PATIENCE = 2.0  # stall timeouts after which a hanging step fails requests without a deadline
 
 
-class Watchdog:
-    """Logs a step that exceeds the stall timeout, marks the service stalled, and fails requests in time."""
+def watch_engine(loop: EngineLoop, stop: threading.Event) -> None:
+    """Body of the watchdog's thread, until ``stop`` is set.
 
-    def __init__(
-        self,
-        engine: Engine,
-        open_requests: OpenRequests,
-        loop: EngineLoop,
-        clock: Callable[[], float],
-        stall_timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._open_requests = open_requests
-        self._loop = loop
-        self._clock = clock
-        self._stall_timeout_s = stall_timeout_s
-        self._reported_s: float | None = None
-        self._stop = threading.Event()
-
-    def run(self) -> None:
-        """Body of the watchdog's thread; returns after :meth:`stop`."""
-        while not self._stop.wait(min(MAX_INTERVAL_S, self._stall_timeout_s / 4)):
-            self.check_engine()
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def check_engine(self) -> None:
-        """Act if the current pass of the engine's loop has taken ``stall_timeout_s`` or longer."""
-        since_s, now_s = self._loop.busy_since_s, self._clock()
-        if since_s is None or now_s - since_s < self._stall_timeout_s:
-            return
+    When a pass of the engine's loop has taken its stall timeout, log the engine's state, mark the service stalled, and
+    fail requests in time.
+    """
+    open_requests, timeout_s = loop.open_requests, loop.stall_timeout_s
+    reported_s: float | None = None
+    while not stop.wait(min(MAX_INTERVAL_S, timeout_s / 4)):
+        since_s, now_s = loop.busy_since_s, loop.clock()
+        if since_s is None or now_s - since_s < timeout_s:
+            continue
         why = f"a step has not come back for {now_s - since_s:.0f} s"
-        if since_s != self._reported_s:
-            self._reported_s = since_s
-            logger.critical("%s\n%s", why, dump_state(self._engine))
-        self._open_requests.set_health("ok", Health("stalled", why))
-        patience_ends_s = since_s + PATIENCE * self._stall_timeout_s
-        with self._open_requests.lock:
-            entries = list(self._open_requests.entries.values())
-            overdue = [entry for entry in entries if entry.deadline_s is not None and entry.deadline_s <= now_s]
-            self._loop.fail_requests(overdue, *PAST_DEADLINE)
-            if now_s >= patience_ends_s:
-                self._loop.fail_requests([entry for entry in entries if entry.deadline_s is None], "stalled", why)
+        if since_s != reported_s:
+            reported_s = since_s
+            logger.critical("%s\n%s", why, dump_state(loop.engine))
+        open_requests.set_health("ok", Health("stalled", why))
+        with open_requests.lock:
+            entries = list(open_requests.entries.values())
+            loop.fail_requests([entry for entry in entries if entry.is_overdue(now_s)], *PAST_DEADLINE)
+            if now_s >= since_s + PATIENCE * timeout_s:
+                loop.fail_requests([entry for entry in entries if entry.deadline_s is None], "stalled", why)

@@ -57,7 +57,7 @@ def test_kernels_not_built_is_a_finding_not_a_crash(tmp_path):
         "from apex.cli import main\n"
         "print('generate:', main(['generate', '/nowhere', 'hi'])); sys.exit(main(['doctor']))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert answer.returncode == 1, answer.stderr
     assert "pacpu: not built: type `make setup`" in answer.stdout and "cannot run here yet" in answer.stdout
     assert "generate: 2" in answer.stdout and "make setup" in answer.stderr and "Traceback" not in answer.stderr

@@ -47,6 +47,6 @@ def test_a_reader_of_help_may_leave():
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "apex", "simulate", "--help"]
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,7 +22,7 @@ def test_out_of_exec(tmp_path):
     (package / "validate.py").write_text('def command(arguments):\n    exec("raise KeyboardInterrupt")\n')
     command = [sys.executable, "-m", "apex", "validate"]
     environment = os.environ | {"PYTHONPATH": str(REPO)}  # searched after the working directory
-    end = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    end = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert (end.returncode, end.stderr) == (130, "apex: interrupted\n")
 
 

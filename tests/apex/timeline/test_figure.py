@@ -8,7 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from apex.timeline.figure import box_text, chart_rows, draw_timeline, zoom_window
+from apex.timeline.figure import box_text, chart_tracks, draw_timeline, zoom_window
 from apex.timeline.spans import Kind, Span, Timeline
 from tests.apex.timeline.recorded import LAYERS
 
@@ -20,9 +20,9 @@ def test_the_picture_says_what_it_shows(overlap: Timeline, pipelining: Timeline)
     words = " ".join(text.get_text() for text in measured.texts)
     assert "measured" in words and "SIMULATED" not in words
     assert "milliseconds" in measured.axes[1].get_xlabel()
-    titles = [row.title for row in chart_rows(overlap)]
+    titles = [track.title for track in chart_tracks(overlap)]
     assert "PCIe\nto host" in titles and "CPU:\nattention" in titles
-    assert any("own steps" in row.title for row in chart_rows(pipelining))
+    assert any("own steps" in track.title for track in chart_tracks(pipelining))
     boxes = [text.get_text() for text in draw_timeline(pipelining).axes[1].texts]
     assert len(boxes) > 10 and any(text.startswith("A ") for text in boxes)
 
@@ -35,7 +35,7 @@ def test_the_picture_tells_riding_from_stepping(free_running: Timeline, overlap:
     labels = " ".join(text.get_text() for text in figure.legends[0].get_texts())
     rides, steps = (free_running.crossings(0, kind) for kind in (Kind.LINEAR, Kind.STEP))
     assert f"; {rides} rides, {steps} steps" in labels
-    assert any("own steps" in row.title for row in chart_rows(free_running))
+    assert any("own steps" in track.title for track in chart_tracks(free_running))
     start_s, end_s = zoom_window(free_running)
     shown = [span for span in free_running.spans if span.cohorts and start_s <= span.start_s < end_s]
     assert {Kind.LINEAR, Kind.STEP} <= {span.kind for span in shown}, "one of the two is not enlarged"

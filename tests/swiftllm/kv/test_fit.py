@@ -20,8 +20,8 @@ from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, WeightSizes, plan_blocks, we
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.placement import all_resident
-from swiftllm.model.providers import ResidentWeights
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
@@ -62,7 +62,7 @@ def started(
         empty = LlamaWeights.empty(model, DEVICE, torch.float16)
         if model.quantisation is not None:
             empty.empty_quantised(model, DEVICE, torch.float16)
-        weights = ResidentWeights(model, empty, ops)
+        weights = LoadedWeights(model, empty, ops)
         after_weights = gpu.allocated
         llama, device = LlamaModel(model, weights, ops, config.max_model_len), CudaDevice()
         max_blocks = -(-config.max_model_len // config.block_size)
@@ -120,7 +120,7 @@ def test_quantised_weights_stay_packed_and_are_written_out_one_at_a_time(card, r
 def test_it_is_also_what_torch_allocates_on_a_cpu(sizes, rows, requests, context):
     small = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
     model = replace(LLAMA_8B, **{**small, "intermediate_size": 512, "vocab_size": 1000, **sizes})
-    weights = ResidentWeights(model, dummy_weights(model, torch.device("cpu"), torch.float32, 0), CpuOps())
+    weights = LoadedWeights(model, dummy_weights(model, torch.device("cpu"), torch.float32, 0), CpuOps())
     llama = LlamaModel(model, weights, CpuOps(), context)
     config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

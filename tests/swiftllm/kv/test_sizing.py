@@ -113,7 +113,7 @@ def test_a_model_that_is_too_large_says_by_how_much(tiny_model_dir):
 
 def test_nothing_is_loaded_of_a_model_that_is_too_large(tiny_model_dir, monkeypatch):
     monkeypatch.setattr(HostDevice, "free_bytes", lambda self: 1000)
-    monkeypatch.setattr("swiftllm.runtime.torch_backend.open_placed_weights", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.open_weights", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InsufficientMemory, match="the model's weights take"):
         TorchBackend(EngineConfig(str(tiny_model_dir()), device="cpu"))
 

@@ -88,7 +88,7 @@ def ask(hub, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
         environment = {**os.environ, "HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path / "hf"), "no_proxy": "*"}
         environment = {key: value for key, value in environment.items() if not key.startswith("HF_HUB_")}
         command = [sys.executable, "-c", code]
-        return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, timeout=300)
 
     return run
 

@@ -11,11 +11,10 @@ from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.runtime.torch_backend import TorchBackend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.paged_attention import attend_chunk
@@ -44,7 +43,7 @@ VARIANTS = {
 
 
 def resident_model(folder: Path, config: ModelConfig, dtype: torch.dtype, ops: Ops) -> LlamaModel:
-    return LlamaModel(config, ResidentWeights(config, load_weights(folder, config, "cpu", dtype), ops), ops)
+    return LlamaModel(config, LoadedWeights(config, load_weights(folder, config, "cpu", dtype), ops), ops)
 
 
 @torch.inference_mode()
@@ -61,7 +60,7 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     return model.leave(out, residual)
 
 
-@pytest.mark.parametrize("ops", [ReferenceOps(), CpuOps()], ids=["reference", "cpu"])
+@pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["reference", "cpu"])
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_equal_transformers(tiny_model_dir, overrides, ops):
     folder = tiny_model_dir(**overrides)
@@ -97,7 +96,7 @@ def test_many_rows_cross_in_pieces(tiny_model_dir, monkeypatch, rows_at_once):
     """The same logits, and no operation of the FFN has more rows than a piece."""
     folder = tiny_model_dir()
     config = ModelConfig.from_folder(folder)
-    ops, widths = ReferenceOps(), []
+    ops, widths = Ops(), []
     model = resident_model(folder, config, torch.float32, ops)
     token_ids = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     whole = whole_prompt_logits(model, token_ids)

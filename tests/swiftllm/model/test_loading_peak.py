@@ -17,15 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from swiftllm.config import EngineConfig
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.sizing import boundary_bytes, weight_bytes
-from swiftllm.model import placed_weights, weights
+from swiftllm.model import loaded_weights, weights
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.packed_tensor import InChunks
-from swiftllm.model.placed_weights import open_placed_weights
+from swiftllm.model.loaded_weights import open_weights
+from swiftllm.model.packed_tensor import in_chunks
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Linear
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Linear, Ops
 from tests.reference.counted_memory import CountedMemory
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -58,16 +57,16 @@ def model_dir(tiny_model_dir) -> Path:
 def counted_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading makes tensors that the counter sees, as it does on the heap."""
 
-    def read(folder: Path, real=weights._read_tensors) -> Iterator[tuple[str, Any]]:
+    def read(folder: Path, real=weights.read_tensors) -> Iterator[tuple[str, Any]]:
         for name, tensor in real(folder):
             yield name, CountedSlice(tensor)
 
-    monkeypatch.setattr(weights, "_read_tensors", read)
+    monkeypatch.setattr(weights, "read_tensors", read)
 
 
 class CountedSlice:
     def __init__(self, tensor: Any) -> None:
-        self.get_shape, self._tensor = tensor.get_shape, tensor
+        self.get_shape, self.get_dtype, self._tensor = tensor.get_shape, tensor.get_dtype, tensor
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         with _disable_current_modes():
@@ -87,14 +86,14 @@ class Packs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, place, dtype):
     """All boundaries are streamed, or the CPU's. The other tensors would be on a device; here they count too."""
-    monkeypatch.setattr(placed_weights, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(placed_weights, "WeightStream", StreamWithoutSlots)
+    monkeypatch.setattr(loaded_weights, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(loaded_weights, "WeightSlots", StreamWithoutSlots)
     counted_files(monkeypatch)
     model = ModelConfig.from_folder(model_dir)
     placement = Placement((place,) * (LAYERS + 1))
     config, device = EngineConfig(str(model_dir)), HostDevice()
     with CountedMemory("cpu") as memory:
-        provider = open_placed_weights(config, model, dtype, ReferenceOps(), placement, device, Packs())
+        provider = open_weights(config, model, dtype, Ops(), placement, device, Packs())
         peak = memory.peak
     # The largest tensors of the file, which has 32 bits: gate, up, down. Gate and up are one matrix.
     largest = 4 * max(max(matrix.out_features) * matrix.in_features for matrix in fused_matrices(model))
@@ -109,8 +108,8 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch, place, name) -> None:
     """As above with 4-bit weights: parts of a fused matrix are packed where they stay, a few outputs at a time."""
-    monkeypatch.setattr(placed_weights, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(placed_weights, "WeightStream", StreamWithoutSlots)
+    monkeypatch.setattr(loaded_weights, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(loaded_weights, "WeightSlots", StreamWithoutSlots)
     source = make_tiny_llama(tmp_path / "plain", num_hidden_layers=2, vocab_size=64, **WIDE)
     if name.endswith("one for all"):
         file = source / "model.safetensors"
@@ -123,8 +122,8 @@ def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch,
     places = [place] * 3 if place is not Place.RESIDENT else [Place.STREAMED, *[place] * 2]  # not all resident
     config, device = EngineConfig(str(tmp_path / "packed")), HostDevice()
     with CountedMemory("cpu") as memory:
-        provider = open_placed_weights(
-            config, model, torch.float32, ReferenceOps(), Placement(tuple(places)), device, CpuOps()
+        provider = open_weights(
+            config, model, torch.float32, Ops(), Placement(tuple(places)), device, CpuOps()
         )
         peak = memory.peak
     matrices = fused_matrices(model)  # 4 bits of code, 16 of scale, 8 of zero point; 32 of each input's place
@@ -141,7 +140,7 @@ def test_rows_of_a_packed_tensor_go_where_they_belong():
     for _ in range(20):
         sizes = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 4))]
         width, chunk_bytes = draw.randrange(1, 9), draw.randrange(1, 70)
-        packed = InChunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), chunk_bytes).new(
+        packed = in_chunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), chunk_bytes)(
             (sum(sizes), width), torch.float32
         )
         expected = torch.randn(sum(sizes), width, dtype=torch.float64)

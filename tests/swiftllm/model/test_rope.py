@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from swiftllm.model.rope import RopeScaling, inverse_frequencies, rotary_table
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -54,7 +54,7 @@ def test_rotation_equals_transformers(scaling, dtype, atol):
     untouched = wide[:, 5:].clone()
 
     table = rotary_table(2048, 64, 1e4, RopeScaling.from_config(scaling))
-    ReferenceOps().rotary_(wide[:, :5], table[positions])
+    Ops().rotary_(wide[:, :5], table[positions])
     torch.testing.assert_close(wide[:, :5].float(), expected[0].transpose(0, 1), rtol=0, atol=atol)
     assert torch.equal(wide[:, 5:], untouched)
 

@@ -6,11 +6,10 @@ import torch
 import pacpu
 from pacpu import rows
 from swiftllm.model.quantised.readers import sort_into_runs
-from swiftllm.ops import cpu, reference
+from swiftllm.ops import cpu, interface
 from swiftllm.ops.cpu import CpuOps, torch_threads
-from swiftllm.ops.interface import CrossingParts, Linear
+from swiftllm.ops.interface import CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 from tests.reference.paged_attention import attend_chunk
 from tests.reference.tolerances import TOLERANCES, assert_close
 
@@ -27,7 +26,7 @@ HAS_WIDE_VECTORS = pacpu.isa() not in ("portable", "avx2")
 def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     torch.manual_seed(0)
     monkeypatch.setattr(rows, "linear_is_fastest", lambda: widens)
-    ours, reference = CpuOps(num_threads=lane_threads), ReferenceOps()
+    ours, reference = CpuOps(num_threads=lane_threads), Ops()
     x, residual = (torch.randn(num_rows, 70).to(dtype) for _ in range(2))
     weight, bias, norm = torch.randn(60, 70).to(dtype) / 8, torch.randn(60).to(dtype), torch.randn(70).to(dtype)
     for b in (None, bias):
@@ -61,8 +60,8 @@ def quantised(out_features: int, in_features: int, dtype: torch.dtype, is_ordere
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_4_bit_linears_like_torch_on_dequantised_weights(monkeypatch, dtype, writes_out, is_ordered):
     print("seed", torch.seed())
-    monkeypatch.setattr(cpu, "_is_ours", lambda dtype: not writes_out)
-    monkeypatch.setattr(cpu, "_can_pack", lambda dtype: writes_out)
+    monkeypatch.setattr(cpu, "pacpu_multiplies", lambda dtype: not writes_out)
+    monkeypatch.setattr(cpu, "onednn_packs", lambda dtype: writes_out)
     monkeypatch.setattr(cpu, "WRITE_OUT_ROWS", 7)
     written = []
     write_out = rows.PackedCodes.write_out
@@ -72,7 +71,7 @@ def test_4_bit_linears_like_torch_on_dequantised_weights(monkeypatch, dtype, wri
     matrix, bias = quantised(60, 176, dtype, is_ordered), torch.randn(60).to(dtype)
     for b in (None, bias):
         linear = CpuOps(num_threads=2).make_quantised_linear(matrix, b)
-        expected = ReferenceOps().make_linear(matrix.dequantise().double(), None if b is None else b.double())
+        expected = Ops().make_linear(matrix.dequantise().double(), None if b is None else b.double())
         for num_rows in (0, 1, 2, 7, 16, 33, 128):
             x = torch.randn(num_rows, 200).to(dtype)[:, 24:]  # rows lie apart
             assert_close(linear(x), expected(x.double()))
@@ -84,8 +83,8 @@ def test_4_bit_linears_like_torch_on_dequantised_weights(monkeypatch, dtype, wri
 def test_4_bit_linears_of_a_part_whose_groups_are_not_full(monkeypatch, dtype, most_rows):
     """As a rank has it of a matrix with act-order; above ``most_rows`` it may be written out."""
     print("seed", torch.seed())
-    monkeypatch.setattr(cpu, "_can_pack", lambda dtype: True)
-    monkeypatch.setattr(cpu, "_is_ours", lambda dtype: False)
+    monkeypatch.setattr(cpu, "onednn_packs", lambda dtype: True)
+    monkeypatch.setattr(cpu, "pacpu_multiplies", lambda dtype: False)
     monkeypatch.setattr(cpu, "WRITE_OUT_ROWS", most_rows)
     zeros, scales = torch.randint(16, (5, 60), dtype=torch.uint8), (torch.rand(5, 60) / 100).half()
     codes = torch.randint(16, (176, 60), dtype=torch.uint8)
@@ -142,7 +141,7 @@ def test_a_crossing_in_one_call_where_pacpu_multiplies(monkeypatch, multiplies, 
 @pytest.mark.parametrize("rows", [200, 193, 192, 33])
 def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
     torch.manual_seed(0)
-    ops, context, sizes = ReferenceOps(), 210, []
+    ops, context, sizes = Ops(), 210, []
     q, (k, v) = torch.randn(rows, 4, 8), torch.randn(2, 2, context, 8)
     mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
     whole = attend_chunk(ops, q, k, v, mask, 0.3)
@@ -152,7 +151,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
         "scaled_dot_product_attention",
         lambda q, *rest, **how: sizes.append(q.shape[2]) or attention(q, *rest, **how),
     )
-    monkeypatch.setattr(reference, "MASK_ELEMENTS_AT_ONCE", 64 * context)
+    monkeypatch.setattr(interface, "MASK_ELEMENTS_AT_ONCE", 64 * context)
     torch.testing.assert_close(attend_chunk(ops, q, k, v, mask, 0.3), whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= 64 and sum(sizes) == rows
 

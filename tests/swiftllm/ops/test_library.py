@@ -19,9 +19,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.ops import library
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinears, library_tensors
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.reference import ReferenceOps
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime import torch_backend
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -186,13 +186,13 @@ def test_only_cards_without_tensor_cores_in_triton_use_it(
     assert fake.packed == packed
 
 
-class OpsWithLibrary(ReferenceOps):
+class OpsWithLibrary(Ops):
     """As on a T4."""
 
     def __init__(self) -> None:
         self.library = LibraryLinears()
 
-    in_place = ReferenceOps()
+    in_place = Ops()
     by_library = "a library"
 
     def make_quantised_linear(self, matrix, bias):
@@ -219,7 +219,7 @@ def test_resident_boundaries_are_the_librarys_and_streamed_ones_are_not(tiny_mod
 
 
 def test_operations_without_a_library_say_so() -> None:
-    assert ReferenceOps().by_library is None and select_ops(torch.device("cpu"), torch.float32).by_library is None
+    assert Ops().by_library is None and select_ops(torch.device("cpu"), torch.float32).by_library is None
 
 
 def test_the_version_that_is_advised_is_the_one_of_the_extra() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from swiftllm.ops import select
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.select import select_ops, why_no_triton
 
 GPU = torch.device("cuda")
@@ -55,7 +55,7 @@ def test_prompts_of_new_lengths_need_no_plan_of_cudnn():
 def test_what_keeps_triton_away_is_said(pretend_gpu, gpu, reason):
     pretend_gpu(*gpu)
     with pytest.warns(UserWarning, match=reason):
-        assert type(select_ops(GPU, torch.float16)) is ReferenceOps
+        assert type(select_ops(GPU, torch.float16)) is Ops
     assert reason in why_no_triton(10 * gpu[1] + gpu[2])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,8 @@ def test_act_order_takes_more(size: int, at_most: float) -> None:
                 once = order.nbytes + runs.nbytes
                 total[ranks] += (part.nbytes - once) * outputs + once
             else:
-                total[ranks] += QuantisedMatrix.empty(outputs, inputs, 128, torch.float16, "meta").nbytes
+                new, half = partial(torch.empty, device="meta"), torch.float16
+                total[ranks] += QuantisedMatrix.allocate(new, outputs, inputs, inputs // 128, 128, half, half).nbytes
     print(f"{total[size] * size / total[1]:.3f} of an equal part")
     assert AT_MOST / size * total[1] < total[size] <= at_most / size * total[1]
 
@@ -173,13 +175,16 @@ def test_a_rank_reads_no_more_than_its_part(quantised, monkeypatch, name: str) -
         def get_shape(self) -> list[int]:
             return self.tensor.get_shape()
 
+        def get_dtype(self) -> str:
+            return self.tensor.get_dtype()
+
         def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
             part = self.tensor[slices]
             read[self.name] = read.get(self.name, 0) + part.nbytes
             return part
 
-    honest = loading._read_tensors
-    monkeypatch.setattr(loading, "_read_tensors", lambda path: ((n, Spy(n, tensor)) for n, tensor in honest(path)))
+    honest = loading.read_tensors
+    monkeypatch.setattr(loading, "read_tensors", lambda path: ((n, Spy(n, tensor)) for n, tensor in honest(path)))
     load_weights(folder, model, "cpu", torch.float32)
     whole = dict(read)
     read.clear()

@@ -86,8 +86,8 @@ def test_a_rank_reads_no_more_than_its_part(tiny_model_dir, monkeypatch) -> None
 
     from swiftllm.model import weights
 
-    honest = weights._read_tensors
-    monkeypatch.setattr(weights, "_read_tensors", lambda path: ((name, Spy(tensor)) for name, tensor in honest(path)))
+    honest = weights.read_tensors
+    monkeypatch.setattr(weights, "read_tensors", lambda path: ((name, Spy(tensor)) for name, tensor in honest(path)))
     whole = sum(t.numel() for t in load_weights(folder, model, "cpu", torch.float32).by_checkpoint_name(model).values())
     read.clear()
     load_weights(folder, model, "cpu", torch.float32, Shard(model, 1, 2))

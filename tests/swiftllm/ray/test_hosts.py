@@ -110,7 +110,7 @@ class Server:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            assert self.process.wait(timeout=60) == 0
+            assert self.process.wait(timeout=300) == 0
         finally:
             self.process.kill()
             self.process.wait()

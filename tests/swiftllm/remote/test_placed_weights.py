@@ -117,7 +117,7 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
         engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
         requests = [engine.add_request(str(i), p, SamplingParams(MAX_TOKENS)) for i, p in enumerate(prompts)]
         run_to_end(engine)
-        stream = engine.backend._model.weights.stream
+        stream = engine.backend._model.weights.slots
         sizes = boundary_bytes(engine.backend.model_config, torch.float32)
         assert stream.bytes_sent > 10 * PLACEMENT.bytes_at(Place.STREAMED, sizes)
         assert all(of_one.channel.bytes_received > 0 for of_one in engine.backend.attention_hosts.hosts)

@@ -18,7 +18,7 @@ from swiftllm.kv.sizing import boundary_bytes, check_weights, weight_bytes
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement, all_resident, spread
-from swiftllm.model.weight_stream import WeightStream
+from swiftllm.model.weight_slots import WeightSlots
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver
@@ -46,7 +46,7 @@ def model_dir(tiny_model_dir) -> Path:
 
 @pytest.fixture(autouse=True)
 def matrices_span_chunks(monkeypatch):
-    monkeypatch.setattr("swiftllm.model.placed_weights.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("swiftllm.model.loaded_weights.CHUNK_BYTES", 10_000)
 
 
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
@@ -88,7 +88,7 @@ def test_a_gpu_gives_the_tokens_of_resident_weights(model_dir, expected, name, s
 def test_every_wait_for_weights_is_needed(model_dir, expected):
     with fake_gpu(0, can_capture=False) as cuda:
         tokens_on_fake(model_dir, "some of each", cuda)
-    sites = [site for site in cuda.sites if "WeightStream." in site or "_OnCpu" in site]
+    sites = [site for site in cuda.sites if "WeightSlots." in site or "compute_on_cpu" in site]
     sites = [site for site in sites if "__init__" not in site]  # a slot's memory has no owner before its first copy
     assert len(sites) >= 3, cuda.sites
 
@@ -119,7 +119,7 @@ def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, na
     monkeypatch.setattr("swiftllm.runtime.build.make_backend", make_placed)
     with fake_gpu(5) as cuda:
         engine = make_engine(model_dir, variant)
-        sent = bytes_by_iteration(engine, made[0]._model.weights.stream)
+        sent = bytes_by_iteration(engine, made[0]._model.weights.slots)
         assert serve(engine, some_prompts) == expected
     assert cuda.replays
     sizes = boundary_bytes(made[0].model_config, torch.float32)
@@ -130,7 +130,7 @@ def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, na
     assert in_order == [streamed] * len(in_order)
 
 
-def bytes_by_iteration(engine, stream: WeightStream) -> list[tuple[bool, int]]:
+def bytes_by_iteration(engine, stream: WeightSlots) -> list[tuple[bool, int]]:
     """Of the iterations that follow, whether they have a lane, and the bytes they send."""
     found: list[tuple[bool, int]] = []
     run = engine.executor.run

@@ -12,7 +12,7 @@ from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.machine import InsufficientMemory, available_host_bytes
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.reference import ReferenceOps
+from swiftllm.ops.interface import Ops
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers.inline import InlineWorker
 from tests.reference.backend_driver import BackendDriver
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers_without_cache(make_driver, expected, t
 
 
 def test_torch_operations_give_the_same_tokens(make_driver, expected, monkeypatch):
-    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: ReferenceOps())
+    monkeypatch.setattr("swiftllm.runtime.torch_backend.select_ops", lambda *_: Ops())
     driver = make_driver()
     requests = admit_all(driver, TIERS["gpu"])
     driver.prefill(requests, 9)
@@ -240,7 +240,7 @@ def test_decode_operations_agree(heads):
             slot.copy_(torch.randn(slot.shape))
     new = torch.randn(5, num_heads + 2 * num_kv_heads, 32).split((num_heads, num_kv_heads, num_kv_heads), 1)
     results = []
-    for ops in (ReferenceOps(), CpuOps()):
+    for ops in (Ops(), CpuOps()):
         kv_layer, out = cache.clone(), torch.full((5, num_heads, 32), torch.nan)
         ops.decode_attention(*new, kv_layer, tables, lens, out, 32**-0.5)
         results.append((kv_layer, out))

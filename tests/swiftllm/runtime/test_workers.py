@@ -211,7 +211,7 @@ def check_in_another_process(worker: CopyingWorker, kernel: str) -> None:
     sent = pickle.dumps([pickle.loads(pair) for pair in worker.before])
     command = [sys.executable, "-c", OTHER_PROCESS, kernel]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input=sent, capture_output=True, env=environment, timeout=120, check=True)
+    done = subprocess.run(command, input=sent, capture_output=True, env=environment, timeout=300, check=True)
     results = pickle.loads(done.stdout)
     for (pool, out), (expected_pool, expected_out) in zip(results, worker.after, strict=True):
         torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import Delta, EngineService, NewRequest, RequestFailed, ServiceLimits, TokenStream
+from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
 from tests.reference.fake_backend import VOCABULARY, expected_output
 
 TIMEOUT_S = 60.0  # of a test that would hang

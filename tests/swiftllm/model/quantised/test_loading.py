@@ -127,17 +127,17 @@ def test_loading_to_a_device_holds_one_tensor_of_the_file_in_host_memory(tmp_pat
     """The tensors that a device has got are not kept in host memory: at most two are there at a time."""
     import weakref
 
-    import swiftllm.model.weights as weights
+    from swiftllm.model import weights
 
     source = make_tiny_llama(tmp_path / "source", num_hidden_layers=2)
     write_folder(source, tmp_path / "gptq", "gptq", 32)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
-    take = weights._take
+    read_tensors = weights.read_tensors
 
     class Watched:
         def __init__(self, stored) -> None:
-            self.get_shape, self.stored = stored.get_shape, stored
+            self.get_shape, self.get_dtype, self.stored = stored.get_shape, stored.get_dtype, stored
 
         def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
             nonlocal most
@@ -146,10 +146,9 @@ def test_loading_to_a_device_holds_one_tensor_of_the_file_in_host_memory(tmp_pat
             most = max(most, len(alive))
             return tensor
 
-    def watched(quantised, name: str, stored, folder: Path) -> bool:
-        return take(quantised, name, Watched(stored), folder)
-
-    monkeypatch.setattr(weights, "_take", watched)
+    monkeypatch.setattr(
+        weights, "read_tensors", lambda path: ((name, Watched(stored)) for name, stored in read_tensors(path))
+    )
     config = ModelConfig.from_folder(tmp_path / "gptq")
     monkeypatch.setattr(torch, "equal", lambda *_: True)  # nothing can be compared on the device "meta"
     monkeypatch.setattr("swiftllm.model.quantised.readers.zero_offset", lambda *_: 1)

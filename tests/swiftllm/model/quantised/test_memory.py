@@ -8,7 +8,7 @@ import torch
 
 from swiftllm.kv.sizing import weight_bytes
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.providers import ResidentWeights
+from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
@@ -48,7 +48,7 @@ def test_the_cpu_holds_4_bit_matrices_packed_alone(dtype):
     held = {}
     for model in (CODED, PLAIN):
         before = live_tensors()
-        weights = ResidentWeights(model, dummy_weights(model, "cpu", dtype), CpuOps())
+        weights = LoadedWeights(model, dummy_weights(model, "cpu", dtype), CpuOps())
         held[model] = sum(size for address, size in live_tensors().items() if address not in before)
         assert held[model] == pytest.approx(weight_bytes(model, dtype), rel=0.05)
         del weights

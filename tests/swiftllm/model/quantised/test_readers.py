@@ -9,9 +9,8 @@ import pytest
 import quantise
 import torch
 
-from swiftllm.model.packed_tensor import InChunks, PackedTensor, map_tensors
-from swiftllm.model.quantised.collector import FusedPlace
-from swiftllm.model.quantised.joined import JoinedMatrix
+from swiftllm.model.packed_tensor import PackedTensor, in_chunks, map_tensors
+from swiftllm.model.quantised.fused import FusedTarget
 from swiftllm.model.quantised.readers import StoredMatrix, open_matrix
 from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
@@ -35,9 +34,9 @@ def shuffled_groups(in_features: int, group_size: int) -> torch.Tensor:
 
 def read(scheme: QuantisationScheme, tensors, shape, dtype: torch.dtype = torch.float32) -> QuantisedMatrix:
     stored = open_matrix(scheme, tensors, shape[0], shape[1], dtype)
-    joined = JoinedMatrix(stored, shape[0], poisoned)
-    joined.write(0, stored)
-    return joined.matrix
+    made: list[QuantisedMatrix] = []
+    FusedTarget({"module": shape[0]}, shape[1], shape[1], poisoned, made.append, "cpu").add("module", stored)
+    return made[0]
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -156,21 +155,31 @@ def stored_part(outputs: int, order: torch.Tensor | None, group_size: int = 32) 
     return StoredMatrix(outputs, 64, *args), whole.dequantise()
 
 
-def put_together(parts: Sequence[torch.Tensor | StoredMatrix], sizes: Sequence[int], in_chunks: bool):
+def put_together(parts: Sequence[torch.Tensor | StoredMatrix], sizes: Sequence[int], is_packed: bool):
     """What a place puts that gets the parts in any order."""
     made = []
-    chunks = InChunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), 100 if in_chunks else 1 << 20)
+    pinned = in_chunks(lambda n: torch.full((n,), 255, dtype=torch.uint8), 100)
     modules = {str(i): size for i, size in enumerate(sizes)}
-    place = FusedPlace(modules, 64, 64, chunks.new if in_chunks else poisoned, made.append, "cpu")
+    target = FusedTarget(modules, 64, 64, pinned if is_packed else poisoned, made.append, "cpu")
+    for index, part in enumerate(parts):
+        plain = isinstance(part, torch.Tensor)
+        order = None if plain or part.order is None else tuple(part.order.tolist())
+        target.kinds[str(index)].add(("plain",) if plain else (order, part.group_size))
     for index in random.sample(range(len(parts)), len(parts)):
         assert not made
-        place.add(str(index), parts[index])
+        target.add(str(index), parts[index])
     (matrix,) = made
-    return map_tensors(matrix, lambda x: x.read() if isinstance(x, PackedTensor) else x)
+    return map_tensors(matrix, in_one_piece)
 
 
-@pytest.mark.parametrize("in_chunks", [False, True])
-def test_parts_are_fused_if_they_have_one_order_of_inputs(in_chunks) -> None:
+def in_one_piece(tensor: torch.Tensor | PackedTensor) -> torch.Tensor:
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.cat(list(tensor.chunks))[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_parts_are_fused_if_they_have_one_order_of_inputs(is_packed) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     random.seed(seed)
@@ -180,9 +189,9 @@ def test_parts_are_fused_if_they_have_one_order_of_inputs(in_chunks) -> None:
     plain = [(torch.randn(size, 64),) * 2 for size in sizes]
     for orders in ([None] * 3, [one, one.clone(), one]):
         parts = [stored_part(size, order) for size, order in zip(sizes, orders, strict=True)]
-        fused = put_together([part for part, _ in parts], sizes, in_chunks)
+        fused = put_together([part for part, _ in parts], sizes, is_packed)
         assert torch.equal(fused.dequantise(), torch.cat([expected for _, expected in parts]))
-    assert torch.equal(put_together([x for x, _ in plain], sizes, in_chunks), torch.cat([x for x, _ in plain]))
+    assert torch.equal(put_together([x for x, _ in plain], sizes, is_packed), torch.cat([x for x, _ in plain]))
     apart = (
         [stored_part(sizes[0], one), stored_part(sizes[1], one), stored_part(sizes[2], other)],
         [stored_part(sizes[0], one), stored_part(sizes[1], None), stored_part(sizes[2], None)],
@@ -191,7 +200,7 @@ def test_parts_are_fused_if_they_have_one_order_of_inputs(in_chunks) -> None:
         [*plain[:2], stored_part(sizes[2], None)],
     )
     for parts in apart:
-        found = put_together([part for part, _ in parts], sizes, in_chunks)
+        found = put_together([part for part, _ in parts], sizes, is_packed)
         for matrix, (_, expected) in zip(found, parts, strict=True):
             own = matrix if isinstance(matrix, torch.Tensor) else matrix.dequantise()
             assert torch.equal(own, expected)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from swiftllm.server.api.app import lifespan_of
 from swiftllm.server.observe import activity as module
-from swiftllm.server.observe.activity import ActivityLog, activity_line
+from swiftllm.server.observe.activity import activity_line, log_activity
 from swiftllm.server.service.snapshot import Snapshot
 
 BEFORE = Snapshot(uptime_s=10.0, iterations=5, prompt_tokens=100, output_tokens=50, strategy_iterations={"gpu-only": 5})
@@ -58,8 +60,7 @@ def test_a_server_at_rest_says_nothing(monkeypatch, caplog, works) -> None:
                 seen_all.set()
             return following or last
 
-    app = FastAPI()
-    app.include_router(ActivityLog(Service()).router)
+    app = FastAPI(lifespan=lifespan_of(partial(log_activity, Service())))
     with caplog.at_level(logging.INFO, logger="uvicorn.error"), TestClient(app):
         assert seen_all.wait(30.0)
     lines = [record.message for record in caplog.records if "tokens/s" in record.message]

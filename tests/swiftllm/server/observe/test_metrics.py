@@ -19,7 +19,7 @@ from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.server.observe.metrics import Histogram, Metrics, one_two_five
-from swiftllm.server.service.snapshot import ClassCounts, Health
+from swiftllm.server.service.snapshot import Counts, Health
 from tests.swiftllm.server.fake_service import FakeService
 
 REPO = Path(__file__).resolve().parents[4]
@@ -188,7 +188,7 @@ def test_each_class_has_its_own_series_once_it_has_been_seen() -> None:
     service = FakeService()
     metrics = Metrics(service, MODEL)
     assert not [name for name, labels in scrape(metrics) if ("service_class", BE) in labels]
-    service.change(waiting=3, classes={LS: ClassCounts(1, 2, 3, 4), BE: ClassCounts(2, 6, 7, 8)})
+    service.change(waiting=3, classes={LS: Counts(1, 2, 3, 4), BE: Counts(2, 6, 7, 8)})
     for service_class, at_s in zip(ServiceClass, (1.0, 3.0), strict=True):
         request = Request("0", (1, 2), SamplingParams(), service_class=service_class)
         request.append_token(5, at_s)

@@ -16,9 +16,10 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from swiftllm.server.api.app import lifespan_of
 from swiftllm.server.observe import status
 from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
-from swiftllm.server.service.snapshot import ClassCounts, Health, Snapshot
+from swiftllm.server.service.snapshot import Counts, Health, Snapshot
 from tests.evaluation.headless_browser import Browser, open_browser
 from tests.swiftllm.server.fake_service import FakeService
 
@@ -43,7 +44,7 @@ class FakeRecorder:
 
 
 def app_of(page: StatusPage) -> FastAPI:
-    app = FastAPI()
+    app = FastAPI(lifespan=lifespan_of(page.sample_snapshots))
     app.include_router(page.router)
     return app
 
@@ -184,7 +185,7 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
         ".every(([x, width]) => x >= 0 && x + width <= byId('gantt').clientWidth + 1)"
     )
     assert browser.evaluate("byId('classes').hidden")
-    counts = {"latency-sensitive": ClassCounts(1, 5, 0, 900), "best-effort": ClassCounts(1, 0, 40, 1100)}
+    counts = {"latency-sensitive": Counts(1, 5, 0, 900), "best-effort": Counts(1, 0, 40, 1100)}
     service.change(classes=counts)
     until(browser, "!byId('classes').hidden")
     assert browser.evaluate("[...document.querySelectorAll('#class-rows tr')].map((row) => row.innerText)") == [

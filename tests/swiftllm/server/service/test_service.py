@@ -11,7 +11,8 @@ import pytest
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import EngineService, NewRequest, QueueFull, ServiceLimits, ServiceStopping
+from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
+from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
 from tests.reference.fake_engine import fake_engine
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (

@@ -16,7 +16,7 @@ A power of two, since torch rounds pinned memory up to one.
 """
 
 
-class WeightStream:
+class WeightSlots:
     """The streamed boundaries of a model. Each has one fixed slot, so that captured graphs find its weights.
 
     An iteration enters the boundaries in ascending order. Once the next one is entered, whichever that is, the slot of

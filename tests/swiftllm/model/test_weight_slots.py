@@ -11,7 +11,7 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
 from swiftllm.model.placement import SLOTS
-from swiftllm.model.weight_stream import WeightStream
+from swiftllm.model.weight_slots import WeightSlots
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE
 
@@ -28,7 +28,7 @@ def chunks_of(device: Device, count: int) -> dict[int, list[torch.Tensor]]:
     return result
 
 
-def read(stream: WeightStream, boundary: int) -> torch.Tensor:
+def read(stream: WeightSlots, boundary: int) -> torch.Tensor:
     stream.enter(boundary)
     return stream.slot_of(boundary) + 1
 
@@ -36,7 +36,7 @@ def read(stream: WeightStream, boundary: int) -> torch.Tensor:
 def read_all(device: Device, count: int, jumps: bool = False) -> bool:
     """Whether two readers of each boundary, a lane and a rider, find its weights in each iteration."""
     weights = chunks_of(device, count)
-    stream = WeightStream(device, weights)
+    stream = WeightSlots(device, weights)
     order = list(weights) * ITERATIONS
     if jumps:
         random.Random(count).shuffle(order)
@@ -72,17 +72,17 @@ def test_readers_find_their_weights_whatever_the_order_of_streams(count: int, ju
     assert all(read_on_gpu(seed, count, jumps=jumps)[0] for seed in SEEDS)
 
 
-@pytest.mark.parametrize(("method", "caller"), [("enter", ""), ("_send", "WeightStream._fill")])
+@pytest.mark.parametrize(("method", "caller"), [("enter", ""), ("_send", "WeightSlots._fill")])
 def test_each_wait_is_needed(method: str, caller: str) -> None:
     """A reader waits for its copy, and a copy for the slot's last readers."""
     sites = read_on_gpu(0, 5)[1]
-    (site,) = (site for site in sites if site.startswith(f"wait_event in WeightStream.{method},") and caller in site)
+    (site,) = (site for site in sites if site.startswith(f"wait_event in WeightSlots.{method},") and caller in site)
     assert not all(read_on_gpu(seed, 5, site)[0] for seed in SEEDS)
 
 
 def test_what_is_held_needs_no_copy_now() -> None:
     device = HostDevice()
-    stream = WeightStream(device, chunks_of(device, 4))
+    stream = WeightSlots(device, chunks_of(device, 4))
     assert stream.holds(0) and not stream.holds(-1)
     stream.enter(-1)
     assert stream.holds(-1) and not stream.holds(1)
@@ -92,4 +92,4 @@ def test_what_is_held_needs_no_copy_now() -> None:
     stream.enter(1)  # boundary 3 comes after 1, in the slot of -1
     assert stream.bytes_sent == before + 7
     with pytest.raises(ValueError, match="at least one"):
-        WeightStream(device, {})
+        WeightSlots(device, {})

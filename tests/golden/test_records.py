@@ -1,0 +1,62 @@
+"""One row of each record that is up to date comes out again, to the bit."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
+from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.experiments.points import run_point
+from evaluation.experiments.runner import Point
+from evaluation.figures.figure_jobs import make_job
+
+RECORDS = Path(__file__).parents[2] / "docs/records"
+SAMPLES = {
+    "fig5": {"system": "apex", "workload": "osc", "output_len": 50.0},
+    "fig6": {"system": "apex", "workload": "osc", "request_rate": 3.2},
+    "fig7": {"system": "adaptive", "output_len": 50.0},
+    "neo-fig6": {"system": "neo", "workload": "osc", "request_rate": 4.5},
+    "neo-fig7": {"system": "adaptive"},
+    "neo-fig8": {"system": "fastdecode", "output_len": 10.0},
+}
+"""What picks the row: one that takes a second or two, and each system once or more."""
+NOT_SAMPLED = {
+    **dict.fromkeys(("adaptive", "machines", "neo-fig9", "neo-fig10a"), "older than the simulator"),
+    **dict.fromkeys(("fig5_sensitivity_cpu_bandwidth", "fig5_sensitivity_gpu_blocks"), "older than the simulator"),
+    "fig7_sensitivity": "older than the simulator",
+    **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
+    **dict.fromkeys(("bench_server_overhead", "pacpu", "validate"), "measured on a machine"),
+}
+
+
+def test_every_record_is_sampled_or_says_why_not() -> None:
+    assert {path.name for path in RECORDS.iterdir() if path.is_dir()} == SAMPLES.keys() | NOT_SAMPLED.keys()
+
+
+@pytest.mark.parametrize("record", SAMPLES)
+def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
+    rows = [row for row in json.loads((RECORDS / record / "summary.json").read_text()) if row["backend"] == "simulated"]
+    points = _points(record)
+    assert len(points) == len(rows)  # in the same order
+    chosen = [(point, row) for point, row in zip(points, rows, strict=True) if SAMPLES[record].items() <= row.items()]
+    ((point, row),) = chosen
+    now = dict(run_point(point, record, Console(file=io.StringIO())).values)
+    compared = (row.keys() & now.keys()) - {"wall_s"}
+    assert len(compared) > 40
+    assert {name: now[name] for name in compared} == {name: row[name] for name in compared}
+
+
+def _points(record: str) -> Sequence[Point]:
+    if record.startswith("neo-fig"):
+        options = reproduce_neo.Options(backend="simulated", figure=(record.removeprefix("neo-fig"),))
+        (job,) = reproduce_neo.neo_jobs(experiment_settings("neo"), options, None, None)
+    else:
+        figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record].FIGURE
+        job = make_job(figure, FigureOptions(backend="simulated"), None, None)
+    return job.points
