@@ -46,10 +46,9 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
-    for name in FILE.findall(LINK.sub("]", text)):
-        assert any(ROOT.glob(name.rstrip("/"))), name
+    missing = [name for name in FILE.findall(LINK.sub("]", text)) if not any(ROOT.glob(name.rstrip("/")))]
     names = {path.name for path in [*source_files(), *ROOT.glob("*.py")]}
-    assert set(BARE_FILE.findall(text)) <= names
+    assert not missing and set(BARE_FILE.findall(text)) <= names, missing
 
 
 def test_pages_that_the_code_names_exist() -> None:
