@@ -43,7 +43,7 @@ class Simulate(Comparison):
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
     GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
-    and how far off the predictions are, is in docs/calibration.md. Requests are all of one size; with
+    and how far off the predictions are, is in docs/simulator.md. Requests are all of one size; with
     --best-effort-requests there are two classes, each of one size.
     """
 

@@ -141,7 +141,7 @@ def gemm_s(gpu: Gpu, weights: float, itemsize: int, tokens: float) -> float:
 
     The two times are combined as the root of the sum of squares, because measured cards round the roofline's corner.
     Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%
-    (docs/calibration.md).
+    (docs/simulator.md).
     """
     read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])

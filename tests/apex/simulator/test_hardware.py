@@ -34,7 +34,7 @@ from tests.apex.simulator.machines import GPUS, LLAMA_2_7B, LLAMA_3_8B, profile,
 
 # -- linear layers ----------------------------------------------------------------------------------------------------
 
-# Milliseconds of the four GEMMs of a layer as the measured tables have them (Vidur and forks; docs/calibration.md).
+# Milliseconds of the four GEMMs of a layer as the measured tables have them (Vidur and forks; docs/simulator.md).
 PUBLISHED_GEMM_MS = {
     ("t4", "llama-2-7b"): {1: 1.57, 64: 2.21, 128: 3.46, 512: 9.28},
     ("a10", "llama-3.1-8b"): {1: 0.93, 64: 1.03, 128: 1.08, 512: 3.77},
