@@ -66,5 +66,17 @@ class StrategyConfig:
             raise ValueError(f"strategy={self.strategy!r} is forced and disabled at once; drop one of the two flags")
 
     @property
+    def is_forced(self) -> bool:
+        return self.strategy != "auto"
+
+    @property
+    def pipelines(self) -> bool:
+        return self.strategy in ("auto", "asymmetric-pipelining") and not self.disable_asymmetric_pipelining
+
+    @property
+    def overlaps(self) -> bool:
+        return self.strategy in ("auto", "asynchronous-overlap") and not self.disable_asynchronous_overlap
+
+    @property
     def slo(self) -> Slo:
         return Slo(self.ttft_slo_s, self.tpot_slo_s, self.slo_margin)

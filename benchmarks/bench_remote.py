@@ -148,7 +148,7 @@ def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
                 found.append(result.duration_s)
         remote = engine.backend.attention_hosts.hosts[0].channel.bytes_received
         assert remote > 0, "no request lived on the host"
-        for request_id in list(engine.scheduler.requests):
+        for request_id in list(engine.residents.requests):
             engine.abort(request_id)
         while engine.has_unfinished():
             engine.step()

@@ -1,4 +1,4 @@
-"""Measures the cost of scheduling: ``schedule()`` and ``apply_result()`` per iteration, at 1,000 running requests.
+"""Measures the cost of scheduling: ``plan()``, ``observe()`` and ``apply()`` per iteration, at 1,000 running requests.
 
 The scheduler is the real one; the engine is simulated, so that no model runs. Measured is the CPU time of the
 scheduler's thread. The thread never waits, so this is its real time on an otherwise idle core. Other work on the
@@ -149,18 +149,18 @@ def _start(system: str, mix: Mix) -> None:
 
 def _run_round() -> dict[str, list[float]]:
     """Per iteration: seconds of scheduling, running requests of each tier, computed prompt tokens."""
-    scheduler, stopwatch = _engine.scheduler, Stopwatch()
-    schedule, apply_result = scheduler.schedule, scheduler.apply_result
-    scheduler.schedule, scheduler.apply_result = stopwatch.wrap(schedule), stopwatch.wrap(apply_result)
+    policy, residents, stopwatch = _engine.policy, _engine.residents, Stopwatch()
+    plan, observe, apply = policy.plan, policy.observe, residents.apply
+    policy.plan, policy.observe, residents.apply = map(stopwatch.wrap, (plan, observe, apply))
     values: dict[str, list[float]] = {"seconds": [], "gpu": [], "cpu": [], "prefill_tokens": []}
     for _ in range(ITERATIONS):
         stopwatch.seconds, prefills_before = 0.0, _engine.stats().prefill_tokens
         _engine.step()
         values["seconds"].append(stopwatch.seconds)
-        for tier, queue in scheduler.running.items():
+        for tier, queue in residents.running.items():
             values[tier.value].append(len(queue))
         values["prefill_tokens"].append(_engine.stats().prefill_tokens - prefills_before)
-    scheduler.schedule, scheduler.apply_result = schedule, apply_result
+    policy.plan, policy.observe, residents.apply = plan, observe, apply
     return values
 
 

@@ -9,6 +9,7 @@ import cProfile
 import pstats
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ if __package__ in (None, ""):  # run as a file: import from the repository, not 
 from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
+from apex.strategy import StrategyConfig
 from evaluation.results.folder import ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.core.request import SamplingParams
@@ -32,15 +34,15 @@ NUM_LAYERS = 32
 ITERATIONS = 1000
 # (requests the GPU tier holds, requests the CPU tier holds); contexts of some thousand tokens.
 SIZES = ((16, 64), (64, 256), (200, 800))
-PARTS = "schedule", "run", "apply_result"  # functions that make up the time of a step
+PARTS = ("plan", "run", "apply")  # what makes up the time of a step
 COLUMNS = (
     ("system", "system", "{}"),
     ("gpu_requests", "requests on the GPU", "{}"),
     ("cpu_requests", "requests on the CPU", "{}"),
     ("iterations_per_s", "iterations/s", "{:.0f}"),
-    ("schedule_share", "in schedule", "{:.0%}"),
+    ("plan_share", "in plan", "{:.0%}"),
     ("run_share", "in run", "{:.0%}"),
-    ("apply_result_share", "in apply_result", "{:.0%}"),
+    ("apply_share", "in apply", "{:.0%}"),
 )
 
 
@@ -79,6 +81,7 @@ def running_engine(system: str, num_gpu: int, num_cpu: int) -> Engine:
         num_cpu_blocks=num_cpu * 80,
         max_num_batched_tokens=2048,
         max_num_seqs=num_gpu + num_cpu,
+        strategy=StrategyConfig(disable_admission_control=True),  # all requests come at once
     )
     for i in range(2 * (num_gpu + num_cpu)):
         engine.add(engine.make_request(str(i), (0,) * 900, SamplingParams(max_tokens=2000)))
@@ -99,10 +102,15 @@ def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
     for _ in range(ITERATIONS // 10):
         engine.step()
     profiler.disable()
-    parts = pstats.Stats(profiler).get_stats_profile().func_profiles
-    shares = {
-        f"{name}_share": parts[name].cumtime / parts["step"].cumtime for name in ("schedule", "run", "apply_result")
-    }
+    times = pstats.Stats(profiler).stats  # by file, line and name
+
+    def cumulative_s(function: Callable[..., Any]) -> float:
+        code = function.__code__
+        return times[code.co_filename, code.co_firstlineno, code.co_name][3]
+
+    functions = type(engine.policy).plan, type(engine.executor).run, type(engine.residents).apply
+    step_s = cumulative_s(type(engine).step)
+    shares = {f"{name}_share": cumulative_s(part) / step_s for name, part in zip(PARTS, functions, strict=True)}
     return {
         "system": system,
         "backend": "measured: simulator speed",
@@ -125,7 +133,7 @@ def main(options: Options) -> None:
         for system in systems():
             record = flat_record(measure(system, num_gpu, num_cpu))
             records.append(record)
-            spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in ("schedule", "run", "apply_result"))
+            spent = ", ".join(f"{name} {record[f'{name}_share']:.0%}" for name in PARTS)
             rate = record["iterations_per_s"]
             print(f"{system:10} {num_gpu:4} + {num_cpu:4} requests: {rate:6.0f} iterations/s; {spent}", flush=True)
     folder.save_summary(records, markdown_table(records, COLUMNS))

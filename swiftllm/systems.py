@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swiftllm.engine.engine import Engine, HomeWatch
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import Scheduler, SchedulerLimits
-from swiftllm.scheduling.vllm import VllmScheduler
+from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.gpu_only import SwiftLLM, Vllm
+from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.residents import Residents
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
@@ -29,13 +31,13 @@ PLUGINS = ("apex.plugin",)
 class System:
     """A named system.
 
-    ``scheduler`` is called with limits, KV manager and clock. One that ``needs_predictions`` is also given a
-    performance model and a :class:`apex.strategy.StrategyConfig`: those of :mod:`apex.schedulers`.
+    ``policy`` makes its policy, from nothing. One that ``needs_predictions`` is given a performance model and a
+    :class:`apex.strategy.StrategyConfig`: those of :mod:`apex.schedulers`.
     """
 
     name: str
     summary: str
-    scheduler: Callable[..., Scheduler]
+    policy: Callable[..., Policy]
     needs_predictions: bool = False
 
 
@@ -57,10 +59,11 @@ def build(
     system: System, hardware: Hardware, predictions: Sequence[Any] = (), details: Mapping[str, Any] | None = None
 ) -> Engine:
     """An engine of a system. ``predictions``: what it needs, if any; ``details`` are part of its description."""
-    backend = hardware.backend
+    backend, policy = hardware.backend, system.policy(*predictions)
     return Engine(
-        system.scheduler(hardware.limits, hardware.kv, backend.now, *predictions),
-        OverlapExecutor(backend, backend.holds_weights),
+        Residents(hardware.limits, hardware.kv, backend.now, policy.rules),
+        policy,
+        Executor(backend, backend.holds_weights),
         backend,
         vocab_size=hardware.vocab_size,
         eos_token_ids=hardware.eos_token_ids,
@@ -118,8 +121,8 @@ def _load_plugins() -> None:
             raise PluginNotFound(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
-register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", VllmScheduler))
-register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", Scheduler))
+register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm))
+register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM))
 
 
 # -- engines on this machine ------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Bench(Comparison):
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
             **self.figures(replay, strategy),
-            **{f"{name}_factor": engine.scheduler.prediction_factors.get(name) for name in OPERATIONS},
+            **{f"{name}_factor": engine.policy.prediction_factors.get(name) for name in OPERATIONS},
         }
         return BenchRun(values, replay.records, description)
 

@@ -113,8 +113,8 @@ def why_not(error: OSError) -> str:
 
 def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimits) -> str:
     """The text printed at the start: system, model, limits and addresses."""
-    description, scheduler = engine.describe(), engine.scheduler
-    longest, at_once = scheduler.longest_request, scheduler.limits.max_num_seqs
+    description, residents = engine.describe(), engine.residents
+    longest, at_once = residents.longest_request, residents.limits.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"

@@ -23,7 +23,7 @@ from swiftllm.files import write_atomically
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.cores import CoreDivision, counted
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 THREADS = ("lane_threads", "cpu_threads")
 

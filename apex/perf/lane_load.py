@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from apex.perf.model import PerfModel
 from swiftllm.core.plan import IterationPlan, LaneItem
 from swiftllm.core.request import Request
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class LaneLoad:
         return LaneLoad._from_parts(num_decodes, context + num_decodes, prefills)
 
     @staticmethod
-    def from_draft(draft: PlanDraft | IterationPlan) -> LaneLoad:
-        context = draft.decode_context if isinstance(draft, PlanDraft) else context_tokens(draft.decodes)
+    def from_draft(draft: Draft | IterationPlan) -> LaneLoad:
+        context = draft.decode_context if isinstance(draft, Draft) else context_tokens(draft.decodes)
         return LaneLoad._from_parts(len(draft.decodes), context, draft.prefills)
 
     @staticmethod

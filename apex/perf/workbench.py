@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 
 from apex.perf.idle_engine import idle_engine
-from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, Swap
+from swiftllm.core.plan import RIDE, STEP, CohortPlan, IterationPlan, LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.backend import Batch
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from swiftllm.runtime.torch_backend import TorchBackend
 
 TimedOperation = Callable[[], float]
@@ -190,9 +190,9 @@ class Workbench:
         for request in requests:
             request.num_uncomputed = 1
         lane, riding, stepping = requests[:on_gpu], requests[on_gpu::2], requests[on_gpu + 1 :: 2]
-        rules = ((riding, SteppingRule.RIDE_AND_WAIT), (stepping, SteppingRule.STEP_AND_WAIT))
+        rules = ((riding, RIDE), (stepping, STEP))
         cohorts = [CohortPlan(i, tuple(batch), rule) for i, (batch, rule) in enumerate(rules) if batch]
-        executor, plan = OverlapExecutor(self.backend), IterationPlan(decodes=tuple(lane), cohorts=tuple(cohorts))
+        executor, plan = Executor(self.backend), IterationPlan(decodes=tuple(lane), cohorts=tuple(cohorts))
         return lambda: self._time_s(lambda: executor.run(plan))
 
     # -- requests and batches ---------------------------------------------------------------------------------------

@@ -6,56 +6,42 @@ from collections.abc import Sequence
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import total_s
-from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined
 from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.schedulers.pipeline import Pipeline
-from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
+from swiftllm.core.plan import HOP, CohortPlan, IterationPlan
 from swiftllm.core.request import Request
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
 
 
-class ApexScheduler(OffloadScheduler):
+class Apex(Hybrid):
     """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
 
-    def _may_offload(self) -> bool:
-        return self._may_pipeline or self._may_overlap
-
-    @property
-    def _may_pipeline(self) -> bool:
-        config = self.config
-        return config.strategy in ("auto", "asymmetric-pipelining") and not config.disable_asymmetric_pipelining
-
-    @property
-    def _may_overlap(self) -> bool:
-        config = self.config
-        return config.strategy in ("auto", "asynchronous-overlap") and not config.disable_asynchronous_overlap
-
-    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
-        under_way, load = self._under_way(), LaneLoad.from_draft(draft)
+    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
+        under_way, load = draft.residents.cohorts.under_way(), LaneLoad.from_draft(draft)
         if not ready and not under_way:
-            return self.gpu_only_plan(draft, load)
+            return gpu_only(draft, self.model, load)
         partial = [request for cohort in under_way for request in cohort.members]
         num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
         inequality = self._inequality(load, num_cpu, cpu_context)
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
-        may_start = self._may_overlap and self._enough(ready, num_cpu, load)
-        forced = self.config.strategy == "asymmetric-pipelining"
-        only_way = ready.overdue is not None and not self._may_overlap
-        if self._may_pipeline and (inequality.holds or forced or only_way):
+        may_start = self.config.overlaps and self._enough(ready, num_cpu, load)
+        only_way = ready.overdue is not None and not self.config.overlaps
+        if self.config.pipelines and (inequality.holds or self.config.is_forced or only_way):
             if self._hides(load, partial):
                 pipeline = self._pipeline(load, ready, partial)
                 if any(batch.size for batch in pipeline.batches):
-                    return self.pipelined_plan(draft, pipeline, under_way, predicted)
+                    return pipelined(draft, pipeline, under_way, predicted)
             else:
                 may_start = False  # cohorts under way overlap to their end, and no other starts
-        cohorts = [cohort.to_plan(SteppingRule.RIDE_IF_READY) for cohort in under_way]
+        cohorts = [cohort.plan(HOP) for cohort in under_way]
         if may_start and len(cohorts) < self.config.max_cohorts:
             # One cohort starts per iteration, so that later arrivals need not wait for the end of all others.
-            cohorts.append(self._start_cohort(ready.requests, SteppingRule.RIDE_IF_READY))
+            cohorts.append(draft.residents.cohorts.start(ready.requests).plan(HOP))
         if not cohorts:
-            return self.gpu_only_plan(draft, load, predicted)
-        return self._plan(Strategy.ASYNCHRONOUS_OVERLAP, draft, cohorts, self._overlap_s(load, cohorts), predicted)
+            return gpu_only(draft, self.model, load, predicted)
+        return draft.plan(cohorts, {"iteration_s": self._overlap_s(load, cohorts), **predicted})
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
 
@@ -104,12 +90,12 @@ class ApexScheduler(OffloadScheduler):
         """The threshold of section 4.2: hand-overs cost time, so overlap pays only with many CPU requests."""
         if not ready:
             return False
-        forced = self.config.strategy == "asynchronous-overlap"
-        return forced or ready.overdue is not None or num_cpu >= self.config.min_cpu_request_ratio * load.requests
+        is_large = num_cpu >= self.config.min_cpu_request_ratio * load.requests
+        return self.config.is_forced or ready.overdue is not None or is_large
 
     def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
         """GPU-only time, plus what each rider adds to the boundary it crosses."""
         model = self.model
         alone_s = model.linear_s(load.tokens)
         riders_s = total_s(model.linear_s(load.tokens + len(cohort.requests)) - alone_s for cohort in cohorts)
-        return self._gpu_only_s(load) + riders_s
+        return lane_s(model, load) + riders_s

@@ -62,11 +62,6 @@ def mixed_cpu_window_s(linear_with_prefill_s: float, linear_s: float, attention_
     return linear_with_prefill_s + linear_s + attention_with_prefill_s
 
 
-def max_rate_ratio(linear_s: float, gpu_attention_s: float) -> float:
-    """Inequality (6) of APEX section 3.2, which is (5) solved for N_G / N_C: pipelining pays below this ratio."""
-    return 2 * linear_s / gpu_attention_s + 3 + gpu_attention_s / linear_s
-
-
 def offload_bound_tokens_per_s(
     gpu_only_tokens_per_s: float, cpu_bytes_per_s: float, kv_bytes_per_token: float, context_tokens: float
 ) -> float:

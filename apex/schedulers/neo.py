@@ -1,55 +1,84 @@
-"""NEO (MLSys'25): load-aware scheduling with asymmetric pipelining; steps as in its section 3.2 and appendix A."""
+"""NEO (MLSys'25), and FastDecode+ as NEO rebuilt it: asymmetric pipelining, with and without a view of the load."""
 
 from __future__ import annotations
 
 from apex.perf.lane_load import LaneLoad
-from apex.schedulers.base import OffloadScheduler
+from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.hybrid import Hybrid, Predicting, gpu_only, lane_s, pipelined
 from apex.schedulers.pipeline import Pipeline
+from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.parts import two_tiers
+from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.rules import Rules
 
 
-class NeoScheduler(OffloadScheduler):
-    """Compares a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second."""
+class Neo(Hybrid):
+    """Compares a GPU-only and a pipelined schedule each iteration and takes the one with more requests per second.
 
-    def _may_offload(self) -> bool:
-        config = self.config
+    Steps as in section 3.2 and appendix A.
+    """
+
+    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         if config.strategy == "asynchronous-overlap":
             raise ValueError("neo has no asynchronous overlap; use --system apex for it")
-        return config.strategy != "gpu-only" and not config.disable_asymmetric_pipelining
+        super().__init__(model, config, can_overlap=False)
 
-    def decide(self, draft: PlanDraft, ready: CpuDecodes) -> IterationPlan:
+    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
         pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
         if not pipeline.load.requests:
             pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
-            return self.pipelined_plan(draft, pipeline)
+            return pipelined(draft, pipeline)
         pipeline.add_hidden(ready)
         if ready.overdue is not None:
             pipeline.add_overdue(ready.overdue)
-            return self.pipelined_plan(draft, pipeline)
-        self._reduce_cpu_prefills(draft, pipeline)
+            return pipelined(draft, pipeline)
+        put_off_cpu_prompts(draft, pipeline)
         if any(batch.size for batch in pipeline.batches):
-            gpu_only_rate = pipeline.load.requests / self._gpu_only_s(pipeline.load)
-            forced = self.config.strategy == "asymmetric-pipelining"
-            if forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
-                return self.pipelined_plan(draft, pipeline)
-        return self.gpu_only_plan(draft, pipeline.load)
+            gpu_only_rate = pipeline.load.requests / lane_s(self.model, pipeline.load)
+            if self.config.is_forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
+                return pipelined(draft, pipeline)
+        return gpu_only(draft, self.model, pipeline.load)
 
-    def _reduce_cpu_prefills(self, draft: PlanDraft, pipeline: Pipeline) -> None:
-        """Step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
 
-        Prefills within the flat part of the linear time stay, since they cost the lane nothing. The last one stays too:
-        otherwise the CPU would never get any work.
-        """
-        for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
-            load = pipeline.load
-            pipeline.set_load(load.without(item))
-            lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-            if len(load.chunks) == 1 or lane_tokens < self.model.flat_linear_tokens or not pipeline.hides_cpu():
-                pipeline.set_load(load)
-                break
-            draft.remove_prefill(item)
-            if item.request.request_id in draft.admitted:
-                self._requeue(item.request)
+def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline) -> None:
+    """Step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
+
+    Prefills within the flat part of the linear time stay, since they cost the lane nothing. The last one stays too:
+    otherwise the CPU would never get any work.
+    """
+    for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
+        load = pipeline.load
+        pipeline.set_load(load.without(item))
+        lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
+        if len(load.chunks) == 1 or lane_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
+            pipeline.set_load(load)
+            break
+        draft.put_off(item)
+
+
+class FastDecode(Predicting):
+    """FastDecode+ (NEO section 5.1): every KV cache is in the CPU tier, and its decodes are two even batches.
+
+    The GPU computes prefills and linear layers only.
+    """
+
+    rules = Rules(tiers=(Tier.CPU,))
+
+    def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
+        if not config.pipelines:
+            raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
+        super().__init__(model, config)
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        draft = Draft(residents)
+        ready = CpuDecodes(two_tiers(draft))
+        load = LaneLoad.from_draft(draft)
+        if not ready:
+            return gpu_only(draft, self.model, load)
+        pipeline = Pipeline(self.model, load)
+        pipeline.split_evenly(ready)
+        return pipelined(draft, pipeline)

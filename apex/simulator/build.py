@@ -12,7 +12,7 @@ from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import Hardware, build, find_system
 
 

@@ -20,7 +20,7 @@ from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu
 from apex.source_tree import CONFIGS
 from swiftllm.kv.budget import blocks_in
 from swiftllm.model.config import ModelConfig
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 PAPERS_FILE = CONFIGS / "experiments" / "papers.yaml"
 BLOCK_SIZE = 16

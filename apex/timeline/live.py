@@ -44,7 +44,7 @@ class LiveTimeline:
         self._num_iterations += 1
         if self._backend is None:
             if self._wanted:
-                self._backend = attach(self._engine.executor, self._engine.scheduler.requests)
+                self._backend = attach(self._engine.executor, self._engine.residents.requests)
                 self._backend.begin_notes(self._num_iterations)
             return
         backend, notes = self._backend, self._backend.notes

@@ -105,7 +105,7 @@ def recording(
 ) -> Iterator[TimelineRecorder]:
     """Record what the engine does inside the block, see :class:`TimelineRecorder`."""
     executor, run = engine.executor, engine.executor.run
-    backend = attach(executor, engine.scheduler.requests)
+    backend = attach(executor, engine.residents.requests)
     recorder = TimelineRecorder(backend, run, num_iterations, start, progress)
     executor.run = recorder.run
     try:

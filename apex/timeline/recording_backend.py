@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
-from swiftllm.core.plan import IterationPlan, LaneItem, SteppingRule, StepResult, Swap
+from swiftllm.core.plan import IterationPlan, LaneItem, StepResult, Swap
 from swiftllm.core.request import Request
 from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
-from swiftllm.engine.executor import Cohort, OverlapExecutor
+from swiftllm.engine.executor import Cohort, Executor
 
 
 @dataclass(eq=False)
@@ -105,7 +105,7 @@ class Notes:
             result.lane_busy_s,
             result.cpu_busy_s,
             plan.predicted.get("iteration_s"),
-            any(cohort.rule is SteppingRule.FREE_RUNNING for cohort in plan.cohorts),
+            any(cohort.rule.steps and not cohort.rule.waits for cohort in plan.cohorts),
         )
 
 
@@ -221,7 +221,7 @@ class RecordingBackend:
         """Wrap a cohort that was opened before recording began, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:
-            cohort.ticket = self._recorded(cohort.ticket, cohort.layer, batch)
+            cohort.ticket = self._recorded(cohort.ticket, cohort.boundary, batch)
 
     def begin_notes(self, iteration: int) -> Notes:
         """Begin the record of an iteration."""
@@ -243,15 +243,15 @@ def _cohort_work(requests: Sequence[Request]) -> SpanWork:
 # -- begin and end ----------------------------------------------------------------------------------------------------
 
 
-def attach(executor: OverlapExecutor, requests: Mapping[str, Request]) -> RecordingBackend:
-    """Record the executor from its next iteration on. ``requests`` are the scheduler's, by id."""
+def attach(executor: Executor, requests: Mapping[str, Request]) -> RecordingBackend:
+    """Record the executor from its next iteration on. ``requests`` are the residents', by id."""
     backend = executor.backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
         backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
     return backend
 
 
-def detach(executor: OverlapExecutor, backend: RecordingBackend) -> None:
+def detach(executor: Executor, backend: RecordingBackend) -> None:
     """Give the executor its own backend back; does nothing if its backend was replaced since."""
     if executor.backend is not backend:
         return

@@ -16,7 +16,7 @@ from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedT
 from evaluation.results.folder import FlatRecord
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 2048  # in the lane in one iteration

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from swiftllm.config import EngineConfig
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.runtime.torch_backend import TorchBackend

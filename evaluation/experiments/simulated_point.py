@@ -22,7 +22,7 @@ from evaluation.experiments.torch_point import open_loop_requests, time_limit, w
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine

@@ -17,22 +17,24 @@ class Strategy(enum.Enum):
     """How an iteration uses the CPU (APEX section 3)."""
 
     GPU_ONLY = "gpu-only"
-    ASYMMETRIC_PIPELINING = "asymmetric-pipelining"
-    ASYNCHRONOUS_OVERLAP = "asynchronous-overlap"
+    PIPELINING = "asymmetric-pipelining"
+    OVERLAP = "asynchronous-overlap"
 
 
-class SteppingRule(enum.Enum):
+@dataclass(frozen=True)
+class Rule:
     """How a cohort crosses the boundaries of an iteration."""
 
-    RIDE_AND_WAIT = "ride-and-wait"  # rides every boundary; the lane waits for its ticket (NEO's batch-0)
-    STEP_AND_WAIT = "step-and-wait"  # crosses every boundary on its own; the lane waits for it (NEO's batch-1)
-    RIDE_IF_READY = "ride-if-ready"  # rides at most one boundary an iteration; the lane never waits (APEX)
-    FREE_RUNNING = "free-running"  # crosses as soon as its ticket is ready, riding where it can; the lane never waits
+    waits: bool  # the lane waits for its tickets, so that its token is done when the iteration is
+    rides: bool  # it crosses boundaries together with the lane
+    steps: bool  # it crosses boundaries on its own
+    most: float = math.inf  # boundaries that it crosses at most, beside a lane
 
-    @property
-    def lane_waits(self) -> bool:
-        """Whether the lane waits for the cohort's tickets, so that its token is done when the iteration is."""
-        return self in (SteppingRule.RIDE_AND_WAIT, SteppingRule.STEP_AND_WAIT)
+
+RIDE = Rule(waits=True, rides=True, steps=False)  # NEO's batch-0
+STEP = Rule(waits=True, rides=False, steps=True)  # NEO's batch-1
+HOP = Rule(waits=False, rides=True, steps=False, most=1)  # APEX's overlap: when the ticket is ready
+FREE = Rule(waits=False, rides=True, steps=True)  # free-running: as soon as the ticket is ready, riding where it can
 
 
 class LaneItem(NamedTuple):
@@ -68,15 +70,11 @@ class LaneItem(NamedTuple):
 
 @dataclass(frozen=True)
 class CohortPlan:
-    """CPU requests that stand at the same layer and move together. ``cohort_id`` stays until their token is done.
-
-    Beside a lane, a free-running cohort crosses at most ``most_crossings`` boundaries in the iteration.
-    """
+    """CPU requests that stand at the same boundary and move together. ``cohort_id`` stays until their token is done."""
 
     cohort_id: int
     requests: tuple[Request, ...]
-    rule: SteppingRule
-    most_crossings: float = math.inf
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ class IterationPlan:
     ``time_limit_s`` it ends after so many seconds, and cohorts stay where they are: a request may arrive meanwhile.
     """
 
-    strategy: Strategy = Strategy.GPU_ONLY
     decodes: tuple[Request, ...] = ()
     prefills: tuple[LaneItem, ...] = ()
     cohorts: tuple[CohortPlan, ...] = ()
@@ -109,6 +106,13 @@ class IterationPlan:
     leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
     time_limit_s: float | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the rules of the cohorts make of the iteration."""
+        if not self.cohorts:
+            return Strategy.GPU_ONLY
+        return Strategy.PIPELINING if all(cohort.rule.waits for cohort in self.cohorts) else Strategy.OVERLAP
 
     @cached_property
     def lane(self) -> tuple[LaneItem, ...]:
@@ -134,14 +138,14 @@ class IterationPlan:
 class StepResult:
     """The result of one plan.
 
-    ``tokens`` maps request ids to sampled tokens. ``cohort_layers`` maps each unfinished cohort to the layer whose
-    boundary it crosses next (-1 is the embedding). A finished cohort is absent and its requests are in ``tokens``.
+    ``tokens`` maps request ids to sampled tokens. ``boundaries`` maps each unfinished cohort to the boundary that it
+    crosses next (-1 is the embedding). A finished cohort is absent and its requests are in ``tokens``.
     ``left`` has the ids of leaving requests that are now out of their cohorts; no ticket uses their blocks.
     ``lane_busy_s`` excludes the time spent waiting for tickets. ``cpu_busy_s`` sums the CPU attention finished.
     """
 
     tokens: dict[str, int]
-    cohort_layers: dict[int, int]
+    boundaries: dict[int, int]
     left: frozenset[str]
     duration_s: float
     lane_busy_s: float

@@ -1,4 +1,4 @@
-"""The engine's step loop over requests. Scheduler, executor and backend are injected."""
+"""The engine's step loop over requests. Residents, policy, executor and backend are injected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.residents import Residents
 
 if TYPE_CHECKING:
     from swiftllm.model.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ MAX_EMPTY_PLANS = 1000
 
 
 class EngineStalled(RuntimeError):
-    """Requests are unfinished but the scheduler plans nothing: a defect. The message has the engine's state."""
+    """Requests are unfinished but the policy plans nothing: a defect. The message has the engine's state."""
 
 
 class HomeWatch(Protocol):
@@ -76,11 +77,12 @@ class EngineStats:
 
 
 class Engine:
-    """One model, one scheduler, one executor. Not thread-safe, except :meth:`make_request`."""
+    """One model, its residents, one policy, one executor. Not thread-safe, except :meth:`make_request`."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        residents: Residents,
+        policy: Policy,
         executor: Executor,
         backend: Backend,
         *,
@@ -90,7 +92,8 @@ class Engine:
         description: Mapping[str, Any] | None = None,
         hosts: HomeWatch | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        self.residents = residents
+        self.policy = policy
         self.executor = executor
         self.backend = backend
         self.tokenizer = tokenizer
@@ -108,7 +111,7 @@ class Engine:
 
     @property
     def kv(self) -> KVCacheManager:
-        return self.scheduler.kv
+        return self.residents.kv
 
     def make_request(
         self,
@@ -150,7 +153,7 @@ class Engine:
             next(self._arrivals),
             service_class=service_class,
         )
-        self.scheduler.check_request(request)
+        self.residents.check(request)
         return request
 
     def add(self, request: Request, *, check_targets: bool = True) -> Request:
@@ -163,20 +166,22 @@ class Engine:
             RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
         if check_targets:
-            self.scheduler.check_targets(request)
-        self.scheduler.add_request(request)
+            self.policy.check_targets(request, self.residents)
+        self.residents.add(request)
+        self.policy.added(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
         return request
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its state. The next step returns its output so far. False: no such request."""
-        request = self.scheduler.abort(request_id)
+        request = self.residents.abort(request_id)
         if request is not None:
+            self.policy.ended(request)
             self._ended.append(self._output(request, num_new=0))
         return request is not None
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_work or bool(self._ended)
+        return bool(self.residents.requests or self._ended)
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration and return its outputs. After any exception, call :meth:`recover`.
@@ -188,7 +193,7 @@ class Engine:
         """
         self.last_iteration = None
         touched: list[Request] = []
-        if self.scheduler.has_work:
+        if self.residents.requests:
             try:
                 self._watch_hosts()
                 touched = self._iterate()
@@ -202,7 +207,7 @@ class Engine:
 
     def _iterate(self) -> list[Request]:
         self._running_plan = None
-        plan = self.scheduler.schedule()
+        plan = self.policy.plan(self.residents)
         self._num_empty_plans = self._num_empty_plans + 1 if plan.is_empty else 0
         if self._num_empty_plans > MAX_EMPTY_PLANS:
             raise EngineStalled(f"{MAX_EMPTY_PLANS} empty plans in a row with {self.state()}")
@@ -210,10 +215,14 @@ class Engine:
         result = self.executor.run(plan)
         self._running_plan = None
         for request_id, logprob in self.backend.take_logprobs().items():
-            request = self.scheduler.requests.get(request_id)
+            request = self.residents.requests.get(request_id)
             if request is not None:
                 request.logprobs.append(logprob)
-        touched = self.scheduler.apply_result(plan, result)
+        # Predictions are compared with what ran: before tokens are added, and before cohorts move.
+        self.policy.observe(plan, result, self.residents.cohorts.boundaries())
+        touched, ended = self.residents.apply(plan, result)
+        for request in ended:
+            self.policy.ended(request)
         self._stats.record_iteration(plan, result)
         if self.has_best_effort:
             of_class = [request for request in touched if request.service_class is ServiceClass.BEST_EFFORT]
@@ -243,7 +252,7 @@ class Engine:
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
         in_swap = plan is not None and death is not None and death.in_swap
-        lost = self.scheduler.forget_homes(homes, plan.swapping() if in_swap else ())
+        lost = self.residents.forget_homes(homes, plan.swapping() if in_swap else ())
         self._stats.host_deaths += len(homes)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("home %s of the CPU tier is gone: %d requests are computed again", homes, len(lost))
@@ -253,7 +262,7 @@ class Engine:
     def at_work(self) -> list[Request]:
         """The unfinished requests that the running step, or the step that raised, was last working on. If that is not
         known, all unfinished requests."""
-        unfinished = [request for request in self.scheduler.requests.values() if not request.is_finished]
+        unfinished = [request for request in self.residents.requests.values() if not request.is_finished]
         if self._running_plan is None:
             return unfinished
         at_work = self.executor.at_work()
@@ -271,7 +280,8 @@ class Engine:
         self.executor.abandon()
         self.backend.recover()
         self._running_plan, self._num_empty_plans = None, 0
-        return self.scheduler.remove_all_requests()
+        self.policy.emptied()
+        return self.residents.remove_all()
 
     # -- outputs and state ------------------------------------------------------------------------------------------
 
@@ -292,24 +302,23 @@ class Engine:
         return self.backend.now()
 
     def stats(self) -> EngineStats:
-        self._stats.preemptions = self.scheduler.num_preemptions
+        self._stats.preemptions = self.residents.num_preemptions
         self._stats.worker_restarts = self.backend.worker_restarts
         self._stats.hosts_connected = 0 if self._hosts is None else self._hosts.num_connected
         return self._stats
 
     def state(self) -> dict[str, Any]:
         """Current sizes of queues and pools, for logs and error messages."""
-        scheduler = self.scheduler
         return {
-            "waiting": len(scheduler.waiting),
-            "running": {tier.value: len(queue) for tier, queue in scheduler.running.items()},
+            "waiting": len(self.residents.waiting),
+            "running": {tier.value: len(queue) for tier, queue in self.residents.running.items()},
             "blocks_used": {tier.value: pool.num_used for tier, pool in self.kv.allocators.items()},
             "blocks_free": {tier.value: pool.num_free for tier, pool in self.kv.allocators.items()},
         }
 
     def describe(self) -> dict[str, Any]:
         """The engine's configuration as JSON values, for provenance files and the start-up message."""
-        return {**self._description, "limits": asdict(self.scheduler.limits)}
+        return {**self._description, "limits": asdict(self.residents.limits)}
 
     def close(self) -> None:
         self.backend.close()

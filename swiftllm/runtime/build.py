@@ -15,7 +15,7 @@ from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import Hardware, System, build
 
 

@@ -1,1 +1,1 @@
-"""GPU-only schedulers, and the parts that all schedulers share: queues, admission checks, plan drafts."""
+"""Residents, the parts of policies, and the GPU-only policies."""

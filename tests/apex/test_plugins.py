@@ -50,6 +50,6 @@ def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):
 
 def test_a_name_belongs_to_one_system():
     with pytest.raises(ValueError, match="'neo'"):
-        register_system(System("neo", "another", find_system("swiftllm").scheduler))
+        register_system(System("neo", "another", find_system("swiftllm").policy))
     with pytest.raises(ValueError, match="unknown system 'orca'; there are vllm, swiftllm, neo"):
         find_system("orca")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftllm.core.plan import IterationPlan, Strategy
+from swiftllm.core.plan import HOP, RIDE, IterationPlan, Rule, Strategy
 from swiftllm.core.request import Request
 from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.residents import Residents
 
 FOLDER = Path(__file__).parent
 
@@ -36,7 +38,7 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
         [request.request_id for request in plan.decodes],
         [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
         [
-            (cohort.cohort_id, cohort.rule.value, cohort.most_crossings, [r.request_id for r in cohort.requests])
+            (cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests])
             for cohort in plan.cohorts
         ],
         [
@@ -49,20 +51,28 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
     )
 
 
+def _rule(rule: Rule) -> tuple[str, float]:
+    if rule == HOP:
+        return "ride-if-ready", math.inf
+    if rule.waits:
+        return "ride-and-wait" if rule == RIDE else "step-and-wait", rule.most
+    return "free-running", rule.most
+
+
 def watch_plans(engine: Engine, see: Callable[[IterationPlan], None]) -> None:
     """Have ``see`` given every plan as it was made."""
-    schedule = engine.scheduler.schedule
+    make_plan = engine.policy.plan
 
-    def seen() -> IterationPlan:
-        plan = schedule()
+    def seen(residents: Residents) -> IterationPlan:
+        plan = make_plan(residents)
         see(plan)
         return plan
 
-    engine.scheduler.schedule = seen
+    engine.policy.plan = seen
 
 
 def unfinished(engine: Engine) -> list[Request]:
-    return [request for request in engine.scheduler.requests.values() if not request.is_finished]
+    return [request for request in engine.residents.requests.values() if not request.is_finished]
 
 
 def used_blocks(engine: Engine) -> int:

@@ -73,7 +73,7 @@ def poison_free_blocks(engine: Engine) -> None:
     for tier in Tier:
         is_free = torch.ones(engine.kv.capacity(tier), dtype=torch.bool)
         for request_id, blocks in engine.kv.block_tables.items():
-            if engine.scheduler.requests[request_id].tier is tier:
+            if engine.residents.requests[request_id].tier is tier:
                 is_free[blocks] = False
         assert is_free.sum() == engine.kv.num_free(tier)
         pool = engine.backend.kv_pools.tensors[tier]

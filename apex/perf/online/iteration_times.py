@@ -13,7 +13,7 @@ from typing import NamedTuple
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel, total_s
 from apex.perf.online.factor import Span
-from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, StepResult
+from swiftllm.core.plan import CohortPlan, IterationPlan, StepResult
 from swiftllm.core.request import Tier
 
 
@@ -25,10 +25,12 @@ class Crossing(NamedTuple):
     end: int  # the number of layers, once its token is done
 
 
-def crossings(plan: IterationPlan, result: StepResult, layers: Mapping[int, int], num_layers: int) -> list[Crossing]:
-    """The way of every cohort of a plan. ``layers`` are those of cohorts that were under way before, by id."""
+def crossings(
+    plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int], num_layers: int
+) -> list[Crossing]:
+    """The way of every cohort of a plan. ``boundaries`` are those of cohorts that were under way before, by id."""
     return [
-        Crossing(cohort, layers.get(cohort.cohort_id, -1), result.cohort_layers.get(cohort.cohort_id, num_layers))
+        Crossing(cohort, boundaries.get(cohort.cohort_id, -1), result.boundaries.get(cohort.cohort_id, num_layers))
         for cohort in plan.cohorts
     ]
 
@@ -66,7 +68,7 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
     possible_s = 0.0
     for cohort, start, end in lane:
         rows = len(cohort.requests)
-        if load.tokens and end - start > 1 and cohort.rule is not SteppingRule.RIDE_AND_WAIT:
+        if load.tokens and end - start > 1 and not (cohort.rule.waits and cohort.rule.rides):
             possible_s += (end - start) * model.linear_s(rows)  # more than one ride: some boundaries by itself
         if start < 0 and end == model.num_layers:
             base, sampled = base + rows, sampled + rows
@@ -92,7 +94,7 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
 def _crosses_alone(plan: IterationPlan, cohort: CohortPlan) -> bool:
     """Whether each boundary that the cohort crosses reads the weights for it alone."""
     without_lane = not (plan.decodes or plan.prefills)
-    return cohort.rule is SteppingRule.STEP_AND_WAIT or (without_lane and plan.time_limit_s is not None)
+    return not cohort.rule.rides or (without_lane and plan.time_limit_s is not None)
 
 
 def _boundaries_s(model: PerfModel, rows: int, sampled: int, start: int, end: int) -> float:

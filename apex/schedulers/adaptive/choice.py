@@ -1,14 +1,17 @@
-"""The choice that rests on the load alone: the mode, and what it needs of prompts. It is kept while the load stays."""
+"""The choice that rests on the load alone: the strategy, and what it needs of prompts. It stays while the load does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
+
+import numpy as np
 
 from apex.schedulers.adaptive.chunks import ChunkSizes, PromptNeed, free_prompt_tokens, waiting_pays
-from apex.schedulers.adaptive.modes import Mode, ModeRates, best_mode
-from apex.schedulers.adaptive.rates import SteadyLoad
+from apex.schedulers.adaptive.rates import Rate, SteadyLoad, gpu_only_rate, overlap_rate, pipelining_rate
 from apex.schedulers.adaptive.times import OperationTimes
+from swiftllm.core.plan import Strategy
 
 SAME = 0.05
 """A choice is kept until a size of the load has changed by more than this share."""
@@ -46,38 +49,56 @@ class Load:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode and its rates, what it needs of prompts, and the sizes on which this rests."""
+    """A strategy in its steady state, what it needs of prompts, and the sizes on which this rests."""
 
-    rates: ModeRates
+    strategy: Strategy
+    riders: float
+    """CPU decodes beside the lane's own in a boundary of the lane."""
+    num_cohorts: int
+    steps_per_layer_s: float
+    """Seconds that the lane spends on steps of cohorts between two of its layers."""
     need: PromptNeed
     sizes: tuple[float, ...]
-
-    @property
-    def mode(self) -> Mode:
-        return self.rates.mode
 
     def rests_on(self, sizes: Sequence[float]) -> bool:
         """Whether these sizes are about those of the choice."""
         return all(abs(new - old) <= SAME * old for new, old in zip(sizes, self.sizes, strict=True))
 
 
+def compare(
+    times: OperationTimes, load: SteadyLoad, numbers: Sequence[float], strategies: Sequence[Strategy], max_cohorts: int
+) -> tuple[Strategy, Rate, float]:
+    """The strategy with most tokens per second at the first of these numbers of CPU decodes, its rates at each of them,
+    and the most tokens per second of any strategy at any of them."""
+    functions = {
+        Strategy.GPU_ONLY: gpu_only_rate,
+        Strategy.PIPELINING: pipelining_rate,
+        Strategy.OVERLAP: partial(overlap_rate, max_cohorts),
+    }
+    rates = {strategy: functions[strategy](times, load, np.array(numbers, float)) for strategy in strategies}
+    best = max(rates, key=lambda strategy: rates[strategy].tokens_per_s[0])
+    return best, rates[best], max(float(rate.tokens_per_s.max()) for rate in rates.values())
+
+
 def choose(
-    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, modes: Sequence[Mode], max_cohorts: int
+    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cohorts: int
 ) -> Choice:
-    """The best of the modes for a load."""
-    steady, layers = load.steady, times.num_layers
-    rates = best_mode(times, steady, load.cpu_decodes, load.larger_cpu_decodes(), modes, max_cohorts=max_cohorts)
-    gain = rates.reachable_tokens_per_s / rates.tokens_per_s - 1 if rates.tokens_per_s else float("inf")
-    free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, rates.riders)
+    """The best of the strategies for a load."""
+    steady, layers, numbers = load.steady, times.num_layers, [load.cpu_decodes, *load.larger_cpu_decodes()]
+    strategy, rates, reachable_per_s = compare(times, steady, numbers, strategies, max_cohorts)
+    tokens_per_s, prompt_tokens = float(rates.tokens_per_s[0]), float(rates.prompt_tokens[0])
+    riders = float(rates.riders[0])
+    gain = reachable_per_s / tokens_per_s - 1 if tokens_per_s else float("inf")
+    free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, riders)
     lane_s = times.linear_s(steady.gpu_decodes + free_tokens)
     lane_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
     layer_s = times.layer_s(lane_s) + times.outside_layers_s(steady.gpu_decodes) / layers
-    exceeds = rates.prompt_tokens > free_tokens
-    waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, rates.prompt_tokens, float(layer_s))
+    exceeds = prompt_tokens > free_tokens
+    waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, prompt_tokens, float(layer_s))
     need = PromptNeed(
-        rates.prompt_tokens,
+        prompt_tokens,
         steady.prompt_per_output,
         grows=load.has_room or exceeds or not waits,
         hurries=exceeds and gain > HURRY_GAIN / (1 + steady.prompt_per_output),
     )
-    return Choice(rates, need, load.sizes())
+    return Choice(strategy, riders, int(rates.num_cohorts[0]), float(rates.steps_s[0]), need, load.sizes())

@@ -1,4 +1,4 @@
-"""How many prompt tokens an iteration computes: the steady share of the mode, more while more requests pay.
+"""How many prompt tokens an iteration computes: the steady share of the strategy, more while more requests pay.
 
 A token of a large batch costs a fixed time. In a small batch it is free, since reading the weights takes as long. So
 prompts are computed in the shadow of the decodes, at the rate at which requests end. Two reasons to hurry: the batch is
@@ -67,7 +67,7 @@ class ChunkSizes:
 
 @dataclass(frozen=True)
 class PromptNeed:
-    """What the choice of a mode says about prompts."""
+    """What the choice of a strategy says about prompts."""
 
     steady_tokens: float
     """The steady chunk, in tokens."""

@@ -1,4 +1,4 @@
-"""Output tokens per second of each mode if its load stayed as it is: one function per mode.
+"""Output tokens per second of each strategy if its load stayed as it is: one function per strategy.
 
 Symbols, in the words of the papers: T_l, T_g and T_c are one layer's linear time, GPU attention and CPU attention. The
 lane has g decodes, n requests decode on the CPU. Prompts are charged at their steady share: each output token uses up
@@ -14,11 +14,11 @@ import numpy as np
 from apex.schedulers.adaptive.times import Floats, OperationTimes
 
 MEMBER_SHARES = np.array([1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.08])
-"""Shares of the CPU decodes that lockstep may take along, at least one request: a part of it would seem to hide."""
+"""Shares of the CPU decodes that pipelining may take along, at least one request: a part of it would seem to hide."""
 STEPPING_SHARES = np.array([0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 """Shares of these that step; the others ride. Where all ride, no step reads the weights a second time."""
-FEED_ROUNDS = 4
-"""Iterations of the fixed point of :func:`feed_rate`; its values change by less than 1% after them."""
+OVERLAP_ROUNDS = 4
+"""Iterations of the fixed point of :func:`overlap_rate`; its values change by less than 1% after them."""
 
 LEAST_S = 1e-9
 """Nothing takes less, so that rates of an empty lane can be computed too."""
@@ -46,7 +46,7 @@ class SteadyLoad:
 
 @dataclass(frozen=True)
 class Rate:
-    """A mode's steady state, for each number of CPU decodes asked about."""
+    """A strategy's steady state, for each number of CPU decodes asked about."""
 
     tokens_per_s: Floats
     prompt_tokens: Floats
@@ -54,12 +54,12 @@ class Rate:
     riders: Floats
     """CPU decodes that cross the lane's boundaries with it, in an iteration."""
     num_cohorts: Floats
-    """Free-running cohorts; 0 in other modes."""
+    """Free-running cohorts; 0 in other strategies."""
     steps_s: Floats
     """Seconds of the lane for steps of free-running cohorts, between two of its layers."""
 
 
-def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+def gpu_only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
     """GPU-only: X = g / (L (T_l(g + P) + T_g) + ends(g)), whatever n is."""
     g, none = load.gpu_decodes, np.zeros_like(cpu_decodes)
     prompts = load.prompt_tokens(g)
@@ -69,24 +69,29 @@ def only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> R
     return Rate(none + rate, none + prompts, none, none, none)
 
 
-def lockstep_layer_s(
-    times: OperationTimes, load: SteadyLoad, prompts: Floats, riding: Floats, stepping: Floats
+def pipelining_layer_s(
+    times: OperationTimes,
+    lane_tokens: Floats | int,
+    lane_attention_s: Floats | float,
+    riding: tuple[Floats, Floats | float],
+    stepping: tuple[Floats, Floats | float],
 ) -> Floats:
-    """One layer of lockstep, in seconds: max(T_l0, T_c1) + max(T_l1 + T_g, T_c0), with hand-overs.
+    """One layer of pipelining, in seconds: max(T_l0, T_c1) + max(T_l1 + T_g, T_c0), with hand-overs.
 
-    The ``riding`` decodes share the lane's boundary (batch-0), the ``stepping`` ones have their own (batch-1). Either's
-    CPU attention runs beside the other's part of the layer; the lane waits where it takes longer.
+    The ``riding`` decodes share the lane's boundary (batch-0), the ``stepping`` ones have their own (batch-1): their
+    number, and their mean context in tokens. Either's CPU attention runs beside the other's part of the layer; the lane
+    waits where it takes longer.
     """
-    ride_s = times.linear_s(load.gpu_decodes + prompts + riding) + times.hand_over_s(riding)
-    step_s = times.step_s(stepping) + times.gpu_attention_s(load.gpu_decodes, load.gpu_context)
-    cpu_0_s, cpu_1_s = (times.cpu_attention_s(batch, load.cpu_context) for batch in (riding, stepping))
+    ride_s = times.linear_s(lane_tokens + riding[0]) + times.hand_over_s(riding[0])
+    step_s = times.step_s(stepping[0]) + lane_attention_s
+    cpu_0_s, cpu_1_s = times.cpu_attention_s(*riding), times.cpu_attention_s(*stepping)
     return times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
 
 
-def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
-    """Lockstep: X = (g + k) / (L t + ends(g + k0) + ends(k1)) with the best k <= n and k1 = k - k0.
+def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+    """Pipelining: X = (g + k) / (L t + ends(g + k0) + ends(k1)) with the best k <= n and k1 = k - k0.
 
-    t is :func:`lockstep_layer_s`. The CPU's time need not be hidden.
+    t is :func:`pipelining_layer_s`. The CPU's time need not be hidden.
     """
     g = load.gpu_decodes
     numbers = cpu_decodes[:, None, None]
@@ -95,7 +100,8 @@ def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     members = np.broadcast_to(members, stepping.shape)
     riding = members - stepping
     prompts = load.prompt_tokens(g + members)
-    layer_s = lockstep_layer_s(times, load, prompts, riding, stepping)
+    attention_s, context = times.gpu_attention_s(g, load.gpu_context), load.cpu_context
+    layer_s = pipelining_layer_s(times, g + prompts, attention_s, (riding, context), (stepping, context))
     total_s = times.num_layers * layer_s + times.outside_layers_s(g + riding) + times.outside_layers_s(stepping)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
     best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
@@ -107,8 +113,8 @@ def lockstep_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     return Rate(*map(at_best, (rates, prompts, riding)), none, none)
 
 
-def feed_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
-    """Free-running with the better number of cohorts, 1 to ``max_cohorts``; see :func:`cohorts_rate`."""
+def overlap_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
+    """Free-running cohorts, in the better number, 1 to ``max_cohorts``; see :func:`cohorts_rate`."""
     rates = [cohorts_rate(times, load, cpu_decodes, number) for number in range(1, max_cohorts + 1)]
     best = np.argmax([rate.tokens_per_s for rate in rates], axis=0)
 
@@ -132,7 +138,7 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
     steps_s, cpu_s = number * step_s, times.cpu_attention_s(size, load.cpu_context)
     gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.outside_layers_s(g) / layers
     prompts = load.prompt_tokens(g + cpu_decodes)
-    for _ in range(FEED_ROUNDS):
+    for _ in range(OVERLAP_ROUNDS):
         lane_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)
         alone_s = cpu_s + lane_s / 2 + step_s
         # A cohort crosses a streamed boundary when the lane does, since its weights are there then: once a pass.

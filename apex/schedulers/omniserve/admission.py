@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
+from apex.schedulers.lengths import LengthsSeen
+from apex.schedulers.omniserve.lane import REST, URGENT, prompt_lengths
 from apex.schedulers.omniserve.times import iteration_s, urgent_chunk_tokens, with_prompts
+from swiftllm.core.request import Request, Tier
 from swiftllm.core.slo import Slo
+from swiftllm.scheduling.residents import Residents
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,32 @@ class Backlog:
     def load(self) -> LaneLoad:
         """The lane without prompts."""
         return LaneLoad(self.decodes, self.decodes, self.decodes, self.decode_context, ())
+
+
+def backlog_before(request: Request, residents: Residents, lengths: LengthsSeen) -> Backlog:
+    """The backlog of a latency-sensitive request that arrives now."""
+    decodes = [r for tier in Tier for r in residents.decoding[tier].of_class(URGENT)]
+    prompts = [*residents.prefilling.of_class(URGENT), *residents.waiting.of_class(URGENT)]
+    return Backlog(
+        decodes=len(decodes),
+        decode_context=context_tokens(decodes),
+        prompts=prompt_lengths([*prompts, request]),
+        missing_blocks=_missing_blocks(request, residents),
+        missing_seats=max(0, len(decodes) + len(prompts) + 1 - residents.limits.max_num_seqs),
+        prompt_blocks=sum([residents.kv.blocks_for(r.prompt_len) for r in decodes]),
+        mean_output=lengths.mean_output([r.output_len for r in decodes]),
+    )
+
+
+def _missing_blocks(request: Request, residents: Residents) -> int:
+    """GPU blocks that this request and those before it lack, if all best-effort requests made way.
+
+    Every running request is left the reserve of :class:`~swiftllm.scheduling.rules.Rules`.
+    """
+    kv, queue, running = residents.kv, [*residents.waiting.of_class(URGENT), request], residents.running[Tier.GPU]
+    wanted = sum([kv.blocks_for(r.num_tokens) + 1 for r in queue]) + len(running.of_class(URGENT))
+    yielded = sum(map(kv.num_held, running.of_class(REST)))
+    return max(0, wanted - yielded - kv.num_free(Tier.GPU))
 
 
 def first_token_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from apex.perf.lane_load import context_tokens
 from apex.perf.model import total_s
-from apex.schedulers.base import CohortState
-from apex.schedulers.omniserve.scheduler import REST, OmniServeScheduler
+from apex.schedulers.omniserve.lane import Lane, Riders
+from apex.schedulers.omniserve.policy import OmniServe
 from apex.schedulers.omniserve.times import riders_s
-from swiftllm.core.plan import CohortPlan, SteppingRule
+from swiftllm.core.plan import FREE, HOP, CohortPlan
 from swiftllm.core.request import Request
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.cohorts import Cohort
 
 
-class OmniServeSteppingScheduler(OmniServeScheduler):
+class OmniServeStepping(OmniServe):
     """Few large cohorts that run free, each as often as the target allows; prompts get the time that decodes leave.
 
     A rider crosses one boundary in an iteration, so n requests yield n / (d + 1) tokens in each, however fast the CPU
@@ -25,29 +26,28 @@ class OmniServeSteppingScheduler(OmniServeScheduler):
     """
 
     @property
-    def _most_cohorts(self) -> int:
+    def most_cohorts(self) -> int:
         return self.config.max_cohorts
 
-    def _fill(self, draft: PlanDraft, decodes: Sequence[Request], riders: Mapping[int, int], limit_s: float) -> None:
-        self._add_decodes(draft, decodes, riders, limit_s)
-        self._recall(draft, riders, limit_s)
-        self._add_prompts(draft, REST, riders, limit_s - self._steps_s(limit_s))
+    def fill(self, lane: Lane, decodes: Sequence[Request], riders: Riders, limit_s: float) -> None:
+        lane.add_decodes(decodes, riders, limit_s)
+        lane.recall(riders, limit_s)
+        self.add_prompts(lane, riders, limit_s - self._steps_s(lane.residents.cohorts.under_way(), limit_s))
 
-    def _steps_s(self, limit_s: float) -> float:
+    def _steps_s(self, cohorts: Sequence[Cohort], limit_s: float) -> float:
         """Seconds of the steps for which the worker can be ready in an iteration of ``limit_s``, beside one ride."""
-        cohorts = self._under_way()
         loads = [(len(cohort.members), context_tokens(cohort.members)) for cohort in cohorts]
         round_s = total_s(self.model.cpu_attention_s(*load) for load in loads)  # of the worker, for a layer of each
         rounds = limit_s / round_s if round_s else 0.0
-        steps = [max(0.0, min(rounds, self.model.num_layers - cohort.layer) - 1) for cohort in cohorts]
+        steps = [max(0.0, min(rounds, self.model.num_layers - cohort.boundary) - 1) for cohort in cohorts]
         each_s = [self.model.linear_s(rows) + self.model.hand_over_s(rows) for rows, _ in loads]
         return total_s(count * step_s for count, step_s in zip(steps, each_s, strict=True))
 
-    def _cohort_plans(self, cohorts: Sequence[CohortState], spare_s: float) -> tuple[list[CohortPlan], float]:
+    def cohort_plans(self, cohorts: Sequence[Cohort], spare_s: float) -> tuple[list[CohortPlan], float]:
         plans, added_s = [], 0.0
         for cohort in sorted(cohorts, key=lambda cohort: -len(cohort.members)):
             rows, steps_s = len(cohort.members), [0.0]
-            for boundary in range(cohort.layer, self.model.num_layers):
+            for boundary in range(cohort.boundary, self.model.num_layers):
                 # A step is a ride beside an empty lane. Some crossings will be cheaper rides.
                 seconds = steps_s[-1] + riders_s(self.model, 0, 0, {boundary: rows})
                 if added_s + seconds > spare_s:
@@ -56,7 +56,7 @@ class OmniServeSteppingScheduler(OmniServeScheduler):
             crossings = len(steps_s) - 1
             if crossings > 1:
                 added_s += steps_s[-1]
-                plans.append(cohort.to_plan(SteppingRule.FREE_RUNNING, crossings))
+                plans.append(cohort.plan(replace(FREE, most=crossings)))
             else:
-                plans.append(cohort.to_plan(SteppingRule.RIDE_IF_READY))
+                plans.append(cohort.plan(HOP))
         return plans, added_s

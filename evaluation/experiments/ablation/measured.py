@@ -103,7 +103,7 @@ def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | Non
 
     ``cpu_bytes_per_s`` is the rate at which the CPU reads KV cache. ``lane_limit_tokens_per_s`` is the lane's maximum
     with linear layers alone and any batch up to ``num_requests``."""
-    model = getattr(engine.scheduler, "model", None)
+    model = getattr(engine.policy, "model", None)
     if model is None:
         return {}
     backend, profile = engine.backend, model.table

@@ -15,7 +15,7 @@ from evaluation.results.folder import FlatRecord
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths
 from swiftllm.model.placement import Place
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import find_system
 
 DTYPE = "float16"

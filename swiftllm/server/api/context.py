@@ -33,7 +33,7 @@ class ServingContext:
         self.settings = settings
         self.model_path = str(engine.describe().get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
-        self.longest_request = engine.scheduler.longest_request
+        self.longest_request = engine.residents.longest_request
         self.created = int(time.time())
         self.tokenizer = engine.tokenizer
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")

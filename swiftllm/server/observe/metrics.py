@@ -94,7 +94,7 @@ class Metrics(Collector):
         self._refused: Counter[int] = Counter()
         self._slo_outcomes: Counter[tuple[str, str]] = Counter()  # by target and outcome
         self._lock = threading.Lock()  # the engine's thread writes, the server's reads
-        lengths = one_two_five(service.engine.scheduler.limits.max_model_len)
+        lengths = one_two_five(service.engine.residents.limits.max_model_len)
         self._first_token = Histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S, True
         )
@@ -165,7 +165,7 @@ class Metrics(Collector):
                 self._queued.observe(admissions_s[0] - request.arrival_s)
             if len(times_s) > 1:
                 self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
-            slo = self._service.engine.scheduler.slo
+            slo = self._service.engine.policy.slo
             if slo is None or request.service_class is not LATENCY_SENSITIVE:
                 return
             if reason == "slo_unattainable":
@@ -262,7 +262,7 @@ def counters(now: Snapshot, refused: Values, slo_outcomes: Values) -> list[Serie
 
 def requests_with_new_tokens(plan: IterationPlan, result: StepResult) -> Iterator[Request]:
     """Requests for which the iteration sampled a token; a cohort's get theirs when it has crossed all layers."""
-    finished = (cohort.requests for cohort in plan.cohorts if cohort.cohort_id not in result.cohort_layers)
+    finished = (cohort.requests for cohort in plan.cohorts if cohort.cohort_id not in result.boundaries)
     for request in chain(plan.decodes, (item.request for item in plan.prefills), *finished):
         # A request aborted during the iteration does not get its token.
         if request.request_id in result.tokens and request.finish_reason is not FinishReason.ABORT:

@@ -76,7 +76,7 @@ class StatusPage:
         description = self._service.engine.describe()
         engine = {name: description[name] for name in ENGINE_FACTS if name in description}
         engine["decodes_on_cpu"] = "strategy" in description  # systems without strategies at most store KV cache there
-        slo = self._service.engine.scheduler.slo
+        slo = self._service.engine.policy.slo
         engine["slo"] = asdict(slo) if slo else None
         answer = {
             "model": self._model_name,

@@ -71,7 +71,7 @@ class EngineService:
     """One engine for any number of clients.
 
     ``engine`` belongs to the engine's thread from :meth:`start` to :meth:`close`. Other threads may read only its
-    constants: ``tokenizer``, ``describe()`` and ``scheduler.limits``.
+    constants: ``tokenizer``, ``describe()`` and ``residents.limits``.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class EngineService:
         request = self.engine.make_request(
             new.request_id, new.prompt_token_ids, new.sampling, service_class=new.service_class
         )
-        if new.request_id in self.engine.scheduler.requests:  # aborted, but CPU attention still uses its blocks
+        if new.request_id in self.engine.residents.requests:  # aborted, but CPU attention still uses its blocks
             raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
         timeout_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s
         deadline_s = None if timeout_s is None else self._clock() + timeout_s

@@ -71,19 +71,19 @@ class Snapshot(Counts):
     predicted_s: float = 0.0
     strategy_iterations: Mapping[str, int] = field(default_factory=dict)
     prediction_factors: Mapping[str, float] = field(default_factory=dict)
-    """By operation, see :attr:`swiftllm.scheduling.scheduler.Scheduler.prediction_factors`."""
+    """By operation, see :attr:`swiftllm.scheduling.policy.Policy.prediction_factors`."""
 
 
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
-    scheduler, pools = engine.scheduler, engine.kv.allocators
+    residents, pools = engine.residents, engine.kv.allocators
     counters = dict(vars(engine.stats()))
     del counters["best_effort_output_tokens"]  # it is among the classes
     return Snapshot(
         time_s=engine.now(),
-        waiting=len(scheduler.waiting) + len(held),
-        running_gpu=len(scheduler.running[Tier.GPU]),
-        running_cpu=len(scheduler.running[Tier.CPU]),
+        waiting=len(residents.waiting) + len(held),
+        running_gpu=len(residents.running[Tier.GPU]),
+        running_cpu=len(residents.running[Tier.CPU]),
         classes=count_classes(engine, held) if engine.has_best_effort else {},
         gpu_blocks_used=pools[Tier.GPU].num_used,
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
@@ -92,22 +92,22 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         prompt_tokens=counters.pop("prefill_tokens"),
         step_failures=step_failures,
         strategy_iterations=dict(counters.pop("strategy_iterations")),
-        prediction_factors=scheduler.prediction_factors,
+        prediction_factors=engine.policy.prediction_factors,
         **counters,
     )
 
 
 def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, Counts]:
     """The requests and tokens of each class, by its name."""
-    scheduler, stats = engine.scheduler, engine.stats()
+    residents, stats = engine.residents, engine.stats()
     tokens = {ServiceClass.BEST_EFFORT: stats.best_effort_output_tokens}
     tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
     return {
         service_class.value: Counts(
-            waiting=scheduler.waiting.num_of_class(service_class)
+            waiting=residents.waiting.num_of_class(service_class)
             + sum(request.service_class is service_class for request in held),
-            running_gpu=scheduler.running[Tier.GPU].num_of_class(service_class),
-            running_cpu=scheduler.running[Tier.CPU].num_of_class(service_class),
+            running_gpu=residents.running[Tier.GPU].num_of_class(service_class),
+            running_cpu=residents.running[Tier.CPU].num_of_class(service_class),
             output_tokens=tokens[service_class],
         )
         for service_class in ServiceClass

@@ -23,14 +23,14 @@ def dump_state(engine: Engine) -> str:
 
 def _engine_lines(engine: Engine) -> Iterator[str]:
     yield f"engine: {engine.state()}"
-    scheduler = engine.scheduler
-    yield f"waiting: {_requests(scheduler.waiting)}"
-    for tier, queue in scheduler.running.items():
+    residents = engine.residents
+    yield f"waiting: {_requests(residents.waiting)}"
+    for tier, queue in residents.running.items():
         yield f"running in the {tier.value.upper()} tier: {_requests(queue)}"
-    yield f"leaving: {_requests([request for request in scheduler.requests.values() if request.is_finished])}"
+    yield f"leaving: {_requests([request for request in residents.requests.values() if request.is_finished])}"
     for cohort in engine.executor.cohorts:
         ticket = "no" if cohort.ticket is None else "a finished" if cohort.ticket.ready() else "an unfinished"
-        yield f"cohort before boundary {cohort.layer} with {ticket} ticket: {', '.join(cohort.request_ids)}"
+        yield f"cohort before boundary {cohort.boundary} with {ticket} ticket: {', '.join(cohort.request_ids)}"
     yield f"at work: {_requests(engine.at_work())}"
 
 

@@ -19,7 +19,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
 

@@ -63,9 +63,9 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
     )
     for i in range(num_gpu + num_cpu):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120)))
-    running = engine.scheduler.running
-    while sum(map(len, running.values())) < num_gpu + num_cpu or engine.scheduler.prefilling:
-        assert len(engine.scheduler.requests) == num_gpu + num_cpu, "requests end before all of them decode"
+    running = engine.residents.running
+    while sum(map(len, running.values())) < num_gpu + num_cpu or engine.residents.prefilling:
+        assert len(engine.residents.requests) == num_gpu + num_cpu, "requests end before all of them decode"
         engine.step()
     for _ in range(2):
         engine.step()

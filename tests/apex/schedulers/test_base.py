@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import SteppingRule, Strategy
+from swiftllm.core.plan import HOP, Strategy
 from swiftllm.core.request import SamplingParams, ServiceClass, Tier
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.parts import new_prompts, swap_in
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
@@ -30,14 +31,14 @@ def test_waiting_too_long_is_a_net_and_no_policy() -> None:
     engine.add(engine.make_request("gpu", [2] * 4, up_to(430)))  # leaves no room for any other
     for i in range(num_cpu):
         engine.add(engine.make_request(f"cpu{i}", [2] * 440, up_to()))
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
+    while engine.residents.waiting or engine.residents.prefilling:
         engine.step()
-    assert len(engine.scheduler.running[Tier.CPU]) == num_cpu
+    assert len(engine.residents.running[Tier.CPU]) == num_cpu
     forced = []
     for _ in range(iterations):
         engine.step()
         plan, _ = engine.last_iteration
-        if plan.strategy is Strategy.ASYMMETRIC_PIPELINING:
+        if plan.strategy is Strategy.PIPELINING:
             forced += [request.request_id for cohort in plan.cohorts for request in cohort.requests]
     assert num_cpu < len(forced) <= iterations / patience + 1
     assert len(set(forced[:num_cpu])) == num_cpu  # the longest waiting first, so nobody starves
@@ -49,7 +50,7 @@ def test_a_cohort_that_shows_overlaps_to_its_end_beside_a_prefill() -> None:
     engine = fake_engine("apex", num_gpu_blocks=20, num_cpu_blocks=2000, table=table, max_tokens=1024, num_layers=20)
     for i in range(60):
         engine.add(engine.make_request(str(i), [2] * 12, up_to(40)))
-    while engine.executor.is_idle:
+    while not engine.executor.cohorts:
         engine.step()
     (cohort,) = engine.executor.cohorts
     engine.add(engine.make_request("prompt", [2] * 60, up_to(1)))
@@ -57,7 +58,7 @@ def test_a_cohort_that_shows_overlaps_to_its_end_beside_a_prefill() -> None:
     plan, _ = engine.last_iteration
     assert plan.decodes and plan.prefills
     assert plan.predicted["inequality_left"] > plan.predicted["inequality_right"]
-    assert [(c.rule, len(c.requests)) for c in plan.cohorts] == [(SteppingRule.RIDE_IF_READY, len(cohort.request_ids))]
+    assert [(c.rule, len(c.requests)) for c in plan.cohorts] == [(HOP, len(cohort.request_ids))]
 
 
 def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
@@ -86,19 +87,21 @@ def test_a_free_gpu_does_not_wait_for_a_cohort_to_end() -> None:
         expected = expected_output(list(request.prompt_token_ids), max_tokens, ignore_eos=True)
         assert request.output_token_ids == expected
     engine.kv.check_blocks()
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
 
 
 def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobody_else() -> None:
     engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=20)
-    scheduler, draft = engine.scheduler, PlanDraft(token_budget=64)
+    residents = engine.residents
     older = engine.add(engine.make_request("older", [2] * 7, up_to(2)))
     engine.step()
-    scheduler._push_out(older, PlanDraft(token_budget=64))
-    scheduler._start_cohort([older], SteppingRule.RIDE_IF_READY)
+    residents.push_out(older)
+    residents.cohorts.start([older])
     engine.kv.allocators[Tier.GPU].allocate(5)
-    scheduler._swap_in(draft, ServiceClass.LATENCY_SENSITIVE)
-    assert older.request_id in scheduler._leaving  # it comes as soon as its attention is done, and takes 2 of 3 blocks
+    draft = Draft(residents)
+    swap_in(draft, ServiceClass.LATENCY_SENSITIVE)
+    # It comes as soon as its attention is done, and takes 2 of 3 blocks.
+    assert older.request_id in residents.cohorts.leaving
     newcomer = engine.add(engine.make_request("newcomer", [2] * 3, up_to(2)))
-    scheduler._admit(draft, ServiceClass.LATENCY_SENSITIVE)
+    new_prompts(draft, ServiceClass.LATENCY_SENSITIVE)
     assert newcomer.tier is Tier.CPU

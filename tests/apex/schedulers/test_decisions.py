@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from apex.perf.lane_load import LaneLoad
 from apex.perf.model import Curve, ProfileTable
-from apex.schedulers.base import OffloadScheduler
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import IterationPlan, LaneItem, SteppingRule, Strategy
+from swiftllm.core.plan import HOP, RIDE, STEP, IterationPlan, Rule, Strategy
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.draft import Draft
 from tests.reference.fake_engine import fake_engine, flat_table
 
 LAYERS = 3
@@ -45,27 +44,26 @@ def prompt(name: str, num_tokens: int, tier: Tier) -> Request:
     return Request(name, (2,) * num_tokens, SamplingParams(max_tokens=9), tier=tier)
 
 
-def scheduler_of(system: str, table: ProfileTable, **strategy: object) -> OffloadScheduler:
-    config = StrategyConfig(**strategy)
-    engine = fake_engine(system, num_gpu_blocks=99, num_cpu_blocks=99, num_layers=LAYERS, table=table, strategy=config)
-    return engine.scheduler
+def engine_of(system: str, table: ProfileTable, **strategy: object) -> Engine:
+    pools, config = {"num_gpu_blocks": 99, "num_cpu_blocks": 99}, StrategyConfig(**strategy)
+    return fake_engine(system, **pools, max_tokens=4096, num_layers=LAYERS, table=table, strategy=config)
 
 
 def decide(
-    scheduler: OffloadScheduler,
+    engine: Engine,
     decodes: Sequence[Request] = (),
     ready: Sequence[Request] = (),
     prompts: Sequence[Request] = (),
     overdue: Request | None = None,
 ) -> IterationPlan:
-    draft = PlanDraft(token_budget=4096)
+    draft = Draft(engine.residents)
     draft.add_decodes(decodes)
     for request in prompts:
         draft.add_prefill(request)
-    return scheduler.decide(draft, CpuDecodes(list(ready), overdue))
+    return engine.policy.decide(draft, CpuDecodes(list(ready), overdue))
 
 
-def batch_sizes(plan: IterationPlan) -> dict[SteppingRule, int]:
+def batch_sizes(plan: IterationPlan) -> dict[Rule, int]:
     return {cohort.rule: len(cohort.requests) for cohort in plan.cohorts}
 
 
@@ -73,7 +71,7 @@ def batch_sizes(plan: IterationPlan) -> dict[SteppingRule, int]:
 
 
 @pytest.mark.parametrize("slower", [1, 1000])
-@pytest.mark.parametrize(("num_cpu", "strategy"), [(16, Strategy.GPU_ONLY), (17, Strategy.ASYMMETRIC_PIPELINING)])
+@pytest.mark.parametrize(("num_cpu", "strategy"), [(16, Strategy.GPU_ONLY), (17, Strategy.PIPELINING)])
 def test_neo_pipelines_only_if_more_requests_a_second_come_of_it(
     num_cpu: int, strategy: Strategy, slower: float
 ) -> None:
@@ -83,21 +81,21 @@ def test_neo_pipelines_only_if_more_requests_a_second_come_of_it(
     on a machine on which everything takes a thousand times as long.
     """
     table = flat_table(linear_s=slower * MS, gpu_token_s=slower * 1e-6, cpu_token_s=slower * 1e-6)
-    scheduler = scheduler_of("neo", table)
-    plan = decide(scheduler, gpu(20, 10), cpu(num_cpu, 10))
+    engine = engine_of("neo", table)
+    plan = decide(engine, gpu(20, 10), cpu(num_cpu, 10))
     assert plan.strategy is strategy
-    assert sum(batch_sizes(plan).values()) == (num_cpu if strategy is Strategy.ASYMMETRIC_PIPELINING else 0)
+    assert sum(batch_sizes(plan).values()) == (num_cpu if strategy is Strategy.PIPELINING else 0)
 
 
 def test_neo_forced_to_pipeline_does_so_at_a_loss() -> None:
-    scheduler = scheduler_of("neo", flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining")
-    assert decide(scheduler, gpu(20, 10), cpu(1, 10)).strategy is Strategy.ASYMMETRIC_PIPELINING
+    engine = engine_of("neo", flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining")
+    assert decide(engine, gpu(20, 10), cpu(1, 10)).strategy is Strategy.PIPELINING
 
 
 def test_neo_predicts_the_pipelined_iteration_by_its_formula() -> None:
     """T = L (max(T_l0, T_ca1) + max(T_l1 + T_ga0, T_ca0)), and the ends of the lane and of batch-1."""
-    scheduler = scheduler_of("neo", flat_table(cpu_token_s=1e-6))
-    plan = decide(scheduler, gpu(20, 10), cpu(17, 10))
+    engine = engine_of("neo", flat_table(cpu_token_s=1e-6))
+    plan = decide(engine, gpu(20, 10), cpu(17, 10))
     layer_s = max(1 * MS, 0.17 * MS) + max(1 * MS + 0.2 * MS, 0)
     assert plan.predicted["iteration_s"] == pytest.approx(LAYERS * layer_s + 2 * ENDS_S)
 
@@ -105,8 +103,8 @@ def test_neo_predicts_the_pipelined_iteration_by_its_formula() -> None:
 def test_the_hosts_fixed_work_is_counted_once_for_both_batches() -> None:
     """The lane and batch-1 have ends of their own, but what the host does in any iteration it does once."""
     host = Curve((0, 100), (1e-4, 2e-4))
-    scheduler = scheduler_of("neo", replace(flat_table(cpu_token_s=1e-6), iteration=host))
-    plan = decide(scheduler, gpu(20, 10), cpu(17, 10))
+    engine = engine_of("neo", replace(flat_table(cpu_token_s=1e-6), iteration=host))
+    plan = decide(engine, gpu(20, 10), cpu(17, 10))
     layer_s = 1 * MS + 1.2 * MS
     ends_s = 2 * ENDS_S + host(20) + host(17) - 1e-4
     assert plan.predicted["iteration_s"] == pytest.approx(LAYERS * layer_s + ends_s)
@@ -114,15 +112,15 @@ def test_the_hosts_fixed_work_is_counted_once_for_both_batches() -> None:
 
 def test_neo_fills_batch_0_while_it_hides_behind_the_other_linear_time_and_the_gpus_attention() -> None:
     """NEO step 4: T_ca1 <= T_l0 = 1 ms holds two requests of 0.49 ms, T_ca0 <= T_l1 + T_ga0 = 1 + 4 ms ten."""
-    scheduler = scheduler_of("neo", flat_table(cpu_token_s=1e-6))
-    plan = decide(scheduler, gpu(2, 2000), cpu(20, 490))
-    assert batch_sizes(plan) == {SteppingRule.RIDE_AND_WAIT: 10, SteppingRule.STEP_AND_WAIT: 2}
+    engine = engine_of("neo", flat_table(cpu_token_s=1e-6))
+    plan = decide(engine, gpu(2, 2000), cpu(20, 490))
+    assert batch_sizes(plan) == {RIDE: 10, STEP: 2}
 
 
 def test_neo_skips_a_request_that_shows_and_takes_a_shorter_one_behind_it() -> None:
-    scheduler = scheduler_of("neo", flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining")
+    engine = engine_of("neo", flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining")
     long, short = requests(1, 1500, Tier.CPU, "long"), requests(3, 400, Tier.CPU, "short")
-    (cohort,) = decide(scheduler, gpu(1, 10), [*long, *short[:2]]).cohorts
+    (cohort,) = decide(engine, gpu(1, 10), [*long, *short[:2]]).cohorts
     assert list(cohort.requests) == short[:2]
 
 
@@ -132,37 +130,37 @@ RISING = flat_table(cpu_token_s=1e-6, linear_token_s=1e-6)  # T_l is 1 ms, and 0
 def test_neo_puts_off_prefills_for_the_cpu_but_the_oldest_while_the_cpu_stays_hidden() -> None:
     """NEO step 5: what goes to the CPU tier adds to the lane's time and is not needed to hide 0.2 ms."""
     prompts = [prompt(name, 100, Tier.CPU) for name in ("oldest", "middle", "youngest")]
-    plan = decide(scheduler_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)
+    plan = decide(engine_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)
     assert [item.request.request_id for item in plan.prefills] == ["oldest"]
 
 
 def test_neo_never_puts_off_prefills_for_the_gpu() -> None:
     prompts = [prompt(name, 100, Tier.GPU) for name in ("oldest", "middle", "youngest")]
-    plan = decide(scheduler_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)
+    plan = decide(engine_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)
     assert [item.request for item in plan.prefills] == prompts
 
 
 def test_neo_keeps_all_prefills_once_the_youngest_is_needed_to_hide_the_cpu() -> None:
     """T_ca1 = 1.6 ms hides behind 611 tokens: without the youngest's 500 it shows, without the other's 10 not yet."""
     prompts = [prompt("oldest", 100, Tier.CPU), prompt("small", 10, Tier.CPU), prompt("youngest", 500, Tier.CPU)]
-    plan = decide(scheduler_of("neo", RISING), gpu(1, 10), cpu(16, 100), prompts)
+    plan = decide(engine_of("neo", RISING), gpu(1, 10), cpu(16, 100), prompts)
     assert [item.request for item in plan.prefills] == prompts
 
 
 def test_neo_counts_batch_0s_decodes_among_the_lanes_tokens_when_it_puts_off_prefills() -> None:
     """Without the youngest the lane has 102 tokens. Linear time is flat up to 108: batch-0's 10 decodes exceed it."""
     flat_then_rising = Curve((1, 108, 1108), (1 * MS, 1 * MS, 2 * MS))
-    scheduler = scheduler_of("neo", replace(flat_table(cpu_token_s=1e-6), linear=flat_then_rising))
+    engine = engine_of("neo", replace(flat_table(cpu_token_s=1e-6), linear=flat_then_rising))
     prompts = [prompt("oldest", 100, Tier.CPU), prompt("youngest", 50, Tier.CPU)]
-    plan = decide(scheduler, gpu(2, 2000), cpu(20, 490), prompts)
-    assert batch_sizes(plan) == {SteppingRule.RIDE_AND_WAIT: 10, SteppingRule.STEP_AND_WAIT: 2}
+    plan = decide(engine, gpu(2, 2000), cpu(20, 490), prompts)
+    assert batch_sizes(plan) == {RIDE: 10, STEP: 2}
     assert [item.request.request_id for item in plan.prefills] == ["oldest"]
 
 
 def test_neo_keeps_prefills_that_cost_the_lane_nothing() -> None:
     """Linear time is flat up to the knee: there a prefill only adds requests."""
     prompts = [prompt(name, 100, Tier.CPU) for name in ("oldest", "middle", "youngest")]
-    plan = decide(scheduler_of("neo", flat_table(cpu_token_s=1e-6)), gpu(1, 10), cpu(2, 100), prompts)
+    plan = decide(engine_of("neo", flat_table(cpu_token_s=1e-6)), gpu(1, 10), cpu(2, 100), prompts)
     assert [item.request for item in plan.prefills] == prompts
 
 
@@ -175,7 +173,7 @@ def test_neo_keeps_prefills_that_cost_the_lane_nothing() -> None:
 )
 def test_fastdecode_is_asymmetric_pipelining_and_nothing_else(strategy: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="fastdecode"):
-        scheduler_of("fastdecode", flat_table(), **strategy)
+        engine_of("fastdecode", flat_table(), **strategy)
 
 
 # -- APEX -------------------------------------------------------------------------------------------------------------
@@ -186,21 +184,21 @@ TENTH = flat_table(gpu_token_s=1e-6, cpu_token_s=1e-5)
 
 
 def test_apex_overlaps_where_the_inequality_fails_though_the_cpu_would_hide() -> None:
-    plan = decide(scheduler_of("apex", TENTH), gpu(1, 1000), cpu(8, 10))
-    assert plan.strategy is Strategy.ASYNCHRONOUS_OVERLAP
-    assert batch_sizes(plan) == {SteppingRule.RIDE_IF_READY: 8}
+    plan = decide(engine_of("apex", TENTH), gpu(1, 1000), cpu(8, 10))
+    assert plan.strategy is Strategy.OVERLAP
+    assert batch_sizes(plan) == {HOP: 8}
 
 
 def test_apex_without_overlap_leaves_the_cpu_idle_where_the_inequality_fails() -> None:
-    scheduler = scheduler_of("apex", TENTH, disable_asynchronous_overlap=True)
-    plan = decide(scheduler, gpu(1, 1000), cpu(8, 10))
+    engine = engine_of("apex", TENTH, disable_asynchronous_overlap=True)
+    plan = decide(engine, gpu(1, 1000), cpu(8, 10))
     assert plan.strategy is Strategy.GPU_ONLY and not plan.cohorts
 
 
 def test_apex_without_overlap_pipelines_for_a_request_that_waited_too_long() -> None:
-    scheduler, ready = scheduler_of("apex", TENTH, disable_asynchronous_overlap=True), cpu(8, 10)
-    plan = decide(scheduler, gpu(1, 1000), ready, overdue=ready[3])
-    assert plan.strategy is Strategy.ASYMMETRIC_PIPELINING
+    engine, ready = engine_of("apex", TENTH, disable_asynchronous_overlap=True), cpu(8, 10)
+    plan = decide(engine, gpu(1, 1000), ready, overdue=ready[3])
+    assert plan.strategy is Strategy.PIPELINING
     assert ready[3] in [request for cohort in plan.cohorts for request in cohort.requests]
 
 
@@ -208,7 +206,7 @@ def test_apex_without_overlap_pipelines_for_a_request_that_waited_too_long() -> 
 def test_algorithm_1_compares_these_rates(num_tokens: int) -> None:
     """Inequality (5); with prefills the CPU's window becomes T_glinear_pref + T_glinear + T_gatt_pref."""
     prompts = [prompt("p", num_tokens, Tier.GPU)] if num_tokens else []
-    plan = decide(scheduler_of("apex", RISING), gpu(4, 250), cpu(40, 10), prompts)
+    plan = decide(engine_of("apex", RISING), gpu(4, 250), cpu(40, 10), prompts)
     linear_s, attention_s = 1.003 * MS, 1 * MS
     window_s = 2 * linear_s + attention_s
     if prompts:
@@ -221,7 +219,7 @@ def test_algorithm_1_compares_these_rates(num_tokens: int) -> None:
 
 
 def test_algorithm_1_without_decodes_takes_the_lanes_own_linear_time() -> None:
-    plan = decide(scheduler_of("apex", RISING), (), cpu(40, 10), [prompt("p", 100, Tier.GPU)])
+    plan = decide(engine_of("apex", RISING), (), cpu(40, 10), [prompt("p", 100, Tier.GPU)])
     linear_s, attention_s = 1.099 * MS, 100e-6
     assert plan.predicted["inequality_left"] == pytest.approx(1e6 * (linear_s + attention_s) / (2 * linear_s))
     assert plan.predicted["inequality_right"] == 0
@@ -230,19 +228,16 @@ def test_algorithm_1_without_decodes_takes_the_lanes_own_linear_time() -> None:
 @pytest.mark.parametrize(("disabled", "taken"), [(False, 5), (True, 10)])
 def test_requests_part_of_the_way_have_the_first_claim_on_batch_1(disabled: bool, taken: int) -> None:
     """APEX section 3.4: half of the window of 1 ms is theirs, unless the priority is switched off."""
-    scheduler = scheduler_of("apex", flat_table(cpu_token_s=1e-6), disable_partial_progress_priority=disabled)
+    engine = engine_of("apex", flat_table(cpu_token_s=1e-6), disable_partial_progress_priority=disabled)
     partial = requests(5, 99, Tier.CPU, "partial")
-    load = LaneLoad.from_items(LaneItem.decodes(gpu(1, 1)))
-    _, second = scheduler._pipeline(load, CpuDecodes(cpu(12, 99)), partial).batches
-    assert len(second.requests) == taken and second.num_under_way == 5
-    assert second.context_tokens == (taken + 5) * 99
+    engine.residents.cohorts.start(partial)
+    plan = decide(engine, gpu(1, 1), cpu(12, 99))
+    assert [(c.rule, len(c.requests)) for c in plan.cohorts] == [(STEP, 5), (RIDE, 12 - taken), (STEP, taken)]
 
 
 def test_the_most_advanced_cohort_comes_first() -> None:
-    scheduler = scheduler_of("apex", TENTH, strategy="asynchronous-overlap")
-    behind, ahead = (
-        scheduler._start_cohort(requests(2, 10, Tier.CPU, name), SteppingRule.RIDE_IF_READY) for name in ("b", "a")
-    )
-    scheduler._cohorts[behind.cohort_id].layer, scheduler._cohorts[ahead.cohort_id].layer = 1, 2
-    plan = decide(scheduler, gpu(1, 1000))
+    engine = engine_of("apex", TENTH, strategy="asynchronous-overlap")
+    behind, ahead = (engine.residents.cohorts.start(requests(2, 10, Tier.CPU, name)) for name in ("b", "a"))
+    behind.boundary, ahead.boundary = 1, 2
+    plan = decide(engine, gpu(1, 1000))
     assert [cohort.cohort_id for cohort in plan.cohorts] == [ahead.cohort_id, behind.cohort_id]

@@ -40,12 +40,12 @@ def test_random_deaths(system: str) -> None:
     for seed in range(4):
         rng = random.Random(seed)
         engine = engine_of_homes(system, rng, seed)
-        hosts, step, scheduler = engine.backend.hosts, engine.step, engine.scheduler
-        forget = scheduler.forget_homes
+        hosts, step, residents = engine.backend.hosts, engine.step, engine.residents
+        forget = residents.forget_homes
 
-        def forget_homes(homes, unfinished, engine=engine, forget=forget, scheduler=scheduler):
+        def forget_homes(homes, unfinished, engine=engine, forget=forget, residents=residents):
             pools = [engine.kv.homes.pools[home] for home in homes]
-            running = [r for r in scheduler.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
+            running = [r for r in residents.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
             lost = forget(homes, unfinished)
             assert set(map(id, lost)) <= set(map(id, [*running, *unfinished]))
             assert not any(pool.num_blocks for pool in pools)
@@ -59,7 +59,7 @@ def test_random_deaths(system: str) -> None:
                 hosts.revive(rng.choice((1, 2)))
             return step()
 
-        scheduler.forget_homes, engine.step = forget_homes, step_among_deaths
+        residents.forget_homes, engine.step = forget_homes, step_among_deaths
         drive(engine, rng, 40, abort_share=0.02, best_effort_share=0.3 if seed % 2 else 0.0)
         deaths += engine.stats().host_deaths
         recomputed += engine.stats().recomputed_after_host_deaths

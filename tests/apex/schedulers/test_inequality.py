@@ -11,7 +11,6 @@ import pytest
 from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
 from apex.schedulers.inequality import (
     Inequality,
-    max_rate_ratio,
     mixed_cpu_window_s,
     offload_bound_tokens_per_s,
     pipelined_layer_s,
@@ -33,7 +32,7 @@ def test_inequality_5_and_6_agree() -> None:
         linear_s, attention_s = rng.uniform(0.1, 3), rng.uniform(0.1, 3)
         cpu_rate = rng.uniform(1, 50)
         gpu_rate = cpu_rate * rng.uniform(0.5, 20)
-        limit = max_rate_ratio(linear_s, attention_s)
+        limit = 2 * linear_s / attention_s + 3 + attention_s / linear_s
         if abs(gpu_rate / cpu_rate - limit) < 1e-6:
             continue
         holds = pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s).holds
@@ -44,8 +43,9 @@ def test_inequality_5_and_6_agree() -> None:
 
 def test_ratio_of_the_paper() -> None:
     """With T_gatt = T_glinear the CPU needs a sixth of the GPU's rate; between 0.5 and 1.5 never below 1/7.5."""
-    assert max_rate_ratio(1, 1) == 6
-    assert max_rate_ratio(1, 0.5) == pytest.approx(7.5)
+    for attention_s, ratio in ((1.0, 6.0), (0.5, 7.5), (1.5, 2 / 1.5 + 4.5)):
+        assert pipelining_pays(0.999 * ratio, 1.0, 1.0, attention_s).holds
+        assert not pipelining_pays(1.001 * ratio, 1.0, 1.0, attention_s).holds
 
 
 def test_mixed_window_is_longer() -> None:

@@ -14,7 +14,8 @@ from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.plan_draft import PlanDraft
+from swiftllm.scheduling.draft import Draft
+from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import flat_ends_table
 
 
@@ -94,14 +95,14 @@ def test_one_block_more_for_each_or_for_none() -> None:
 
 
 def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
-    draft = PlanDraft(token_budget=100)
+    draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=100).residents)
     draft.add_decodes([decoding("a", 5), decoding("b", 7)])
     for name, num_tokens in (("c", 10), ("d", 20), ("e", 20)):
         draft.add_prefill(decoding(name, num_tokens))
     load, item = LaneLoad.from_draft(draft), draft.prefills[1]
     assert (load.tokens, load.requests, load.decodes, load.decode_context) == (52, 5, 2, 12)
-    draft.remove_prefill(item)
-    assert load.without(item) == LaneLoad.from_draft(draft) == LaneLoad.from_items(draft.build_plan().lane)
+    draft.put_off(item)
+    assert load.without(item) == LaneLoad.from_draft(draft) == LaneLoad.from_items(draft.plan().lane)
     assert draft.tokens_left == 100 - 32
 
 
@@ -115,7 +116,7 @@ def test_the_even_split_counts_requests_under_way_as_context_of_batch_1() -> Non
 
 
 def test_a_draft_whose_budget_is_used_up_takes_no_further_chunk() -> None:
-    draft = PlanDraft(token_budget=10)
+    draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=10).residents)
     for name in ("fills", "finds nothing left"):
         draft.add_prefill(decoding(name, 10))
     assert [(item.request.request_id, item.num_tokens) for item in draft.prefills] == [("fills", 10)]

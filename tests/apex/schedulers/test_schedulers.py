@@ -7,16 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from apex.schedulers import register_scheduler
-from apex.schedulers.base import OffloadScheduler
-from apex.schedulers.neo import NeoScheduler
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import Strategy
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.scheduling.plan_draft import PlanDraft
-from swiftllm.scheduling.scheduler import Scheduler
-from swiftllm.systems import find_system, systems
+from swiftllm.scheduling.residents import Residents
+from swiftllm.systems import find_system
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
@@ -46,21 +42,20 @@ def make_request(rng: random.Random, longest_prompt: int, longest_output: int):
     return prompt, SamplingParams(max_tokens=rng.randint(1, longest_output), ignore_eos=rng.random() < 0.5)
 
 
-def check_queues(scheduler: Scheduler) -> None:
+def check_queues(residents: Residents) -> None:
     """What is kept incrementally is what it stands for."""
-    assert all(request.is_prefilling for request in scheduler.prefilling)
-    for tier, running in scheduler.running.items():
-        decoding = scheduler.decoding[tier]
+    assert all(request.is_prefilling for request in residents.prefilling)
+    for tier, running in residents.running.items():
+        decoding = residents.decoding[tier]
         assert not any(request.is_prefilling for request in decoding)
-        prefilling = [request for request in scheduler.prefilling if request.tier is tier]
+        prefilling = [request for request in residents.prefilling if request.tier is tier]
         assert sorted([*decoding, *prefilling], key=arrival_order) == running
         assert all(request.tier is tier for request in running)
-        slots = {request: scheduler.kv.num_held(request) * scheduler.kv.block_size for request in running}
+        slots = {request: residents.kv.num_held(request) * residents.kv.block_size for request in running}
         assert all(request.num_kv_slots == held for request, held in slots.items())
-    if isinstance(scheduler, OffloadScheduler):
-        called_back = [request for request in scheduler._leaving.values() if not request.is_finished]
-        assert all(request.cohort_id in scheduler._cohorts for request in called_back)
-        assert all(request in scheduler.decoding[Tier.CPU] for request in called_back)
+    called_back = [request for request in residents.cohorts.leaving.values() if not request.is_finished]
+    assert all(request.cohort_id in residents.cohorts.boundaries() for request in called_back)
+    assert all(request in residents.decoding[Tier.CPU] for request in called_back)
 
 
 def drive(
@@ -71,7 +66,7 @@ def drive(
     abort_share: float,
     longest: int = 40,
     best_effort_share: float = 0.0,
-    check: Callable[[Scheduler], None] = check_queues,
+    check: Callable[[Residents], None] = check_queues,
 ) -> dict:
     """Random arrivals and aborts until all is done; checks each output and that both pools end empty."""
     wanted, aborted, finished = {}, set(), {}
@@ -101,7 +96,7 @@ def drive(
             if output.finished:
                 assert output.request_id not in finished
                 finished[output.request_id] = output
-        check(engine.scheduler)
+        check(engine.residents)
     for _ in range(100):  # blocks of aborted requests come back as soon as no CPU attention needs them
         if not engine.has_unfinished():
             break
@@ -109,7 +104,7 @@ def drive(
     assert not engine.has_unfinished()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
     for request_id, expected in wanted.items():
         output = list(finished[request_id].token_ids)
         if request_id in aborted:
@@ -142,9 +137,10 @@ def test_random_load(system: str, table: str) -> None:
 def test_strategies(name: str, table: str, system: str) -> None:
     for seed in range(4):
         rng = random.Random(seed)
+        gpu_sizes = (1, 6, 12, 30) if name == "forced-gpu-only" else (0, 6, 12, 30)
         engine = fake_engine(
             system,
-            num_gpu_blocks=rng.choice((0, 6, 12, 30)),
+            num_gpu_blocks=rng.choice(gpu_sizes),
             num_cpu_blocks=rng.choice((20, 40, 80)),
             max_tokens=rng.choice((8, 64)),
             strategy=STRATEGIES[name],
@@ -158,7 +154,7 @@ def test_strategies(name: str, table: str, system: str) -> None:
 @pytest.mark.parametrize(("gpu", "cpu"), [(0, 40), (40, 0), (40, 3), (3, 40), (1, 1), (0, 0)])
 def test_odd_pools(system: str, gpu: int, cpu: int) -> None:
     pools = {Tier.GPU: gpu, Tier.CPU: cpu}
-    if not any(pools[tier] for tier in find_system(system).scheduler.decode_tiers):
+    if not any(pools[tier] for tier in find_system(system).policy.rules.tiers):
         with pytest.raises(ValueError, match="no KV blocks"):
             fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu)
         return
@@ -227,7 +223,7 @@ def test_gpu_first() -> None:
 
 @pytest.mark.parametrize(
     ("table", "strategy"),
-    [("fast-cpu", Strategy.ASYMMETRIC_PIPELINING), ("slow-cpu", Strategy.ASYNCHRONOUS_OVERLAP)],
+    [("fast-cpu", Strategy.PIPELINING), ("slow-cpu", Strategy.OVERLAP)],
 )
 def test_algorithm_1_picks_by_the_inequality(table: str, strategy: Strategy) -> None:
     engine = fake_engine("apex", num_gpu_blocks=8, num_cpu_blocks=800, table=TABLES[table], max_tokens=64)
@@ -251,8 +247,8 @@ def test_threshold_of_cpu_requests() -> None:
         engine.add(engine.make_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True)))
     for _ in range(8):
         engine.step()
-    assert engine.scheduler.running[Tier.CPU] and engine.scheduler.running[Tier.GPU]
-    assert Strategy.ASYNCHRONOUS_OVERLAP.value not in engine.stats().strategy_iterations
+    assert engine.residents.running[Tier.CPU] and engine.residents.running[Tier.GPU]
+    assert Strategy.OVERLAP.value not in engine.stats().strategy_iterations
     assert len(run(engine)) == 12
 
 
@@ -269,12 +265,13 @@ def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -
         engine.add(engine.make_request(i, [2] * 9, SamplingParams(max_tokens=2))) for i in ("older", "younger")
     )
     engine.step()
-    scheduler, draft = engine.scheduler, PlanDraft(token_budget=32)
-    scheduler._push_out(younger, draft)
-    assert [swap.request for swap in draft.swaps] == [younger]
-    scheduler._push_out(older, draft)  # the CPU tier holds one of the two
-    assert [swap.request for swap in draft.swaps] == [older]
-    assert older.tier is Tier.CPU and younger in scheduler.waiting
+    residents = engine.residents
+    residents.begin_plan()
+    residents.push_out(younger)
+    assert [swap.request for swap in residents.swaps] == [younger]
+    residents.push_out(older)  # the CPU tier holds one of the two
+    assert [swap.request for swap in residents.swaps] == [older]
+    assert older.tier is Tier.CPU and younger in residents.waiting
     engine.kv.check_blocks()
 
 
@@ -285,10 +282,3 @@ def test_tiny_cpu_tier() -> None:
         gpu, cpu = rng.choice((8, 12, 16)), rng.choice((4, 6, 10, 20))
         engine = fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu, max_tokens=64, seed=seed)
         drive(engine, rng, 25, abort_share=0.0, longest=rng.choice((8, 12, 16)))
-
-
-def test_a_registered_scheduler_is_built_with_predictions_and_a_strategy(monkeypatch) -> None:
-    monkeypatch.setattr("swiftllm.systems._systems", dict(systems()))
-    register_scheduler("another", "NEO by another name", NeoScheduler)
-    assert find_system("another").needs_predictions
-    assert isinstance(fake_engine("another", num_gpu_blocks=4, num_cpu_blocks=4).scheduler, NeoScheduler)

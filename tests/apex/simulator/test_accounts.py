@@ -120,7 +120,7 @@ def test_aborts_in_mid_flight_leave_the_pools_empty(system: str) -> None:
             engine.abort(victim.request_id)
     assert any(request.finish_reason.value == "abort" for request in requests)
     assert engine.state()["blocks_used"] == {"gpu": 0, "cpu": 0}
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
 
 
 def test_unknown_systems_and_empty_pools_are_refused() -> None:

@@ -91,15 +91,15 @@ def decode_only(
     )
     for i in range(2 * (num_gpu + num_cpu)):
         engine.add(engine.make_request(str(i), (0,) * machine.prompt, SamplingParams(max_tokens=400)))
-    scheduler = engine.scheduler
-    while sum(map(len, scheduler.running.values())) < num_gpu + num_cpu or scheduler.prefilling:
+    residents = engine.residents
+    while sum(map(len, residents.running.values())) < num_gpu + num_cpu or residents.prefilling:
         engine.step()
-    assert {tier: len(queue) for tier, queue in scheduler.running.items()} == {Tier.GPU: num_gpu, Tier.CPU: num_cpu}
+    assert {tier: len(queue) for tier, queue in residents.running.items()} == {Tier.GPU: num_gpu, Tier.CPU: num_cpu}
     contexts = {}
     start_s, start_tokens, prefilled = engine.now(), engine.stats().output_tokens, engine.stats().prefill_tokens
     for iteration in range(iterations):
         if iteration == iterations // 2:
-            contexts = {tier: sum(r.num_tokens for r in queue) for tier, queue in scheduler.running.items()}
+            contexts = {tier: sum(r.num_tokens for r in queue) for tier, queue in residents.running.items()}
         engine.step()
     assert engine.stats().prefill_tokens == prefilled, "not decode-only"
     return (engine.stats().output_tokens - start_tokens) / (engine.now() - start_s), contexts

@@ -61,7 +61,7 @@ def test_an_iteration_is_the_sum_of_its_formulas(n: int, requests: int) -> None:
     engine = build_simulated("vllm", profile(n), layers, num_gpu_blocks=9000, num_cpu_blocks=0)
     for i in range(requests):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=200)))
-    decodes = engine.scheduler.decoding[Tier.GPU]
+    decodes = engine.residents.decoding[Tier.GPU]
     while len(decodes) < requests:
         engine.step()
     context = sum(request.num_tokens for request in decodes) / requests

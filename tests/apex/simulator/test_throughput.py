@@ -34,12 +34,12 @@ class Backlog:
         )
         for i in range(3 * (num_gpu + num_cpu)):
             self.engine.add(self.engine.make_request(str(i), [1] * PROMPT, SamplingParams(max_tokens=300)))
-        running = self.engine.scheduler.running
+        running = self.engine.residents.running
         wanted = num_gpu + num_cpu
         self.run_until(lambda: sum(map(len, running.values())) == wanted and not any(map(is_prefilling, self.all())))
 
     def all(self) -> Iterable[Request]:
-        return [request for queue in self.engine.scheduler.running.values() for request in queue]
+        return [request for queue in self.engine.residents.running.values() for request in queue]
 
     def run_until(self, condition) -> None:
         for _ in range(10_000):
@@ -61,7 +61,7 @@ class Backlog:
         return (engine.stats().output_tokens - before) / (engine.now() - start_s), contexts
 
     def contexts(self) -> dict[Tier, float]:
-        running = self.engine.scheduler.running
+        running = self.engine.residents.running
         assert (len(running[Tier.GPU]), len(running[Tier.CPU])) == (self.num_gpu, self.num_cpu)
         return {tier: sum(r.num_tokens for r in queue) / max(1, len(queue)) for tier, queue in running.items()}
 

@@ -81,7 +81,7 @@ def test_nothing_is_recorded_unless_somebody_asks() -> None:
 
 def test_recording_changes_neither_tokens_nor_times() -> None:
     watched, alone = Steps(simulated_engine("apex", OVERLAP)), simulated_engine("apex", OVERLAP)
-    requests = {id(engine): dict(engine.scheduler.requests) for engine in (watched.engine, alone)}
+    requests = {id(engine): dict(engine.residents.requests) for engine in (watched.engine, alone)}
     while watched.engine.has_unfinished():
         watched.timeline.latest()
         watched.step()

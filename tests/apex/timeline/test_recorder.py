@@ -120,7 +120,7 @@ def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> Non
     times = []
     for traced in (False, True):
         engine = simulated_engine(system)
-        executor, backend, requests = engine.executor, engine.backend, list(engine.scheduler.requests.values())
+        executor, backend, requests = engine.executor, engine.backend, list(engine.residents.requests.values())
         if traced:
             record(engine)
         while engine.has_unfinished():
@@ -136,8 +136,8 @@ def test_aborts_in_cohorts_keep_the_accounts() -> None:
     with recording(engine, num_iterations=EVERYTHING) as recorder:
         while engine.has_unfinished():
             engine.step()
-            if draw_number.random() < 0.2 and engine.scheduler.requests:
-                engine.abort(draw_number.choice(sorted(engine.scheduler.requests)))
+            if draw_number.random() < 0.2 and engine.residents.requests:
+                engine.abort(draw_number.choice(sorted(engine.residents.requests)))
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(engine.backend.busy.cpu_s)
@@ -157,7 +157,7 @@ def test_while_recording_an_engine_tells_its_state() -> None:
     with recording(engine):
         while not engine.executor.cohorts:
             engine.step()
-        assert "cohort before boundary" in dump_state(engine) and not engine.executor.is_idle
+        assert "cohort before boundary" in dump_state(engine) and engine.executor.cohorts
 
 
 def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:
@@ -192,14 +192,14 @@ def test_tickets_under_way_at_the_beginning_are_there() -> None:
 def test_recording_may_begin_and_end_with_cohorts_under_way() -> None:
     """They are taken in with the attention that is under way, and given back as they were."""
     engine = simulated_engine("apex", OVERLAP, cpu_gb_s=0.5)
-    while engine.executor.is_idle or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
+    while not engine.executor.cohorts or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
         engine.step()
     with recording(engine, num_iterations=1) as recorder:
         engine.step()
     assert not isinstance(engine.executor.backend, RecordingBackend)
     while engine.has_unfinished():
         engine.step()
-    assert engine.executor.is_idle
+    assert not engine.executor.cohorts
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     (iteration,) = timeline.iterations

@@ -24,7 +24,7 @@ from evaluation.results.folder import SUMMARY_FIELDS
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import systems
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from swiftllm.core.plan import CohortPlan, IterationPlan, SteppingRule, Strategy
+from swiftllm.core.plan import FREE, HOP, CohortPlan, IterationPlan, Rule
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.engine.executor import OverlapExecutor
+from swiftllm.engine.executor import Executor
 from tests.reference.fake_backend import FakeBackend, FakeTicket, next_token
 
 LAYERS = 4
@@ -50,17 +51,15 @@ def place(backend: FakeBackend, request_id: str, tier: Tier, block: int) -> Requ
     return request
 
 
-def cohorts(backend: FakeBackend, count: int, rule: SteppingRule = SteppingRule.RIDE_IF_READY) -> list[CohortPlan]:
+def cohorts(backend: FakeBackend, count: int, rule: Rule = HOP) -> list[CohortPlan]:
     return [CohortPlan(i, (place(backend, f"c{i}", Tier.CPU, i),), rule) for i in range(count)]
 
 
 def plan(plans: list[CohortPlan], limit_s: float | None, lane=(), leaving=()) -> IterationPlan:
-    return IterationPlan(
-        Strategy.ASYNCHRONOUS_OVERLAP, tuple(lane), (), tuple(plans), (), frozenset(leaving), time_limit_s=limit_s
-    )
+    return IterationPlan(tuple(lane), (), tuple(plans), (), frozenset(leaving), time_limit_s=limit_s)
 
 
-def run_to_the_end(executor: OverlapExecutor, plans: list[CohortPlan], limit_s: float) -> tuple[dict, list[float]]:
+def run_to_the_end(executor: Executor, plans: list[CohortPlan], limit_s: float) -> tuple[dict, list[float]]:
     tokens: dict[str, int] = {}
     durations = []
     for _ in range(1000):
@@ -69,19 +68,19 @@ def run_to_the_end(executor: OverlapExecutor, plans: list[CohortPlan], limit_s: 
         result = executor.run(plan(plans, limit_s))
         durations.append(result.duration_s)
         tokens.update(result.tokens)
-        plans = [cohort for cohort in plans if cohort.cohort_id in result.cohort_layers]
-    assert not plans and executor.is_idle
+        plans = [cohort for cohort in plans if cohort.cohort_id in result.boundaries]
+    assert not plans and not executor.cohorts
     return tokens, durations
 
 
-@pytest.mark.parametrize("rule", [SteppingRule.RIDE_IF_READY, SteppingRule.FREE_RUNNING])
+@pytest.mark.parametrize("rule", [HOP, FREE])
 @pytest.mark.parametrize("limit_s", [0.0, 0.05, 0.25, 100.0])
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_iteration_without_a_lane_ends_late_by_one_ticket_at_most(
-    backend: FakeBackend, rule: SteppingRule, limit_s: float, count: int
+    backend: FakeBackend, rule: Rule, limit_s: float, count: int
 ) -> None:
     plans = cohorts(backend, count, rule)
-    tokens, durations = run_to_the_end(OverlapExecutor(backend), plans, limit_s)
+    tokens, durations = run_to_the_end(Executor(backend), plans, limit_s)
     assert tokens == {f"c{i}": next_token(PROMPT) for i in range(count)}
     assert max(durations) <= limit_s + TICKET_S + 1e-3
     if limit_s == 100.0:
@@ -91,13 +90,13 @@ def test_an_iteration_without_a_lane_ends_late_by_one_ticket_at_most(
 
 
 def test_without_a_limit_it_lasts_until_all_have_their_tokens(backend: FakeBackend) -> None:
-    result = OverlapExecutor(backend).run(plan(cohorts(backend, 3), None))
+    result = Executor(backend).run(plan(cohorts(backend, 3), None))
     assert len(result.tokens) == 3 and result.duration_s >= LAYERS * TICKET_S
 
 
 def test_a_lane_knows_no_limit(backend: FakeBackend) -> None:
-    result = OverlapExecutor(backend).run(plan(cohorts(backend, 1), 0.0, [place(backend, "g", Tier.GPU, 9)]))
-    assert set(result.tokens) == {"g"} and result.cohort_layers == {0: 0}
+    result = Executor(backend).run(plan(cohorts(backend, 1), 0.0, [place(backend, "g", Tier.GPU, 9)]))
+    assert set(result.tokens) == {"g"} and result.boundaries == {0: 0}
 
 
 def test_nobody_starves_beside_faster_cohorts(backend: FakeBackend) -> None:
@@ -106,14 +105,14 @@ def test_nobody_starves_beside_faster_cohorts(backend: FakeBackend) -> None:
     backend.submit_cpu_attention = lambda layer, batch: SlowTicket(
         backend, batch, layer, 4.0 if batch.requests[0].request_id == "c0" else 0.1
     )
-    executor, plans, tokens = OverlapExecutor(backend), [first], {}
+    executor, plans, tokens = Executor(backend), [first], {}
     for number in range(1, 2000):
         if len(plans) < 3:
             plans.append(CohortPlan(number, (place(backend, f"c{number}", Tier.CPU, number),), first.rule))
         result = executor.run(plan(plans, 0.15))
         tokens.update(result.tokens)
         assert result.duration_s <= 0.15 + 4.0 + 1e-3
-        plans = [cohort for cohort in plans if cohort.cohort_id in result.cohort_layers]
+        plans = [cohort for cohort in plans if cohort.cohort_id in result.boundaries]
         if "c0" in tokens:
             break
     assert tokens["c0"] == next_token(PROMPT) and number < 20
@@ -121,14 +120,14 @@ def test_nobody_starves_beside_faster_cohorts(backend: FakeBackend) -> None:
 
 def test_all_cohorts_go_on_side_by_side(backend: FakeBackend) -> None:
     """Whatever their order in the plan, the one whose ticket is served next is the next to go on."""
-    executor, plans = OverlapExecutor(backend), cohorts(backend, 3)
+    executor, plans = Executor(backend), cohorts(backend, 3)
     layers = dict.fromkeys(range(3), -1)
     for round_ in range(200):
         result = executor.run(plan(plans if round_ % 2 else plans[::-1], 0.12))
         assert result.duration_s <= 0.12 + TICKET_S + 1e-3
-        layers = {i: result.cohort_layers.get(i, LAYERS) for i in layers}
+        layers = {i: result.boundaries.get(i, LAYERS) for i in layers}
         assert max(layers.values()) - min(layers.values()) <= 1
-        plans = [cohort for cohort in plans if cohort.cohort_id in result.cohort_layers]
+        plans = [cohort for cohort in plans if cohort.cohort_id in result.boundaries]
         if not plans:
             break
     assert set(layers.values()) == {LAYERS}
@@ -140,23 +139,23 @@ def test_aborts_while_iterations_end_early(backend: FakeBackend, seed: int) -> N
     backend.submit_cpu_attention = lambda layer, batch: SlowTicket(backend, batch, layer, rng.uniform(0, 0.1))
     requests = [place(backend, f"c{i}", Tier.CPU, i) for i in range(6)]
     members = {0: requests[:3], 1: requests[3:5], 2: requests[5:]}
-    executor, tokens, leaving, left = OverlapExecutor(backend), {}, set(), set()
+    executor, tokens, leaving, left = Executor(backend), {}, set(), set()
     for round_ in range(200):
         alive = [r.request_id for group in members.values() for r in group if r.request_id not in leaving]
         if round_ and alive and rng.random() < 0.2:
             leaving.add(rng.choice(alive))
         named = [i for i, group in members.items() if any(r.request_id not in leaving for r in group)]
-        plans = [CohortPlan(i, tuple(members[i]), SteppingRule.RIDE_IF_READY) for i in named]
+        plans = [CohortPlan(i, tuple(members[i]), HOP) for i in named]
         result = executor.run(plan(plans, rng.choice((0.0, 0.1, 0.5)), leaving=leaving))
         left |= result.left
         leaving -= result.left
         tokens.update(result.tokens)
         members = {i: [r for r in group if r.request_id not in left] for i, group in members.items()}
-        members = {i: group for i, group in members.items() if i in result.cohort_layers}
+        members = {i: group for i, group in members.items() if i in result.boundaries}
         leaving &= {r.request_id for group in members.values() for r in group}
         if not members:
             break
-    assert executor.is_idle and left.isdisjoint(tokens)
+    assert not executor.cohorts and left.isdisjoint(tokens)
     assert all(token == next_token(PROMPT) for token in tokens.values())
     assert len(tokens) + len(left) == 6
 
@@ -169,11 +168,11 @@ def test_a_cohort_crosses_as_many_boundaries_as_allowed(backend: FakeBackend, mo
     """Every ticket is ready at once, so nothing else holds the cohort up."""
     backend.submit_cpu_attention = lambda layer, batch: SlowTicket(backend, batch, layer, 0.0)
     request = place(backend, "c", Tier.CPU, 0)
-    cohort = CohortPlan(7, (request,), SteppingRule.FREE_RUNNING, most)
-    executor, lane, layer = OverlapExecutor(backend), (place(backend, "g", Tier.GPU, 9),), -1
+    cohort = CohortPlan(7, (request,), replace(FREE, most=most))
+    executor, lane, layer = Executor(backend), (place(backend, "g", Tier.GPU, 9),), -1
     while layer < LAYERS:
         result = executor.run(plan([cohort], None, lane))
-        before, layer = layer, result.cohort_layers.get(7, LAYERS)
+        before, layer = layer, result.boundaries.get(7, LAYERS)
         assert layer - before == min(most, LAYERS - before)
     assert result.tokens["c"] == next_token(PROMPT)
 
@@ -187,22 +186,20 @@ def test_no_cohort_crosses_more_boundaries_than_allowed(backend: FakeBackend) ->
             backend, batch, layer, rng.choice((0.0, 1e-4, 3e-4, 2e-3))
         )
         plans = cohorts(backend, 2)
-        executor, lane, tokens = OverlapExecutor(backend), (place(backend, "g", Tier.GPU, 9),), {}
+        executor, lane, tokens = Executor(backend), (place(backend, "g", Tier.GPU, 9),), {}
         layers = {0: -1, 1: -1}
         while layers:
             most = {i: rng.choice((1, 2, 3)) for i in layers}
             named = [
-                CohortPlan(i, plans[i].requests, SteppingRule.FREE_RUNNING, most[i])
-                for i in layers
-                if rng.random() < 0.8
+                CohortPlan(i, plans[i].requests, replace(FREE, most=most[i])) for i in layers if rng.random() < 0.8
             ]
             result = executor.run(plan(named, None, lane))
             for cohort in named:
-                count = result.cohort_layers.get(cohort.cohort_id, LAYERS) - layers[cohort.cohort_id]
+                count = result.boundaries.get(cohort.cohort_id, LAYERS) - layers[cohort.cohort_id]
                 assert 0 <= count <= most[cohort.cohort_id]
                 crossed.add(count)
             tokens.update(result.tokens)
-            layers = result.cohort_layers if result.cohort_layers or len(tokens) == 3 else layers
+            layers = result.boundaries if result.boundaries or len(tokens) == 3 else layers
             layers = {i: layers.get(i, -1) for i in (0, 1) if f"c{i}" not in tokens}
         assert tokens["c0"] == tokens["c1"] == next_token(PROMPT)
     assert crossed == {0, 1, 2, 3}

@@ -212,22 +212,23 @@ def test_faults_that_pass_blame_nobody(system: str) -> None:
         assert service.snapshot().step_failures == glitches.num_raised
 
 
-@pytest.mark.parametrize("method", ["schedule", "apply_result"])
+@pytest.mark.parametrize(("part", "method"), [("policy", "plan"), ("residents", "apply")])
 @pytest.mark.parametrize("system", ["swiftllm", "apex-overlap"])
-def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, method: str, monkeypatch) -> None:
+def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, part: str, method: str, monkeypatch) -> None:
     engine = make_engine(system)
-    honest, calls = getattr(engine.scheduler, method), iter(range(10**6))
+    owner, calls = getattr(engine, part), iter(range(10**6))
+    honest = getattr(owner, method)
 
     def faulty(*arguments):
         call = next(calls)
-        if call % 25 == 12 and method == "schedule":
+        if call % 25 == 12 and method == "plan":
             raise AssertionError("a defect")
         result = honest(*arguments)
         if call % 25 == 12:
             raise AssertionError("a defect, after the tokens were taken in")
         return result
 
-    monkeypatch.setattr(engine.scheduler, method, faulty)
+    monkeypatch.setattr(owner, method, faulty)
     requests = make_requests(8, seed=5, logprobs=0)
     outcomes, service = serve(engine, requests)
     assert service.snapshot().step_failures

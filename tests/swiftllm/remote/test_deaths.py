@@ -42,7 +42,7 @@ def remote(engine: Engine, host: int = 1) -> RemoteCpuTier:
 
 def on_host(engine: Engine, host: int) -> set[str]:
     pool = engine.kv.homes.pools[host]
-    running = engine.scheduler.running[Tier.CPU]
+    running = engine.residents.running[Tier.CPU]
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
 
@@ -55,14 +55,14 @@ def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float =
 
 def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
-    counted, forget = [], engine.scheduler.forget_homes
+    counted, forget = [], engine.residents.forget_homes
 
     def noted(hosts, unfinished_swaps):
         lost = forget(hosts, unfinished_swaps)
         counted.append({request.request_id for request in lost})
         return lost
 
-    engine.scheduler.forget_homes = noted
+    engine.residents.forget_homes = noted
     return counted
 
 

@@ -41,8 +41,8 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
             engine.add(engine.make_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS)))
             for i, prompt in enumerate(prompts[:NUM_REQUESTS])
         ]
-        scheduler = engine.scheduler
-        step_until(engine, lambda: not scheduler.waiting and not scheduler.prefilling and bool(on_host(engine, 1)))
+        residents = engine.residents
+        step_until(engine, lambda: not residents.waiting and not residents.prefilling and bool(on_host(engine, 1)))
         there = on_host(engine, 1)
         os.kill(process.pid, signal.SIGSTOP)
         returned.clear()

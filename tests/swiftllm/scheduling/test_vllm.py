@@ -65,7 +65,7 @@ def test_the_last_come_is_computed_again_and_nobody_is_admitted_meanwhile() -> N
     first, second, third = (add(engine, name, 7, max_tokens=9) for name in ("first", "second", "third"))
     engine.step()
     assert third.status is RequestStatus.WAITING
-    while not engine.scheduler.num_preemptions:
+    while not engine.residents.num_preemptions:
         engine.step()
     assert (first.tier, second.tier) == (Tier.GPU, None)
     assert second.num_preemptions == 1 and second.num_computed_tokens == 0

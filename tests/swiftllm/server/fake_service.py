@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from swiftllm.scheduling.scheduler import SchedulerLimits
+from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.server.service.snapshot import Snapshot
 
 DESCRIPTION = {
@@ -24,7 +24,9 @@ class FakeService:
         self.state = Snapshot(gpu_blocks_total=8, cpu_blocks_total=64)
         self.observers: list[Any] = []
         self.engine = SimpleNamespace(
-            scheduler=SimpleNamespace(limits=LIMITS, slo=None), describe=lambda: dict(DESCRIPTION)
+            residents=SimpleNamespace(limits=LIMITS),
+            policy=SimpleNamespace(slo=None),
+            describe=lambda: dict(DESCRIPTION),
         )
 
     def add_observer(self, observer: object) -> None:

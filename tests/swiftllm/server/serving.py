@@ -108,8 +108,8 @@ def serve(
 def check_empty(engine: Engine) -> None:
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-    assert not engine.scheduler.requests
-    assert engine.executor.is_idle
+    assert not engine.residents.requests
+    assert not engine.executor.cohorts
 
 
 def make_requests(

@@ -12,7 +12,7 @@ from apex.perf.online.correction import scaled_table
 from apex.perf.online.factor import WINDOW
 from apex.perf.online.iteration_times import crossings, lane_span
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, StepResult
+from swiftllm.core.plan import STEP, CohortPlan, IterationPlan, LaneItem, StepResult
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
@@ -26,7 +26,7 @@ def iterations_until_settled(engine: Engine, lane: float, cpu_attention: float) 
     """Iterations with CPU attention until both factors are within 15% of the truth."""
     count = 0
     while engine.has_unfinished():
-        factors = engine.scheduler.prediction_factors
+        factors = engine.policy.prediction_factors
         if factors["lane"] == pytest.approx(lane, rel=0.15) and factors["cpu_attention"] == pytest.approx(
             cpu_attention, rel=0.15
         ):
@@ -34,7 +34,7 @@ def iterations_until_settled(engine: Engine, lane: float, cpu_attention: float) 
         engine.step()
         _, result = engine.last_iteration
         count += result.cpu_busy_s > 0
-    raise AssertionError(f"never: {engine.scheduler.prediction_factors}")
+    raise AssertionError(f"never: {engine.policy.prediction_factors}")
 
 
 @pytest.mark.parametrize("system", ["neo", "fastdecode", "apex"])
@@ -46,7 +46,7 @@ def test_factors_converge_within_a_window(system: str, lane: float, cpu_attentio
     add_requests(engine, 60)
     assert iterations_until_settled(engine, lane, cpu_attention) <= WINDOW
     run(engine)
-    assert engine.scheduler.prediction_factors == {
+    assert engine.policy.prediction_factors == {
         "lane": pytest.approx(lane, rel=0.15),
         "cpu_attention": pytest.approx(cpu_attention, rel=0.15),
     }
@@ -95,32 +95,32 @@ def test_another_program_that_takes_half_of_the_cpu_is_noticed_and_so_is_its_end
             noticed += result.cpu_busy_s > 0
             if noticed > WINDOW:
                 break
-        assert engine.scheduler.prediction_factors["cpu_attention"] == pytest.approx(factor, rel=0.05)
-    assert engine.scheduler.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+        assert engine.policy.prediction_factors["cpu_attention"] == pytest.approx(factor, rel=0.05)
+    assert engine.policy.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
 
 
 def test_the_model_is_replaced_when_a_factor_changes_and_is_the_profiled_one_without() -> None:
     engine = simulated_engine("apex", lane=1.5)
-    profiled = engine.scheduler.model
+    profiled = engine.policy.model
     add_requests(engine, 60)
     run(engine)
-    corrected = engine.scheduler.model
+    corrected = engine.policy.model
     assert corrected is not profiled and corrected.linear_s(10) == pytest.approx(1.5 * profiled.linear_s(10), rel=0.05)
     assert corrected.cpu_attention_s(10, 1000) == profiled.cpu_attention_s(10, 1000)
     assert corrected.extrapolated is profiled.extrapolated
     engine.backend.__init__(profiled)
     add_requests(engine, 60, seed=1)
     run(engine)
-    assert engine.scheduler.model is profiled
+    assert engine.policy.model is profiled
 
 
 def test_it_can_be_turned_off_and_is_where_nothing_is_predicted() -> None:
     for system, strategy in (("apex", OFF), ("apex", StrategyConfig(strategy="gpu-only"))):
         engine = simulated_engine(system, lane=2.0, strategy=strategy)
-        model = engine.scheduler.model
+        model = engine.policy.model
         add_requests(engine, 20)
         run(engine)
-        assert engine.scheduler.prediction_factors == {} and engine.scheduler.model is model
+        assert engine.policy.prediction_factors == {} and engine.policy.model is model
 
 
 def test_iterations_that_leave_work_to_the_device_are_not_compared() -> None:
@@ -145,7 +145,7 @@ def test_small_tickets_keep_the_balance_as_far_as_they_may(lane_s: float, cpu_s:
     table = flat_ends_table(gpu_token_s=1e-8, cpu_token_s=3e-6, cpu_start_s=7e-4)
     correction = OnlineCorrection(model := PerfModel(table, LAYERS))
     request = Request("a", (0,) * 100, SamplingParams(), frozenset(), 0.0, 0)
-    cohort = CohortPlan(0, (request,), SteppingRule.STEP_AND_WAIT)
+    cohort = CohortPlan(0, (request,), STEP)
     plan, ticket_s = IterationPlan(cohorts=(cohort,)), model.cpu_attention_s(1, 100)
     assert ticket_s == pytest.approx(1e-3)
     nothing = StepResult({}, {}, frozenset(), 0.0, 0.0, 0.0)

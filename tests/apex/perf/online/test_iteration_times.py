@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,8 @@ import pytest
 from apex.perf.model import Curve
 from apex.perf.online.factor import Span
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
-from apex.schedulers.base import OffloadScheduler
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem, SteppingRule, StepResult
+from swiftllm.core.plan import HOP, CohortPlan, IterationPlan, LaneItem, StepResult
 from swiftllm.core.request import Request, SamplingParams, Tier
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
 from tests.reference.linear_profile import LAYERS
@@ -27,17 +27,15 @@ WITH_HOST = replace(TABLE, iteration=Curve((1, 101), (HOST_S, 2 * HOST_S)), hand
 
 def spans_of(engine) -> list[tuple[IterationPlan, StepResult, Span, Span]]:
     """Every iteration of a run with its spans: the lane's and that of CPU attention."""
-    scheduler: OffloadScheduler = engine.scheduler
-    learn, seen = scheduler._learn_times, []
+    observe, seen = engine.policy.observe, []
 
-    def note(plan: IterationPlan, result: StepResult) -> None:
-        layers = {cohort_id: cohort.layer for cohort_id, cohort in scheduler._cohorts.items()}
-        ways = crossings(plan, result, layers, LAYERS)
-        model = scheduler.model
+    def note(plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int]) -> None:
+        ways = crossings(plan, result, boundaries, LAYERS)
+        model = engine.policy.model
         seen.append((plan, result, lane_span(model, plan, ways), cpu_attention_span(model, ways)))
-        learn(plan, result)
+        observe(plan, result, boundaries)
 
-    scheduler._learn_times = note
+    engine.policy.observe = note
     run(engine)
     return seen
 
@@ -66,7 +64,7 @@ def test_a_right_table_is_found_right_in_every_iteration(system: str, strategy: 
         if table is TABLE and not plan.swaps:
             assert lane.least == pytest.approx(lane.most) == pytest.approx(result.lane_busy_s)
         assert cpu.most == pytest.approx(result.cpu_busy_s)
-    assert engine.scheduler.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+    assert engine.policy.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
 
 
 def cpu_request(tokens: int) -> Request:
@@ -76,8 +74,8 @@ def cpu_request(tokens: int) -> Request:
 
 
 def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_span() -> None:
-    model = simulated_engine("apex").scheduler.model
-    cohort = CohortPlan(7, (cpu_request(50),), SteppingRule.RIDE_IF_READY)
+    model = simulated_engine("apex").policy.model
+    cohort = CohortPlan(7, (cpu_request(50),), HOP)
     prefill = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True)
     plan = IterationPlan(prefills=(prefill,), cohorts=(cohort,))
 
@@ -93,8 +91,8 @@ def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_spa
 
 
 def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
-    model = simulated_engine("apex").scheduler.model
-    cohort = CohortPlan(7, (cpu_request(50),), SteppingRule.RIDE_IF_READY)
+    model = simulated_engine("apex").policy.model
+    cohort = CohortPlan(7, (cpu_request(50),), HOP)
     plan = IterationPlan(cohorts=(cohort,))
 
     def span(start: int, end: int) -> Span:

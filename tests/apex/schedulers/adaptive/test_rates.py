@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.modes import Mode, best_mode
+from apex.schedulers.adaptive.choice import compare
 from apex.schedulers.adaptive.rates import (
     SteadyLoad,
     cohorts_rate,
-    feed_rate,
-    lockstep_layer_s,
-    lockstep_rate,
-    only_rate,
+    gpu_only_rate,
+    overlap_rate,
+    pipelining_layer_s,
+    pipelining_rate,
 )
 from apex.schedulers.adaptive.times import OperationTimes
+from swiftllm.core.plan import Strategy
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
 
 GPU_TOKEN_S, CPU_TOKEN_S, GPU_START_S, CPU_START_S = 1e-7, 1e-6, 1e-5, 2e-5
@@ -33,12 +34,18 @@ def cpu_s(requests: float) -> float:
     return CPU_START_S + requests * 500 * CPU_TOKEN_S
 
 
+def layer_of(times: OperationTimes, riding: np.ndarray, stepping: np.ndarray) -> np.ndarray:
+    """A layer of pipelining of ``LOAD`` without prompts."""
+    attention_s, context = times.gpu_attention_s(LOAD.gpu_decodes, LOAD.gpu_context), LOAD.cpu_context
+    return pipelining_layer_s(times, LOAD.gpu_decodes, attention_s, (riding, context), (stepping, context))
+
+
 def first(values: np.ndarray) -> float:
     return float(np.ravel(values)[0])
 
 
 def test_only() -> None:
-    rate = only_rate(TIMES, LOAD, np.array([0.0, 30.0]))
+    rate = gpu_only_rate(TIMES, LOAD, np.array([0.0, 30.0]))
     expected = 8 / (LAYERS * (linear_s(8) + LANE_S) + ENDS_S)
     assert rate.tokens_per_s == pytest.approx([expected, expected])
 
@@ -46,40 +53,40 @@ def test_only() -> None:
 def test_prompts_are_charged_up_to_the_backlog() -> None:
     """10 prompt tokens for each output token; but a backlog of 50 tokens is not 80."""
     for backlog, prompts in ((1000, 80), (50, 50)):
-        rate = only_rate(TIMES, replace(LOAD, prompt_per_output=10.0, prompt_limit=backlog), np.zeros(1))
+        rate = gpu_only_rate(TIMES, replace(LOAD, prompt_per_output=10.0, prompt_limit=backlog), np.zeros(1))
         assert first(rate.prompt_tokens) == prompts
         expected = 8 / (LAYERS * (linear_s(8 + prompts) + LANE_S) + ENDS_S)
         assert first(rate.tokens_per_s) == pytest.approx(expected)
 
 
-def test_a_layer_of_lockstep() -> None:
+def test_a_layer_of_pipelining() -> None:
     """The stepping batch's attention hides behind the lane's linear time, or the lane waits for it."""
-    hidden = lockstep_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([1.0]))
+    hidden = layer_of(TIMES, np.array([1.0]), np.array([1.0]))
     assert first(hidden) == pytest.approx(linear_s(9) + linear_s(1) + LANE_S)
-    shown = lockstep_layer_s(TIMES, LOAD, np.zeros(1), riding=np.array([1.0]), stepping=np.array([40.0]))
+    shown = layer_of(TIMES, np.array([1.0]), np.array([40.0]))
     assert first(shown) == pytest.approx(cpu_s(40) + linear_s(40) + LANE_S)
 
 
-def test_lockstep_takes_the_best_share() -> None:
+def test_pipelining_takes_the_best_share() -> None:
     """With a fast CPU all go along. With a slow one fewer do, and the rate is no lower than that of any share."""
     numbers = np.array([40.0])
-    slow = lockstep_rate(TIMES, LOAD, numbers)
+    slow = pipelining_rate(TIMES, LOAD, numbers)
     for share in (1.0, 0.5, 0.25):
         k = 40 * share
-        layer_s = lockstep_layer_s(TIMES, LOAD, np.zeros(1), np.array([k / 2]), np.array([k / 2]))
+        layer_s = layer_of(TIMES, np.array([k / 2]), np.array([k / 2]))
         assert first(slow.tokens_per_s) >= (8 + k) / (LAYERS * first(layer_s) + 2 * ENDS_S) * (1 - 1e-9)
 
 
 def test_all_ride_while_their_attention_hides_behind_the_lanes() -> None:
     """Then no step reads the weights again. Attention that hides only behind the lane's linear time needs a step."""
     numbers = np.array([40.0])
-    fast = lockstep_rate(OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-9), LAYERS)), LOAD, numbers)
+    fast = pipelining_rate(OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-9), LAYERS)), LOAD, numbers)
     assert first(fast.riders) == 40
     layer_s = linear_s(48) + LANE_S
     assert first(fast.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + ENDS_S))
     short = replace(LOAD, gpu_context=1.0)  # next to no attention of the lane to hide behind
     times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, 1e-8, cpu_start_s=9e-4), LAYERS))
-    stepping = lockstep_rate(times, short, numbers)
+    stepping = pipelining_rate(times, short, numbers)
     assert first(stepping.riders) < 40
     layer_s = linear_s(48 - 20) + linear_s(20) + GPU_START_S + 8 * GPU_TOKEN_S
     assert first(stepping.tokens_per_s) == pytest.approx(48 / (LAYERS * layer_s + 2 * ENDS_S))
@@ -103,52 +110,59 @@ def test_two_cohorts_keep_the_cpu_busier_than_one() -> None:
     for load, best in ((replace(LOAD, gpu_decodes=2), 2), (LOAD, 1)):
         rates = {k: first(cohorts_rate(TIMES, load, numbers, k).tokens_per_s) for k in (1, 2)}
         assert max(rates, key=rates.get) == best
-        chosen = feed_rate(2, TIMES, load, numbers)
+        chosen = overlap_rate(2, TIMES, load, numbers)
         assert first(chosen.tokens_per_s) == rates[best] and first(chosen.num_cohorts) == best
-        assert first(feed_rate(1, TIMES, load, numbers).tokens_per_s) == rates[1]
-        assert first(feed_rate(40, TIMES, load, numbers).tokens_per_s) >= rates[best]
+        assert first(overlap_rate(1, TIMES, load, numbers).tokens_per_s) == rates[1]
+        assert first(overlap_rate(40, TIMES, load, numbers).tokens_per_s) >= rates[best]
 
 
 def test_hand_overs_are_charged() -> None:
     dear = OperationTimes(PerfModel(replace(TABLE, hand_over=Curve((1, 2), (5e-4, 5e-4))), LAYERS))
     numbers = np.array([30.0])
-    for rate in (lockstep_rate, lambda *what: feed_rate(2, *what)):
+    for rate in (pipelining_rate, lambda *what: overlap_rate(2, *what)):
         assert first(rate(dear, LOAD, numbers).tokens_per_s) < first(rate(TIMES, LOAD, numbers).tokens_per_s)
-    assert first(only_rate(dear, LOAD, numbers).tokens_per_s) == first(only_rate(TIMES, LOAD, numbers).tokens_per_s)
+    alone = gpu_only_rate(TIMES, LOAD, numbers)
+    assert first(gpu_only_rate(dear, LOAD, numbers).tokens_per_s) == first(alone.tokens_per_s)
 
 
 @pytest.mark.parametrize(
-    ("cpu_token_s", "number", "mode"),
-    [(1e-8, 40, Mode.LOCKSTEP), (1e-6, 40, Mode.FEED), (1e-6, 1, Mode.LOCKSTEP), (1e-5, 1, Mode.ONLY)],
+    ("cpu_token_s", "number", "strategy"),
+    [
+        (1e-8, 40, Strategy.PIPELINING),
+        (1e-6, 40, Strategy.OVERLAP),
+        (1e-6, 1, Strategy.PIPELINING),
+        (1e-5, 1, Strategy.GPU_ONLY),
+    ],
     ids=["fast", "slow", "rides for nothing", "not worth a wait"],
 )
-def test_the_cpus_speed_and_load_decide(cpu_token_s: float, number: int, mode: Mode) -> None:
+def test_the_cpus_speed_and_load_decide(cpu_token_s: float, number: int, strategy: Strategy) -> None:
     times = OperationTimes(PerfModel(flat_ends_table(GPU_TOKEN_S, cpu_token_s), LAYERS))
-    assert best_mode(times, LOAD, number, [], list(Mode), max_cohorts=2).mode is mode
+    assert compare(times, LOAD, [number], list(Strategy), max_cohorts=2)[0] is strategy
 
 
 def test_more_requests_are_asked_about() -> None:
-    here = best_mode(TIMES, LOAD, 4, [40.0], list(Mode), max_cohorts=2)
-    there = best_mode(TIMES, LOAD, 40, [], list(Mode), max_cohorts=2)
-    assert here.reachable_tokens_per_s == pytest.approx(there.tokens_per_s)
-    assert here.tokens_per_s < here.reachable_tokens_per_s
+    _, here, reachable_per_s = compare(TIMES, LOAD, [4, 40.0], list(Strategy), max_cohorts=2)
+    _, there, _ = compare(TIMES, LOAD, [40], list(Strategy), max_cohorts=2)
+    assert reachable_per_s == pytest.approx(first(there.tokens_per_s))
+    assert first(here.tokens_per_s) < reachable_per_s
 
 
 def test_nothing_to_do_has_a_rate_of_zero() -> None:
     empty = replace(LOAD, gpu_decodes=0, gpu_context=0.0)
     with np.errstate(all="raise"):
-        best = best_mode(TIMES, empty, 0, [10.0], list(Mode), max_cohorts=2)
-    assert best.tokens_per_s == 0 and best.reachable_tokens_per_s > 0
+        _, best, reachable_per_s = compare(TIMES, empty, [0, 10.0], list(Strategy), max_cohorts=2)
+    assert first(best.tokens_per_s) == 0 and reachable_per_s > 0
 
 
 def test_streamed_weights_are_a_floor_for_layers_and_not_for_each_boundary() -> None:
     """Two boundaries share one copy. A free-running cohort crosses a streamed boundary once in a pass of the lane."""
     stream_s = 3 * (linear_s(9) + linear_s(1) + LANE_S)
     times = OperationTimes(PerfModel(replace(TABLE, stream_s=stream_s, streamed_layers=1.0), LAYERS))
-    assert first(only_rate(times, LOAD, np.zeros(1)).tokens_per_s) == pytest.approx(8 / (LAYERS * stream_s + ENDS_S))
+    alone = gpu_only_rate(times, LOAD, np.zeros(1))
+    assert first(alone.tokens_per_s) == pytest.approx(8 / (LAYERS * stream_s + ENDS_S))
     one = np.array([1.0])
-    assert first(lockstep_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=one)) == pytest.approx(stream_s)
-    shown = lockstep_layer_s(times, LOAD, np.zeros(1), riding=one, stepping=np.array([400.0]))
+    assert first(layer_of(times, one, one)) == pytest.approx(stream_s)
+    shown = layer_of(times, one, np.array([400.0]))
     assert first(shown) == pytest.approx(cpu_s(400) + linear_s(400) + LANE_S) and first(shown) > stream_s
     rates = [
         first(cohorts_rate(OperationTimes(PerfModel(replace(TABLE, streamed_layers=n), LAYERS)), LOAD, one, 1).steps_s)

@@ -84,7 +84,7 @@ def random_load(
                 add(engine, f"{service_class.value}-{number}", prompt, output, service_class)
             except RequestRefused:
                 continue
-        requests = [request for request in engine.scheduler.requests.values() if not request.is_finished]
+        requests = [request for request in engine.residents.requests.values() if not request.is_finished]
         if aborts and requests:
             engine.abort(requests[int(which * len(requests))].request_id)
         step()
@@ -93,7 +93,7 @@ def random_load(
             break
         step()
     assert not engine.has_unfinished(), engine.state()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and engine.executor.is_idle
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
 
 
 def best_effort_rows(plan: IterationPlan) -> int:

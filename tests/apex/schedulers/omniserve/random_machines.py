@@ -102,10 +102,10 @@ class Waits:
     def observe(self, iteration: int, plan: IterationPlan, result: StepResult) -> None:
         went_on = {*result.tokens, *(item.request.request_id for item in plan.prefills)}
         for cohort in plan.cohorts:
-            if result.cohort_layers.get(cohort.cohort_id, LAYERS) > self._layers.get(cohort.cohort_id, -1):
+            if result.boundaries.get(cohort.cohort_id, LAYERS) > self._layers.get(cohort.cohort_id, -1):
                 went_on.update(request.request_id for request in cohort.requests)
-        self._layers = dict(result.cohort_layers)
-        running, kv = self.engine.scheduler.running, self.engine.kv
+        self._layers = dict(result.boundaries)
+        running, kv = self.engine.residents.running, self.engine.kv
         # Without a block for its next token it is not the turn of a request: older ones hold the CPU tier.
         on_cpu = [r for r in running[Tier.CPU] if r.num_tokens <= r.num_kv_slots or kv.num_free(Tier.CPU)]
         resident = [r.request_id for r in (*on_cpu, *running[Tier.GPU].of_class(BE))]
@@ -123,13 +123,13 @@ class Waits:
 
     def _could_start(self) -> bool:
         """Whether the first waiting request is latency-sensitive, and best-effort requests hold what it lacks."""
-        scheduler, kv = self.engine.scheduler, self.engine.kv
-        if not scheduler.waiting or scheduler.waiting[0].service_class is not LS:
+        residents, kv = self.engine.residents, self.engine.kv
+        if not residents.waiting or residents.waiting[0].service_class is not LS:
             return False
-        urgent = scheduler.running[Tier.GPU].of_class(LS)
+        urgent = residents.running[Tier.GPU].of_class(LS)
         held = sum(map(kv.num_held, urgent))
-        needed = kv.blocks_for(scheduler.waiting[0].num_tokens) + len(urgent)
-        return len(urgent) < scheduler.limits.max_num_seqs and held + needed <= kv.capacity(Tier.GPU)
+        needed = kv.blocks_for(residents.waiting[0].num_tokens) + len(urgent)
+        return len(urgent) < residents.limits.max_num_seqs and held + needed <= kv.capacity(Tier.GPU)
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,12 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
         assert iteration < 100_000, engine.state()
         if engine.last_iteration is not None:
             waits.observe(iteration, *engine.last_iteration)
-    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and engine.executor.is_idle
+    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
     for name, request in requests.items():
         assert told.get(name, 0) == request.output_len == len(request.token_times_s)
         assert request.finish_reason.value == "abort" or request.output_len == request.sampling.max_tokens
     offered = [a.name for a in machine.arrivals if a.service_class is LS and a.aborted_s is None]
-    slo = engine.scheduler.slo
+    slo = engine.policy.slo
     kept = [name for name in offered if name in requests and all(slo.met_by(requests[name]).values())]
     return Outcome(len(kept), len(offered), waits.longest)
 

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import pytest
 
-from swiftllm.core.plan import IterationPlan, SteppingRule
+from swiftllm.core.plan import HOP, IterationPlan
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.residents import Residents
 from tests.apex.schedulers.omniserve.random_load import (
     BE,
     LANE_S,
@@ -92,13 +93,12 @@ def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> No
         rng = random.Random(seed)
         settings = random_settings(rng)
         engine = simulated_engine(system, tpot_slo_s=tpot_slo_s, disable_online_correction=True, **settings)
-        scheduler = engine.scheduler
-        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.flat_linear_tokens
-        schedule = scheduler.schedule
+        policy = engine.policy
+        limit_s, knee = policy.slo.iteration_s, policy.model.flat_linear_tokens
 
-        def watched(scheduler=scheduler, schedule=schedule, limit_s=limit_s, knee=knee) -> IterationPlan:
-            has_urgent = any(r.service_class is LS and not r.is_finished for r in scheduler.requests.values())
-            plan = schedule()
+        def watched(residents: Residents, make=policy.plan, limit_s=limit_s, knee=knee) -> IterationPlan:
+            has_urgent = any(r.service_class is LS and not r.is_finished for r in residents.requests.values())
+            plan = make(residents)
             seen["plans"] += 1
             if not best_effort_rows(plan):
                 return plan
@@ -115,10 +115,10 @@ def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> No
 
         def check(plan: IterationPlan, engine=engine) -> None:
             if plan.in_lane():  # each ticket costs its lane at least the shortest hand-over
-                tickets_s = engine.scheduler.model.hand_over_s(1) * len(plan.cohorts)
+                tickets_s = engine.policy.model.hand_over_s(1) * len(plan.cohorts)
                 assert engine.last_iteration[1].duration_s <= plan.predicted["iteration_s"] + tickets_s + 1e-9
 
-        scheduler.schedule = watched
+        policy.plan = watched
         random_load(engine, rng, 200, check=check, arrival_share=rng.choice((0.05, 0.15, 0.4)))
     assert seen["with best effort"] > 0.1 * seen["plans"]
     assert (seen["least"] > 0) == (tpot_slo_s == 1e-4)
@@ -135,21 +135,21 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         engine = simulated_engine(system, **(random_settings(rng) | SMALL))
-        scheduler = engine.scheduler
-        push_out, recompute = scheduler._push_out, scheduler._recompute
+        residents = engine.residents
+        push_out, recompute = residents.push_out, residents.recompute
 
-        def note(victim: Request, scheduler=scheduler) -> None:
+        def note(victim: Request, residents=residents) -> None:
             preempted[victim.service_class] += 1
             if victim.service_class is LS:
-                assert not scheduler.running[Tier.GPU].of_class(BE)
+                assert not residents.running[Tier.GPU].of_class(BE)
 
-        def check(plan: IterationPlan, scheduler=scheduler) -> None:
-            assert not any(scheduler.running[Tier.CPU].of_class(LS))
+        def check(plan: IterationPlan, residents=residents) -> None:
+            assert not any(residents.running[Tier.CPU].of_class(LS))
             riding = [request for cohort in plan.cohorts for request in cohort.requests]
             assert all(request.service_class is BE for request in [*riding, *plan.swapping()])
 
-        scheduler._push_out = lambda victim, draft, note=note, call=push_out: (note(victim), call(victim, draft))
-        scheduler._recompute = lambda victim, draft, note=note, call=recompute: (note(victim), call(victim, draft))
+        residents.push_out = lambda victim, note=note, call=push_out: (note(victim), call(victim))
+        residents.recompute = lambda victim, note=note, call=recompute: (note(victim), call(victim))
         random_load(engine, rng, 200, check=check, best_effort_share=0.5, arrival_share=0.4)
     assert min(preempted[LS], preempted[BE]) >= 3
 
@@ -160,14 +160,15 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
 def test_without_a_target_every_cpu_request_rides_once_an_iteration() -> None:
     """The CPU is fast, so that every ticket is ready when the lane comes round."""
     engine = engine_with_cpu_requests("omniserve", tpot_slo_s=ENDLESS, ttft_slo_s=ENDLESS)
-    layers = {r.request_id: cohort.layer for cohort in engine.scheduler._cohorts.values() for r in cohort.members}
+    under_way = engine.residents.cohorts.under_way()
+    layers = {r.request_id: cohort.boundary for cohort in under_way for r in cohort.members}
     for _ in range(60):
         engine.step()
         plan, result = engine.last_iteration
         cohorts = {request.request_id: cohort for cohort in plan.cohorts for request in cohort.requests}
-        assert len(cohorts) == 20 and all(cohort.rule is SteppingRule.RIDE_IF_READY for cohort in cohorts.values())
+        assert len(cohorts) == 20 and all(cohort.rule is HOP for cohort in cohorts.values())
         for request_id, cohort in cohorts.items():
-            after = result.cohort_layers.get(cohort.cohort_id, engine.backend.num_layers)
+            after = result.boundaries.get(cohort.cohort_id, engine.backend.num_layers)
             assert after == layers.get(request_id, -1) + 1
             layers[request_id] = after if after < engine.backend.num_layers else -1
 
@@ -175,7 +176,7 @@ def test_without_a_target_every_cpu_request_rides_once_an_iteration() -> None:
 @pytest.mark.parametrize("system", OMNISERVE)
 def test_with_no_time_nothing_rides(system: str) -> None:
     engine = engine_with_cpu_requests(system, tpot_slo_s=ENDLESS, ttft_slo_s=ENDLESS)
-    engine.scheduler.slo = type(engine.scheduler.slo)(ENDLESS, 1e-9, 0.0)
+    engine.policy.slo = type(engine.policy.slo)(ENDLESS, 1e-9, 0.0)
     for _ in range(60):
         engine.step()
         plan, result = engine.last_iteration
@@ -191,9 +192,9 @@ def engine_with_cpu_requests(system: str, **strategy: float) -> Engine:
         add(engine, f"urgent-{number}", 16, 300)
     for number in range(20):
         add(engine, f"rest-{number}", 1700, 300, BE)
-    while len(engine.scheduler.decoding[Tier.CPU]) < 20:
+    while len(engine.residents.decoding[Tier.CPU]) < 20:
         engine.step()
-    assert not any(request.is_finished for request in engine.scheduler.requests.values())
+    assert not any(request.is_finished for request in engine.residents.requests.values())
     return engine
 
 
@@ -260,7 +261,7 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
     for _ in range(5):
         engine.step()
     requests = engine.recover()
-    assert len(requests) == 24 and not engine.scheduler._cohorts
+    assert len(requests) == 24 and not engine.residents.cohorts
     for request in requests:
         engine.add(request, check_targets=False)
     while engine.has_unfinished():

@@ -12,7 +12,7 @@ import pytest
 from apex.perf.model import Curve
 from apex.perf.online.correction import scaled_table
 from apex.schedulers.omniserve.admission import Backlog
-from apex.schedulers.omniserve.scheduler import DECODES_SHARE
+from apex.schedulers.omniserve.share import DECODES_SHARE, added_by_decodes_s
 from swiftllm.core.request import Request, RequestRefused, RequestRefusedForNow, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.omniserve.random_load import BE, LANE_S, LS, TABLE, add, simulated_engine
@@ -32,10 +32,10 @@ def test_an_arrival_does_not_wait_for_cpu_attention(system: str) -> None:
     engine = simulated_engine(system, num_gpu_blocks=60, num_cpu_blocks=1000, table=table)
     for number in range(3):
         add(engine, f"rest-{number}", 1000, 40, BE)  # more than the GPU tier holds
-    while len(engine.scheduler.decoding[Tier.CPU]) < 3 or engine.now() < 5:
+    while len(engine.residents.decoding[Tier.CPU]) < 3 or engine.now() < 5:
         engine.step()
     for _ in range(20):
-        assert not engine.scheduler.running[Tier.GPU] and engine.scheduler._cohorts
+        assert not engine.residents.running[Tier.GPU] and engine.residents.cohorts
         urgent = add(engine, "urgent", 250, 1)
         start_s = engine.now()
         while not urgent.is_finished:
@@ -43,10 +43,10 @@ def test_an_arrival_does_not_wait_for_cpu_attention(system: str) -> None:
         assert urgent.token_times_s[0] - start_s < 0.5
         before_s = engine.now()
         engine.step()  # an iteration without a lane ends a ticket after the limit at most
-        assert engine.now() - before_s <= engine.scheduler.slo.iteration_s + 0.1 + 0.01
+        assert engine.now() - before_s <= engine.policy.slo.iteration_s + 0.1 + 0.01
     while engine.has_unfinished():
         engine.step()
-    assert engine.scheduler.prediction_factors["lane"] == 1.0
+    assert engine.policy.prediction_factors["lane"] == 1.0
 
 
 @pytest.mark.parametrize("system", OMNISERVE)
@@ -56,7 +56,7 @@ def test_cohorts_without_a_lane_do_not_correct_a_right_table(system: str) -> Non
         add(engine, f"rest-{number}", 300 + number, 60 + number, BE)
     while engine.has_unfinished():
         engine.step()
-        assert engine.scheduler.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+        assert engine.policy.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def engine_with_riders(system: str, number: int, context: int, cpu_token_s: floa
         add(engine, f"urgent-{i}", 16, 1000)
     for i in range(number):
         add(engine, f"rest-{i}", context, 1000, BE)
-    while len(engine.scheduler.decoding[Tier.CPU]) < number:
+    while len(engine.residents.decoding[Tier.CPU]) < number:
         engine.step()
     return engine
 
@@ -139,7 +139,7 @@ def mixed_run(system: str, cpu_token_s: float, duration_s: float = 30.0, **setti
                 requests.pop()
             next_s += rng.expovariate(2.0)
         engine.step()
-    slo = engine.scheduler.slo
+    slo = engine.policy.slo
     judged = [request for request in requests if request.arrival_s < duration_s - 5]
     kept = sum(keeps_targets(request, slo.ttft_s, slo.tpot_s) for request in judged)
     return kept / len(judged), engine.stats().best_effort_output_tokens / engine.now()
@@ -179,7 +179,7 @@ def decodes_taken(system: str) -> float:
     """
     linear = Curve((1.0, 1001.0), (LANE_S / LAYERS, (LANE_S + 1000 * 4e-4) / LAYERS))
     engine = simulated_engine(system, table=replace(TABLE, linear=linear), num_gpu_blocks=20_000, tpot_slo_s=0.2)
-    scheduler, rng, next_s, taken = engine.scheduler, random.Random(5), 0.0, []
+    rng, next_s, taken = random.Random(5), 0.0, []
     for number in range(300):
         add(engine, f"rest-{number}", 2000, 100, BE)
     while engine.now() < 30:
@@ -188,8 +188,8 @@ def decodes_taken(system: str) -> float:
             next_s += rng.expovariate(16.0)
         engine.step()
         if engine.now() > 15:
-            taken.append(scheduler._added_by_decodes_s())
-    return sum(taken) / len(taken) / scheduler.slo.iteration_s
+            taken.append(added_by_decodes_s(engine.residents, engine.policy.model))
+    return sum(taken) / len(taken) / engine.policy.slo.iteration_s
 
 
 @pytest.mark.parametrize("system", ["omniserve", "sarathi"])
@@ -197,7 +197,7 @@ def test_best_effort_work_leaves_prompts_their_share_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     assert 0.8 * DECODES_SHARE < decodes_taken(system) < 1.3 * DECODES_SHARE
-    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.DECODES_SHARE", 1.0)
+    monkeypatch.setattr("apex.schedulers.omniserve.share.DECODES_SHARE", 1.0)
     assert decodes_taken(system) > 1.5 * DECODES_SHARE
 
 
@@ -216,7 +216,7 @@ def test_targets_hold_on_a_machine_slower_than_believed(system: str) -> None:
         if engine.now() > 0.3 * len(urgent):
             urgent.append(add(engine, f"urgent-{len(urgent)}", 200, 60))
         engine.step()
-    assert engine.scheduler.prediction_factors["lane"] == pytest.approx(1.15, abs=0.04)
+    assert engine.policy.prediction_factors["lane"] == pytest.approx(1.15, abs=0.04)
     judged = [request for request in urgent if request.is_finished]
     assert len(judged) > 40 and all(keeps_targets(request, 2.0, 0.06) for request in judged)
 
@@ -259,7 +259,7 @@ def test_those_admitted_have_their_first_token_in_time(system: str) -> None:
 @pytest.mark.parametrize("expected_s", [1.79, 1.81])
 def test_predictions_leave_the_margin_of_the_first_token(expected_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = simulated_engine("omniserve", num_gpu_blocks=60, ttft_slo_s=2.0, slo_margin=0.1)
-    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", lambda *_: expected_s)
+    monkeypatch.setattr("apex.schedulers.omniserve.policy.first_token_s", lambda *_: expected_s)
     if expected_s < 1.8:
         add(engine, "in-time", 100, 10)
         return
@@ -304,7 +304,7 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
         seen.append(backlog)
         return 0.0
 
-    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", note)
+    monkeypatch.setattr("apex.schedulers.omniserve.policy.first_token_s", note)
     for number in range(8):
         add(engine, f"rest-{number}", 300, 50, BE)
     for _ in range(10):

@@ -11,6 +11,7 @@ import pytest
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.residents import Residents
 from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
 from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
 from tests.reference.fake_engine import fake_engine
@@ -292,9 +293,9 @@ def test_observers_hear_everything_and_their_errors_do_no_harm() -> None:
 def test_the_one_in_the_way_of_the_others_is_given_up(monkeypatch) -> None:
     """A scheduler that plans nothing as long as a certain request is there."""
     engine = make_engine()
-    honest = engine.scheduler.schedule
+    honest = engine.policy.plan
     monkeypatch.setattr(
-        engine.scheduler, "schedule", lambda: IterationPlan() if "r0" in engine.scheduler.requests else honest()
+        engine.policy, "plan", lambda residents: IterationPlan() if "r0" in residents.requests else honest(residents)
     )
     requests = make_requests(8, seed=1)
     outcomes, _ = serve(engine, requests)
@@ -304,13 +305,13 @@ def test_the_one_in_the_way_of_the_others_is_given_up(monkeypatch) -> None:
 
 def test_steps_of_which_nothing_comes_end_after_the_stall_timeout(monkeypatch) -> None:
     engine, clock = make_engine(), Clock()
-    honest = engine.scheduler.schedule
+    honest = engine.policy.plan
 
-    def barren() -> IterationPlan:
+    def barren(residents: Residents) -> IterationPlan:
         clock.now_s += 1.0
-        return IterationPlan(leaving=frozenset(["ghost"])) if "r0" in engine.scheduler.requests else honest()
+        return IterationPlan(leaving=frozenset(["ghost"])) if "r0" in residents.requests else honest(residents)
 
-    monkeypatch.setattr(engine.scheduler, "schedule", barren)
+    monkeypatch.setattr(engine.policy, "plan", barren)
     requests, outcomes = make_requests(8, seed=1), {}
 
     async def client(service: EngineService) -> None:

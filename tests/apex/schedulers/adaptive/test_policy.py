@@ -6,15 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from apex.perf.model import Curve
 from apex.schedulers.adaptive.choice import choose
-from apex.schedulers.adaptive.modes import Mode
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import SteppingRule, Strategy
+from swiftllm.core.plan import FREE, RIDE, Rule, Strategy
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
@@ -39,6 +38,7 @@ def test_random_loads(
     seed: int, gpu: int, cpu: int, budget: int, cpu_token_s: float, linear_token_s: float, strategy: str
 ) -> None:
     """Aborts, tiny pools, any machine: each token right, each block free at the end."""
+    assume(gpu or strategy != "forced-gpu-only")
     engine = fake_engine(
         "adaptive",
         num_gpu_blocks=gpu,
@@ -71,16 +71,16 @@ def test_no_cpu_decode_starves(cpu_token_s: float, strategy: str) -> None:
     engine.add(engine.make_request("gpu", [2] * 4, SamplingParams(max_tokens=430, ignore_eos=True)))
     for i in range(num_cpu):
         engine.add(engine.make_request(f"cpu{i}", [2] * 440, SamplingParams(max_tokens=1000, ignore_eos=True)))
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
+    while engine.residents.waiting or engine.residents.prefilling:
         engine.step()
     token_of_a_cohort = MOST_POLLS * (NUM_LAYERS + 1)
     bound = patience + num_cpu + 3 * token_of_a_cohort  # two cohorts under way, then its own
     if strategy == "no-overlap":
         bound = num_cpu * (patience + 1) + 1
-    on_cpu = list(engine.scheduler.running[Tier.CPU])
+    on_cpu = list(engine.residents.running[Tier.CPU])
     assert len(on_cpu) == num_cpu
     outputs = {request: (request.output_len, 0) for request in on_cpu}
-    for iteration in range(1, 420 - engine.scheduler._iteration):
+    for iteration in range(1, 420 - engine.residents.iteration):
         engine.step()
         for request, (output_len, _) in outputs.items():
             if request.output_len > output_len:
@@ -109,15 +109,15 @@ def plans(engine: Engine) -> list:
     return made
 
 
-def rules(made: list) -> set[SteppingRule]:
+def rules(made: list) -> set[Rule]:
     return {cohort.rule for plan in made for cohort in plan.cohorts if plan.decodes}
 
 
-def test_a_slow_cpu_is_fed_and_a_fast_one_goes_in_lockstep() -> None:
-    assert SteppingRule.FREE_RUNNING in rules(plans(simulated(cpu_token_s=3e-6)))
+def test_a_slow_cpu_is_overlapped_and_a_fast_one_pipelined() -> None:
+    assert FREE in rules(plans(simulated(cpu_token_s=3e-6)))
     made = plans(simulated(cpu_token_s=1e-8))
-    lockstep = sum(plan.strategy is Strategy.ASYMMETRIC_PIPELINING for plan in made)
-    assert lockstep > 0.8 * sum(bool(plan.cohorts) for plan in made) > 0
+    pipelined = sum(plan.strategy is Strategy.PIPELINING for plan in made)
+    assert pipelined > 0.8 * sum(bool(plan.cohorts) for plan in made) > 0
 
 
 def test_a_few_that_hide_behind_the_lanes_attention_ride_at_every_iteration() -> None:
@@ -125,25 +125,25 @@ def test_a_few_that_hide_behind_the_lanes_attention_ride_at_every_iteration() ->
     engine = simulated(cpu_token_s=2e-8)
     few = 0
     while engine.has_unfinished():
-        num_cpu = len(engine.scheduler.decoding[Tier.CPU])
+        num_cpu = len(engine.residents.decoding[Tier.CPU])
         engine.step()
         plan, _ = engine.last_iteration
         if 0 < num_cpu <= 3 and plan.decodes and not plan.swaps:
             (cohort,) = plan.cohorts
-            assert cohort.rule is SteppingRule.RIDE_AND_WAIT and len(cohort.requests) == num_cpu
+            assert cohort.rule is RIDE and len(cohort.requests) == num_cpu
             few += 1
     assert few > 5
 
 
 def test_free_running_can_be_switched_off() -> None:
     made = plans(simulated(StrategyConfig(disable_asynchronous_overlap=True), cpu_token_s=1e-7))
-    assert all(rule.lane_waits for rule in rules(made))
-    assert {plan.strategy for plan in made} == {Strategy.GPU_ONLY, Strategy.ASYMMETRIC_PIPELINING}
+    assert all(rule.waits for rule in rules(made))
+    assert {plan.strategy for plan in made} == {Strategy.GPU_ONLY, Strategy.PIPELINING}
 
 
-def test_lockstep_can_be_switched_off() -> None:
+def test_pipelining_can_be_switched_off() -> None:
     made = plans(simulated(StrategyConfig(disable_asymmetric_pipelining=True), cpu_token_s=1e-8))
-    assert rules(made) and not any(rule.lane_waits for rule in rules(made))
+    assert rules(made) and not any(rule.waits for rule in rules(made))
 
 
 def test_prompt_chunks_can_be_switched_off() -> None:
@@ -158,9 +158,9 @@ def test_prompt_chunks_can_be_switched_off() -> None:
 
 def test_a_forced_strategy_decides_whatever_the_model_predicts() -> None:
     forced = {"asymmetric-pipelining": True, "asynchronous-overlap": False}
-    for strategy, lane_waits in forced.items():
+    for strategy, waits in forced.items():
         made = plans(simulated(StrategyConfig(strategy=strategy), cpu_token_s=1e-6))
-        assert {rule.lane_waits for rule in rules(made)} == {lane_waits}
+        assert {rule.waits for rule in rules(made)} == {waits}
     assert not rules(plans(simulated(StrategyConfig(strategy="gpu-only"))))
 
 
@@ -168,24 +168,27 @@ def test_the_gpu_is_filled_first() -> None:
     engine = simulated(num_gpu_blocks=4000)
     while engine.has_unfinished():
         engine.step()
-        assert not engine.scheduler.running[Tier.CPU]
+        assert not engine.residents.running[Tier.CPU]
 
 
 def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
-    """The rates of all modes are computed in a small part of the iterations."""
+    """The rates of all strategies are computed in a small part of the iterations."""
     engine = simulated(cpu_token_s=3e-6)
     made = []
-    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.choose", lambda *what: made.append(what) or choose(*what))
+    monkeypatch.setattr("apex.schedulers.adaptive.policy.choose", lambda *what: made.append(what) or choose(*what))
     iterations = len(plans(engine))
     assert 5 < len(made) < iterations / 3
 
 
-def only_mode(engine: Engine, monkeypatch) -> None:
-    """Past the prompts, with a scheduler that would leave CPU decodes out."""
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
+def choose_gpu_only(engine: Engine, monkeypatch) -> None:
+    """Past the prompts, with a policy that would leave CPU decodes out."""
+    while engine.residents.waiting or engine.residents.prefilling:
         engine.step()
-    monkeypatch.setattr(engine.scheduler, "_modes", lambda cpu_decodes: [Mode.ONLY])
-    engine.scheduler._choice = None
+    monkeypatch.setattr(
+        "apex.schedulers.adaptive.policy.choose",
+        lambda times, sizes, load, _, most: choose(times, sizes, load, [Strategy.GPU_ONLY], most),
+    )
+    engine.policy.use_model(engine.policy.model)  # the last choice does not stand any more
 
 
 def sizes_of_started_cohorts(engine: Engine, iterations: int) -> list[int]:
@@ -199,8 +202,8 @@ def sizes_of_started_cohorts(engine: Engine, iterations: int) -> list[int]:
 def test_those_left_out_get_a_tenth_of_the_lane(monkeypatch) -> None:
     """A token for all of them costs about as much linear time as one pass of the lane: one in ten passes."""
     engine = simulated()
-    only_mode(engine, monkeypatch)
-    num_cpu = len(engine.scheduler.decoding[Tier.CPU])
+    choose_gpu_only(engine, monkeypatch)
+    num_cpu = len(engine.residents.decoding[Tier.CPU])
     started = sizes_of_started_cohorts(engine, 60)
     assert 4 <= len(started) <= 7 and started[0] > 0.8 * num_cpu > 10
 
@@ -209,7 +212,7 @@ def test_an_overdue_request_takes_all_with_it(monkeypatch) -> None:
     """Whatever the shares of time, one cohort of everybody starts after ``max_wait_iterations``."""
     patience = 10
     engine = simulated(StrategyConfig(max_wait_iterations=patience))
-    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.LEFT_OUT_SHARE", 0.0)
-    only_mode(engine, monkeypatch)
+    monkeypatch.setattr("apex.schedulers.adaptive.policy.LEFT_OUT_SHARE", 0.0)
+    choose_gpu_only(engine, monkeypatch)
     started = sizes_of_started_cohorts(engine, 5 * patience)
     assert 2 <= len(started) <= 5 and started[0] > 20

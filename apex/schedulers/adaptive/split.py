@@ -1,4 +1,4 @@
-"""Which CPU decodes go along in lockstep, and which of them step: the split with most tokens for the lane's time."""
+"""Which CPU decodes go along in pipelining, and which of them step: the split with most tokens for the lane's time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
+from apex.schedulers.adaptive.rates import pipelining_layer_s
 from apex.schedulers.adaptive.times import OperationTimes
 
 MEMBER_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.12, 0.06, 0.0)
@@ -47,11 +48,9 @@ def best_split(
     ride_context = sums[members] - sums[stepping]
     prefill_s = model.prefill_attention_s(load.chunks)
     lane_attention_s = model.gpu_attention_s(load.decodes, load.decode_context) + prefill_s
-    ride_s = times.linear_s(load.tokens + riding) + times.hand_over_s(riding)
-    step_s = times.step_s(steppers) + lane_attention_s
-    cpu_0_s = times.cpu_attention_s(riding, ride_context / np.maximum(riding, 1))
-    cpu_1_s = times.cpu_attention_s(steppers, step_context / np.maximum(steppers, 1))
-    layer_s = times.layer_s(np.maximum(ride_s, cpu_1_s) + np.maximum(step_s, cpu_0_s))
+    ride = riding, ride_context / np.maximum(riding, 1)
+    step = steppers, step_context / np.maximum(steppers, 1)
+    layer_s = pipelining_layer_s(times, load.tokens, lane_attention_s, ride, step)
     total_s = times.num_layers * layer_s + times.outside_layers_s(load.requests + riding)
     total_s = total_s + times.outside_layers_s(steppers)
     paid_s = times.num_layers * (token_s * (load.tokens - load.decodes) + prefill_s)

@@ -1,4 +1,4 @@
-"""Who goes along in lockstep, and which of them step."""
+"""Who goes along in pipelining, and which of them step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
-from apex.schedulers.adaptive.lockstep import best_split, candidate_splits
+from apex.schedulers.adaptive.split import best_split, candidate_splits
 from apex.schedulers.adaptive.times import OperationTimes
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 

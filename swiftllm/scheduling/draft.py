@@ -1,0 +1,85 @@
+"""The draft of a plan: what the next iteration contains so far, and the token budget left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from swiftllm.core.plan import CohortPlan, IterationPlan, LaneItem
+from swiftllm.core.request import Request
+from swiftllm.scheduling.residents import Residents
+
+
+class Draft:
+    """An iteration plan that a policy is still adding to.
+
+    ``tokens_left`` limits what is added. ``prompt_limit`` limits prompt tokens beside that; policies may lower it.
+    """
+
+    def __init__(self, residents: Residents) -> None:
+        """Begins a plan: what ``residents`` move from now on is part of it."""
+        residents.begin_plan()
+        self.residents = residents
+        self.decodes: list[Request] = []
+        self.prefills: list[LaneItem] = []
+        self.tokens_left = self.prompt_limit = residents.limits.max_num_batched_tokens
+        self._started: set[str] = set()
+        self._decode_context = self._num_counted = 0
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        self.decodes += requests
+        self.tokens_left -= len(requests)
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens that the decodes attend to. Each decode is counted once, since there may be a thousand of them."""
+        self._decode_context += sum([request.num_tokens for request in self.decodes[self._num_counted :]])
+        self._num_counted = len(self.decodes)
+        return self._decode_context
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        return min(self.tokens_left, self.prompt_limit)
+
+    def tokens_to_hold(self, request: Request) -> int:
+        """Tokens for which a prompt needs blocks: all, or with ``by_chunk`` as many as the budget allows."""
+        if not self.residents.rules.by_chunk:
+            return request.num_tokens
+        return min(request.num_tokens, request.num_computed_tokens + self.prompt_tokens_left)
+
+    def add_prefill(self, request: Request, *, starts: bool = False) -> None:
+        """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
+
+        ``starts``: the request waited until this plan.
+        """
+        num_tokens = min(request.num_uncomputed, self.prompt_tokens_left)
+        if num_tokens > 0:
+            self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
+            self.tokens_left -= num_tokens
+            self.prompt_limit -= num_tokens
+        if starts:
+            self._started.add(request.request_id)
+
+    def put_off(self, item: LaneItem) -> None:
+        """Take a chunk out again. A request that starts with it goes back to those that wait."""
+        self.prefills.remove(item)
+        self.tokens_left += item.num_tokens
+        self.prompt_limit += item.num_tokens
+        if item.request.request_id in self._started:
+            self.residents.requeue(item.request)
+
+    def plan(
+        self,
+        cohorts: Sequence[CohortPlan] = (),
+        predicted: Mapping[str, float] | None = None,
+        time_limit_s: float | None = None,
+    ) -> IterationPlan:
+        residents = self.residents
+        return IterationPlan(
+            tuple(self.decodes),
+            tuple(self.prefills),
+            tuple(cohorts),
+            tuple(residents.swaps),
+            frozenset(residents.cohorts.leaving),
+            dict(predicted or {}),
+            time_limit_s,
+        )

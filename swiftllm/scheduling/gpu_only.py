@@ -1,0 +1,47 @@
+"""Policies that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
+
+Modelled of vLLM:
+
+- Requests are served in order of arrival.
+- One token budget serves decodes first, then prompt chunks.
+- Blocks are allocated for the tokens of this step only.
+- If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
+- A step that preempts admits no request of the class that it preempts.
+
+Not modelled: prefix caching, the effects of CUDA graphs, speculative decoding, priorities. Service classes are this
+project's own and the same in every scheduler.
+"""
+
+from __future__ import annotations
+
+from swiftllm.core.plan import IterationPlan
+from swiftllm.core.request import ServiceClass
+from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.parts import gpu_decodes, new_prompts, one_tier, running_prompts
+from swiftllm.scheduling.policy import Policy
+from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.rules import Rules
+
+
+class SwiftLLM(Policy):
+    """Continuous batching with chunked prefill. The CPU tier only stores preempted requests."""
+
+    rules = Rules(stores_by_age=False)
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        return one_tier(residents)
+
+
+class Vllm(Policy):
+    """Continuous batching that never uses the CPU tier."""
+
+    rules = Rules(spills=(), reserve=0, by_chunk=True)
+
+    def plan(self, residents: Residents) -> IterationPlan:
+        draft = Draft(residents)
+        for service_class in ServiceClass:
+            gpu_decodes(draft, service_class)
+            running_prompts(draft, service_class)
+            if all(request.service_class is not service_class for request in residents.recomputed):
+                new_prompts(draft, service_class)
+        return draft.plan()

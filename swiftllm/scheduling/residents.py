@@ -1,0 +1,391 @@
+"""The requests that an engine holds: their queues, blocks and cohorts, and what moves for the plan being made.
+
+All queues are in order of arrival. The oldest request is served first and preempted last, so it always makes progress
+and no request starves. A request preempted on the GPU moves to the CPU tier if the rules and the room there allow it.
+Else its blocks are freed, and it is computed again later.
+
+Best-effort requests count as younger than all latency-sensitive ones. A plan serves the latency-sensitive requests
+first, as if there were no others: those are preempted where they hold blocks or seats that are needed. Then it serves
+the best-effort requests, with what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from swiftllm.core.plan import IterationPlan, StepResult, Swap
+from swiftllm.core.request import (
+    FinishReason,
+    Request,
+    RequestRefused,
+    RequestStatus,
+    ServiceClass,
+    Tier,
+    append_tokens,
+)
+from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
+from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers
+from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
+from swiftllm.scheduling.cohorts import Cohorts
+from swiftllm.scheduling.homes import Fetches, pool_has_room, victims_for
+from swiftllm.scheduling.rules import Rules
+
+
+class Residents:
+    """Plain Python, no torch. Attributes that plans read:
+
+    - ``requests`` by id, and the queues: ``waiting``; ``running`` by tier, which hold blocks; of these ``prefilling``,
+      and ``decoding`` by tier. ``cohorts``: CPU requests part of the way through their token.
+    - ``iteration`` counts plans, and goes on after a failure.
+    - ``swaps``, and requests ``recomputed`` because they lost their blocks to others: of the plan being made.
+    """
+
+    confined_to: Tier | None = None
+    """The one tier where requests may start and decode for now; None: all of the rules' tiers, which never change."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float], rules: Rules) -> None:
+        """Raises ValueError: no tier that decodes has a block, so every request would be refused."""
+        check_tiers(kv, rules.tiers)
+        self.limits = limits
+        self.kv = kv
+        self.now = now
+        self.rules = rules
+        self.num_preemptions = self.iteration = 0
+        self.cohorts = Cohorts()
+        self.may_swap_out: Callable[[Request], bool] = lambda request: True
+        """Whether the plan being made has time to move a request to the CPU tier; a policy may set it."""
+        self._empty_queues()
+
+    def _empty_queues(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.waiting = ArrivalQueue()
+        self.running = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}
+        self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
+        self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
+        self.fetches = Fetches(self.kv)
+        self._forget_moves()
+
+    def _forget_moves(self) -> None:
+        self.swaps: list[Swap] = []
+        self.recomputed: list[Request] = []
+        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
+
+    # -- adding and removing requests -------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has passed :meth:`check`.
+
+        Raises:
+            RequestRefused: its id is in use.
+        """
+        if request.request_id in self.requests:
+            raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
+        self.requests[request.request_id] = request
+        self.waiting.insert_request(request)
+        self._note_tier(request)
+
+    def check(self, request: Request) -> None:
+        """Check that a request can be served if it is alone. Thread-safe.
+
+        Raises:
+            RequestRefused: it can never be served; the message names the limit.
+        """
+        check_servable(request, self.limits.max_model_len, self.kv, self.rules.tiers_of(request.service_class))
+
+    @property
+    def longest_request(self) -> int:
+        """Prompt and output tokens of the longest request that passes :meth:`check`. Constant."""
+        largest_tier = max(self.kv.capacity(tier) for tier in self.rules.tiers) * self.kv.block_size
+        return min(self.limits.max_model_len, largest_tier + 1)  # K and V of the last token are never stored
+
+    @property
+    def open_tiers(self) -> tuple[Tier, ...]:
+        """The tiers where requests may start and decode now."""
+        return self.rules.tiers if self.confined_to is None else (self.confined_to,)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End an unfinished request, whatever its state. None: there is no unfinished request with this id."""
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished:
+            return None
+        request.finish(FinishReason.ABORT, self.now())
+        if self.at_rest(request):
+            self._retire(request)
+        else:  # it keeps its id and blocks until no CPU attention can touch them
+            self._leave_running(request)
+            self.cohorts.call_out(request)
+        return request
+
+    def _retire(self, request: Request) -> None:
+        """Remove a finished request from all queues and free its blocks."""
+        if request.tier is None:
+            self.waiting.remove_request(request)
+        else:
+            self._leave_running(request)
+            self.kv.free_blocks(request)
+        del self.requests[request.request_id]
+
+    def remove_all(self) -> list[Request]:
+        """Empty all queues and free all blocks, whatever state a failed iteration has left.
+
+        No ticket may use blocks any more. Returns the unfinished requests, oldest first, for :meth:`add`.
+        """
+        requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
+        self.kv.free_all_blocks()
+        self.cohorts.dissolve()
+        self._empty_queues()
+        for request in requests:
+            request.start_over()
+        return requests
+
+    def forget_homes(self, homes: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
+        """Requeue the requests whose K and V were on hosts that are gone, and withdraw the blocks of these homes.
+
+        No ticket may use any block, and no cohort is under way any more. The same holds for ``unfinished_swaps``,
+        requests whose K and V may be incomplete. Returns the requests, which are computed again.
+        """
+        for request in self.cohorts.dissolve():
+            self._come_to_rest(request)
+        pools = [self.kv.homes.pools[home] for home in homes]
+        lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
+        lost += [r for r in unfinished_swaps if r.status is RequestStatus.RUNNING and r not in lost]
+        for request in lost:
+            self.requeue(request)
+            request.num_preemptions += 1
+        for home in homes:
+            self.kv.homes.withdraw(home)
+        return lost
+
+    # -- from plan to plan ------------------------------------------------------------------------------------------
+
+    def begin_plan(self) -> None:
+        self.iteration += 1
+        self._forget_moves()
+        self.fetches.begin_plan()
+
+    def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
+        """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
+        now_s, iteration, tokens = self.now(), self.iteration, result.tokens
+        done, left = self.cohorts.advance(result)
+        for request in left:
+            self._come_to_rest(request)
+        for request in done:
+            request.cohort_id, request.last_served = None, iteration
+        for cohort in plan.cohorts:
+            if cohort.rule.waits:
+                for request in cohort.requests:
+                    request.last_served = iteration
+        for item in plan.prefills:
+            request = item.request
+            request.last_served = iteration
+            request.num_uncomputed -= item.num_tokens
+            if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
+                request.num_uncomputed = 1
+                self.prefilling.remove_request(request)
+                self.decoding[request.tier].insert_request(request)
+        touched = list(filter(None, map(self.requests.get, tokens)))
+        if len(touched) < len(tokens):  # requests were aborted after the plan was made
+            tokens = {request.request_id: tokens[request.request_id] for request in touched}
+        ended = append_tokens(touched, tokens.values(), now_s)
+        for request in ended:
+            self._retire(request)
+        return touched, ended
+
+    def _come_to_rest(self, request: Request) -> None:
+        """End the cohort membership of a request without work under way; release it if it is finished."""
+        if request.is_finished:
+            self.kv.free_blocks(request)
+            del self.requests[request.request_id]
+        else:
+            request.cohort_id = None
+
+    # -- blocks for tokens ------------------------------------------------------------------------------------------
+
+    def grow_on_gpu(self, service_class: ServiceClass, most: int) -> list[Request]:
+        """The first GPU decodes of a class, with room for their next token; younger ones are preempted for it."""
+        decodes = self.decoding[Tier.GPU].of_class(service_class)[:most]
+        growing = out_of_blocks(decodes)
+        if not self.kv.allocate_block_each(growing, Tier.GPU):
+            for request in growing:
+                if request.tier is Tier.GPU:  # not preempted for an older one meanwhile
+                    self.hold_on_gpu(request, request.num_tokens)
+            decodes = [request for request in decodes if request.tier is Tier.GPU]
+        return decodes
+
+    def hold_on_gpu(self, request: Request, num_tokens: int) -> bool:
+        """Give a GPU request blocks for ``num_tokens``, preempting younger ones. False: it was preempted itself."""
+        while not self.kv.allocate_slots(request, num_tokens):
+            victim = self.running[Tier.GPU][-1]
+            self.push_out(victim)
+            if victim is request:
+                return False
+        return True
+
+    def grow_on_cpu(self, service_class: ServiceClass) -> list[Request]:
+        """CPU requests of a class between two tokens with room for the next one, oldest first."""
+        resting = self.decoding[Tier.CPU].of_class(service_class)
+        if self.cohorts or self.fetches:
+            resting = [r for r in resting if r.cohort_id is None and r not in self.fetches]
+        growing = out_of_blocks(resting)
+        if not self.kv.allocate_block_each(growing, Tier.CPU):
+            for request in growing:
+                if request.tier is Tier.CPU:  # growth of an older request may have evicted it
+                    self._hold_on_cpu(request)
+            resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
+        return resting
+
+    def _hold_on_cpu(self, request: Request) -> None:
+        """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
+        while not self.kv.allocate_slots(request, request.num_tokens):
+            pool = self.kv.pool_of(request)
+            younger = [other for other in self._evictable_for(request) if self.kv.pool_of(other) is pool]
+            if not younger:
+                return
+            self.recompute(younger[-1])
+
+    # -- requests that lose their place -----------------------------------------------------------------------------
+
+    def push_out(self, request: Request) -> None:
+        """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
+        moves = request.service_class in self.rules.spills and self.swap_source is not Tier.CPU
+        if moves and can_hold(self.kv, Tier.CPU, request) and self.may_swap_out(request):
+            victims = victims_for(self.kv, self.kv.num_held(request), self._evictable_for(request))
+            for victim in victims or ():
+                self.recompute(victim)
+            if victims is not None:
+                self.move(request, Tier.CPU)
+                return
+        self.recompute(request)
+
+    def _evictable_for(self, request: Request) -> list[Request]:
+        """Requests of the CPU tier that may lose their blocks to this one, in order."""
+        if not self.rules.stores_by_age:
+            return self.yielding(Tier.CPU, request)
+        return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
+
+    @property
+    def swap_source(self) -> Tier | None:
+        """The tier that the swaps leave. All go in one direction, so that a backend may copy them at once."""
+        return self.swaps[0].source if self.swaps else None
+
+    def move(self, request: Request, target: Tier) -> None:
+        source = request.tier
+        self.swaps.append(self.kv.move_blocks(request, target))
+        for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
+            queues[source].remove_request(request)
+            queues[target].insert_request(request)
+        request.last_served = self.iteration
+        self._note_tier(request)
+
+    def recompute(self, request: Request) -> None:
+        self.swaps = [swap for swap in self.swaps if swap.request is not request]  # this plan may have moved it
+        self.recomputed.append(request)
+        self.requeue(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def requeue(self, request: Request) -> None:
+        """Free the request's blocks and put it back into the waiting queue."""
+        self.fetches.give_up(request)
+        self.kv.free_blocks(request)
+        self._leave_running(request)
+        request.tier = None
+        request.status = RequestStatus.WAITING
+        request.num_uncomputed = request.num_tokens
+        self.waiting.insert_request(request)
+        self._note_tier(request)
+
+    def _leave_running(self, request: Request) -> None:
+        self.running[request.tier].remove_request(request)
+        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).remove_request(request)
+
+    def at_rest(self, request: Request) -> bool:
+        """Whether no CPU attention of the request is under way, so that its blocks may be moved."""
+        return request.cohort_id is None
+
+    def call_back(self, request: Request, num_blocks: int) -> bool:
+        """Whether a CPU request can move to the GPU at once.
+
+        If not, it is called out of its cohort, or its blocks are fetched from their home. ``num_blocks`` of the GPU are
+        kept for it until then.
+        """
+        if not self.at_rest(request):
+            self.cohorts.call_out(request)
+        elif self.fetches.are_here(request):
+            return True
+        self._gpu_blocks_promised += num_blocks + 1
+        return False
+
+    # -- room for a request that enters a tier ----------------------------------------------------------------------
+
+    def has_room(self, tier: Tier, num_blocks: int, without: Sequence[Request] = ()) -> bool:
+        """Whether the tier, once requests ``without`` are gone, can take ``num_blocks`` and the reserve."""
+        pools = self.kv.pools(tier)
+        if len(pools) > 1:
+            return any(pool_has_room(self.kv, pool, num_blocks, without) for pool in pools)
+        reserved = self.rules.reserve * (len(self.running[tier]) - len(without))
+        reserved += self._gpu_blocks_promised if tier is Tier.GPU else 0
+        return num_blocks + reserved <= self.kv.num_free(tier) + sum(map(self.kv.num_held, without))
+
+    def yielding(self, tier: Tier, request: Request) -> list[Request]:
+        """The requests of the tier that can make way at once for a request of a more urgent class, in order."""
+        return [other for other in self.running[tier].below_class(request.service_class) if self.at_rest(other)]
+
+    def finds_room(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+        """Whether a request may enter the tier, once the requests that yield to it have made way."""
+        if not self.has_room(tier, num_blocks, self.yielding(tier, request)):
+            return False
+        return tier is not Tier.GPU or not self._gpu_is_wanted_before(request.service_class)
+
+    def _gpu_is_wanted_before(self, service_class: ServiceClass) -> bool:
+        """Whether a request of a more urgent class is waiting or could move back to the GPU."""
+        wanting = (*self.waiting[:1], *self.running[Tier.CPU].above_class(service_class))
+        return any(r.service_class.rank < service_class.rank and can_hold(self.kv, Tier.GPU, r) for r in wanting)
+
+    def make_way(self, tier: Tier, request: Request, num_blocks: int) -> None:
+        """Preempt requests that yield, the youngest first, until a request that ``finds_room`` has it."""
+        for victim in reversed(self.yielding(tier, request)):
+            if self.has_room(tier, num_blocks):
+                break
+            (self.push_out if tier is Tier.GPU else self.recompute)(victim)
+
+    def find_tier(self, request: Request, num_blocks: int) -> Tier | None:
+        """The tier where a waiting request may start with so many blocks; a seat is freed for it. None: it waits."""
+        tier = next((tier for tier in self.open_tiers if self.may_start(tier, request, num_blocks)), None)
+        return tier if tier is not None and self._take_seat(request) else None
+
+    def may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+        """Whether a waiting request may start there with so many blocks, if there is a seat for it."""
+        if tier not in self.rules.tiers_of(request.service_class):
+            return False
+        if request.service_class is ServiceClass.BEST_EFFORT:
+            num_blocks += int(self.rules.withheld * self.kv.capacity(tier))
+        # A request may outgrow the GPU tier if the CPU tier can hold it then. It must never outgrow the CPU tier.
+        fits_later = any(can_hold(self.kv, t, request) for t in self.open_tiers if t in (tier, Tier.CPU))
+        return fits_later and self.finds_room(tier, request, num_blocks)
+
+    def _take_seat(self, request: Request) -> bool:
+        """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it.
+
+        One with CPU attention under way is called out first. Its seat comes free as soon as it is at rest.
+        """
+        if sum(map(len, self.running.values())) < self.limits.max_num_seqs:
+            return True
+        yielding = [other for tier in Tier for other in self.yielding(tier, request)]
+        if yielding:
+            self.recompute(max(yielding, key=arrival_order))
+        elif below := self.running[Tier.CPU].below_class(request.service_class):
+            self.cohorts.call_out(below[-1])
+        return bool(yielding)
+
+    def start(self, request: Request, tier: Tier, num_tokens: int) -> None:
+        """Move a waiting request into a tier that has room, with blocks for ``num_tokens``."""
+        self.waiting.remove_request(request)
+        request.status, request.tier = RequestStatus.RUNNING, tier
+        self.kv.allocate_slots(request, num_tokens)
+        self.running[tier].insert_request(request)
+        self.prefilling.insert_request(request)
+        self._note_tier(request)
+
+    def _note_tier(self, request: Request) -> None:
+        request.tier_history.append((self.now(), request.tier.value if request.tier else "waiting"))
