@@ -2,7 +2,7 @@
 
 `python -m evaluation.calibrate --tables FOLDER` prints the errors and the fitted figures. With `--write-curves` it also
 writes the compact curves of `configs/hardware/measured/`, fitted to all rows. The tables are published
-(evaluation/calibration/tables.py); docs/calibration.md gives their origin and their file names here.
+(evaluation/calibration/tables.py); docs/simulator.md gives their origin and their file names here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Options:
     """Report how well the calibrated hardware files predict measured operator times."""
 
     tables: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-    """Folder of the measured tables, mlp_<gpu>_<model>_tp1.csv and attention_*.csv. docs/calibration.md names the
+    """Folder of the measured tables, mlp_<gpu>_<model>_tp1.csv and attention_*.csv. docs/simulator.md names the
     public files from which they are made, and how."""
     results_dir: Path = RESULTS_DIR
     """Results go to calibration/<run>/ in this folder."""

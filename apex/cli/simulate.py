@@ -43,7 +43,7 @@ class Simulate(Comparison):
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
     GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
-    and how far off the predictions are, is in docs/calibration.md. Requests are all of one size; with
+    and how far off the predictions are, is in docs/simulator.md. Requests are all of one size; with
     --best-effort-requests there are two classes, each of one size.
     """
 
@@ -135,7 +135,7 @@ class Simulate(Comparison):
         else:
             print(workload)
             for system, machine_placed in placed.items():
-                print(f"{system}: {machine_placed.choice.describe()}; {counts[system]}")
+                print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
         requests, records, why_none = self.requests([(0,) * n for n, _ in self.sizes], self.arrivals_s()), [], []
         for system in self.system:
             with input_errors(of_engine=False):
@@ -170,11 +170,12 @@ class Simulate(Comparison):
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
         if self.weights_gpu_memory is None:
             return None
-        from apex.placement.budget import Load
+        from apex.placement.budget import Workload
         from apex.simulator.placed_machine import WeightPlacer
 
-        load = Load(self.input_len, self.output_len, self.max_num_seqs, find_system(system).needs_predictions)
-        return WeightPlacer(machine, self.block_size).place(self.weights_gpu_memory, load)
+        at_once = Workload(self.max_num_seqs, self.input_len, self.output_len)
+        placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
+        return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
 
     def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apex.perf.progress import progress_bar
-from apex.placement.budget import Load, Workload, best_budget, estimate_budget
+from apex.placement.budget import Workload, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost
 from apex.placement.memory import EngineMemory
-from apex.placement.search import Choice, choose_exactly
+from apex.placement.search import PlacementProblem, TimedPlacement, refined_placement
 from apex.placement.timing import BoundaryTimes, attention_bytes_per_s, time_boundary
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
@@ -24,22 +24,22 @@ ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN = 1000, 200
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """Where the weights of an engine are, and why. ``choice`` None: all on the device; a plan may say nothing."""
+    """Where the weights of an engine are, and why. ``timed`` None: all on the device; a plan may say nothing."""
 
-    choice: Choice | None = None
+    timed: TimedPlacement | None = None
     reason: str = ""
 
     @property
     def placement(self) -> Placement | None:
-        return None if self.choice is None else self.choice.placement
+        return None if self.timed is None else self.timed.placement
 
     @property
     def stream_s(self) -> float:
         """Seconds of an iteration that the link copies weights."""
-        return 0.0 if self.choice is None else self.choice.stream_s
+        return 0.0 if self.timed is None else self.timed.stream_s
 
     def describe(self) -> str:
-        parts = (self.choice and self.choice.describe(), self.reason)
+        parts = (self.timed and self.timed.describe(), self.reason)
         return "; ".join(part for part in parts if part)
 
 
@@ -70,12 +70,11 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         rows = sorted({1, max(2, config.max_num_seqs)})
         with progress_bar("measuring where weights belong") as progress:
             times = time_boundary(model, dtype, device, ops, rows, progress)
-        costs, effect = times.costs(memory.boundary_bytes, config.max_num_seqs), times.copy_effect
-        return WeightsPlan(choose_exactly(costs, gpu_bytes, effect=effect))
+        costs = times.costs(memory.boundary_bytes, config.max_num_seqs)
+        return WeightsPlan(refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect)))
     workload = workload or assumed_workload(config, model)
-    at_once = min(config.max_num_seqs, workload.num_requests)
-    load = Load(workload.input_len, workload.output_len, at_once, offloads)
-    if memory.holds_all(load):
+    at_once = replace(workload, num_requests=min(config.max_num_seqs, workload.num_requests))
+    if memory.holds_all(at_once):
         return WeightsPlan(reason=f"auto: all on the GPU, which has room for {workload.describe()} beside them")
     memory.check_tiers()
     rows = sorted({1, max(2, config.max_num_seqs), config.max_num_batched_tokens + config.max_num_seqs})
@@ -84,7 +83,20 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
         rates = attention_bytes_per_s(model, dtype, device, ops, kernel, threads)
-    return _best_plan(MeasuredMachine(memory, times, *rates), load, workload)
+    costs = MeasuredCosts(memory, times, *rates)
+    best = best_budget(costs, at_once, offloads=offloads)
+    timed = refined_placement(best.problem)
+    reason = (
+        f"auto: {best.weight_bytes / GIB:.2f} GiB of GPU memory for weights, {best.tokens_per_s:,.1f} tokens/s "
+        f"predicted with {best.requests:,.0f} at once of {workload.describe()}"
+    )
+    if timed.placement.is_all_resident:
+        return WeightsPlan(reason=f"{reason}; all on the GPU")
+    try:
+        resident = estimate_budget(costs, memory.weight_bytes, at_once, offloads)
+    except ValueError:
+        return WeightsPlan(timed, f"{reason}; all on the GPU do not fit")
+    return WeightsPlan(timed, f"{reason}; {resident.tokens_per_s:,.1f} with all on the GPU")
 
 
 def assumed_workload(config: EngineConfig, model: ModelConfig) -> Workload:
@@ -94,45 +106,24 @@ def assumed_workload(config: EngineConfig, model: ModelConfig) -> Workload:
     return Workload(config.max_num_seqs, share * ASSUMED_INPUT_LEN, share * ASSUMED_OUTPUT_LEN, assumed=True)
 
 
-class MeasuredMachine:
-    """This machine; see :class:`apex.placement.budget.Machine`."""
+class MeasuredCosts:
+    """This machine's; see :class:`apex.placement.budget.CostModel`."""
 
     def __init__(self, memory: EngineMemory, times: BoundaryTimes, gpu_attention: float, cpu_attention: float) -> None:
         """Attention rates are bytes of K and V a second."""
-        self.memory, self.times = memory, times
         self.boundary_bytes, self.other_bytes = memory.boundary_bytes, memory.other_bytes
         self.kv_bytes_per_token = memory.kv_bytes_per_token
-        self.rates, self.copy_effect = times.rates(cpu_attention), times.copy_effect
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
+        self.rates = times.rates(cpu_attention)
+        self._times = times
         self._gpu_attention = gpu_attention
         model = memory.model
         self._vocabulary_share = model.vocab_size * model.hidden_size * memory.dtype.itemsize / times.weight_bytes
 
     def costs(self, rows: float) -> list[BoundaryCost]:
-        return self.times.costs(self.boundary_bytes, rows)
+        return self._times.costs(self.boundary_bytes, rows)
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         """Attention at its measured rate; the vocabulary's matrix takes its share of a boundary's time."""
         attention_s = on_gpu * context * self.kv_bytes_per_token / self._gpu_attention
-        return attention_s + self._vocabulary_share * self.times.gpu(requests)
-
-
-def _best_plan(machine: MeasuredMachine, load: Load, workload: Workload) -> WeightsPlan:
-    """The plan of the budget with the highest predicted rate.
-
-    Raises:
-        ValueError: no budget is possible; the message says why.
-    """
-    best = best_budget(machine, load)
-    choice = best.choice()
-    reason = (
-        f"auto: {best.weight_bytes / GIB:.2f} GiB of GPU memory for weights, {best.tokens_per_s:,.1f} tokens/s "
-        f"predicted with {best.requests:,.0f} at once of {workload.describe()}"
-    )
-    if choice.placement.is_all_resident:
-        return WeightsPlan(reason=f"{reason}; all on the GPU")
-    try:
-        resident = estimate_budget(machine, machine.memory.weight_bytes, load)
-    except ValueError:
-        return WeightsPlan(choice, f"{reason}; all on the GPU do not fit")
-    return WeightsPlan(choice, f"{reason}; {resident.tokens_per_s:,.1f} with all on the GPU")
+        return attention_s + self._vocabulary_share * self._times.gpu(requests)

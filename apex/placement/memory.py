@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from apex.placement.budget import Load
+from apex.placement.budget import Workload
 from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES
-from swiftllm.kv.fit import memory_fit
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, boundary_bytes
+from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.sizes import boundary_bytes
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 
 class EngineMemory:
-    """What fits where. See :class:`apex.placement.budget.Machine` for its sizes, all of them bytes.
+    """What fits where: a part of :class:`apex.placement.budget.CostModel`. All sizes are bytes.
 
     Attributes:
         usable_bytes: GPU memory for weights and KV cache.
@@ -24,22 +25,15 @@ class EngineMemory:
     def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
         """``free_bytes``: the GPU's free memory."""
         self.config, self.model, self.dtype = config, model, dtype
-        fit = memory_fit(
-            model,
-            dtype,
-            block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len or model.max_position_embeddings,
-            device_bytes=free_bytes + CONTEXT_BYTES,  # which has taken its memory already
-            host_bytes=available_host_bytes(),
-        )
+        card_bytes = free_bytes + CONTEXT_BYTES  # the context has taken its memory already
+        host_bytes = available_host_bytes()
+        budget = estimate_memory(config, model, dtype, device_bytes=card_bytes, host_bytes=host_bytes)
         self.boundary_bytes = boundary_bytes(model, dtype)
-        self.weight_bytes, self.other_bytes = fit.weight_bytes, fit.weights.staying
-        self.block_bytes = fit.bytes_per_block
+        self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
+        self.block_bytes = budget.bytes_per_block
         self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
-        self.usable_bytes = fit.usable_bytes
-        self.host_bytes = fit.host_bytes - HOST_HEADROOM_BYTES
+        self.usable_bytes = budget.usable_bytes
+        self.host_bytes = host_bytes - HOST_HEADROOM_BYTES
 
     def given_bytes(self, memory_gib: float) -> float:
         """Bytes for resident boundaries and slots, where weights may use ``memory_gib``.
@@ -53,12 +47,7 @@ class EngineMemory:
                 f"weights_gpu_memory={memory_gib:g} GiB is less than embedding, vocabulary and norms, which stay on "
                 f"the GPU: give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
             )
-        off_gpu_bytes = sum(self.boundary_bytes) - gpu_bytes
-        if off_gpu_bytes > self.host_bytes:
-            raise ValueError(
-                f"{off_gpu_bytes / GIB:.1f} GiB of weights exceed weights_gpu_memory and the host has "
-                f"{max(0, self.host_bytes) / GIB:.1f} GiB: {self._remedy}"
-            )
+        self._left_on_host(sum(self.boundary_bytes) - gpu_bytes)
         return gpu_bytes
 
     def check_tiers(self) -> None:
@@ -75,22 +64,17 @@ class EngineMemory:
                 f"{self._remedy}"
             )
 
-    def holds_all(self, load: Load) -> bool:
-        """Whether the GPU has room for all weights and the KV cache of a load: the blocks asked for, else all requests
-        at once at their full lengths."""
-        left = self.usable_bytes - self.weight_bytes
+    def holds_all(self, workload: Workload) -> bool:
+        """Whether the GPU has room for all weights and the KV cache of a workload: the blocks asked for, else all
+        requests at once at their full lengths."""
         blocks = self.config.num_gpu_blocks
         if blocks is None:
-            each = -(-int(load.input_len + load.output_len) // self.config.block_size)
-            blocks = load.max_num_seqs * each
-        return left >= blocks * self.block_bytes
+            each = -(-int(workload.input_len + workload.output_len) // self.config.block_size)
+            blocks = workload.num_requests * each
+        return self.usable_bytes - self.weight_bytes >= blocks * self.block_bytes
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
-        """GPU memory for KV cache beside so many bytes of weights; see :class:`apex.placement.budget.Machine`.
-
-        Raises:
-            ValueError: there is none, or not enough for the blocks asked for.
-        """
+        """That of the blocks asked for, else what is left; see :class:`apex.placement.budget.CostModel`."""
         asked = (self.config.num_gpu_blocks or 0) * self.block_bytes
         left = self.usable_bytes - weight_bytes
         if left < asked:
@@ -101,20 +85,21 @@ class EngineMemory:
         return left if self.config.num_gpu_blocks is None else asked
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """Host memory for KV cache beside so many bytes of weights; see :class:`apex.placement.budget.Machine`.
-
-        Raises:
-            ValueError: the host does not hold the weights, or the blocks asked for beside them.
-        """
+        """That of the blocks asked for, else a share of what is left."""
         asked = (self.config.num_cpu_blocks or 0) * self.block_bytes
+        left = self._left_on_host(off_gpu_bytes, asked)
+        return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked
+
+    def _left_on_host(self, off_gpu_bytes: float, kv_bytes: float = 0) -> float:
+        """Host memory beside so many bytes of weights, which must hold ``kv_bytes``."""
         left = self.host_bytes - off_gpu_bytes
-        if left < asked:
-            blocks = f" and {asked / GIB:.1f} GiB of KV blocks" if asked else ""
+        if left < kv_bytes:
+            blocks = f" and {kv_bytes / GIB:.1f} GiB of KV blocks" if kv_bytes else ""
             raise ValueError(
                 f"{off_gpu_bytes / GIB:.1f} GiB of weights{blocks} would be the host's, which has "
                 f"{max(0, self.host_bytes) / GIB:.1f} GiB: {self._remedy}"
             )
-        return left / 2 if self.config.num_cpu_blocks is None else asked  # as plan_blocks divides it
+        return left
 
     @property
     def _remedy(self) -> str:

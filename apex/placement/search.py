@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
-from apex.placement.costs import BoundaryCost, CopyEffect
-from apex.placement.formulas import beside_copies_s, split_s
+from apex.placement.costs import BoundaryCost, CopyEffect, beside_copies_s
 from swiftllm.model.placement import SLOTS, Place, Placement, spread
 
 NO_EFFECT = CopyEffect()
@@ -24,8 +24,32 @@ LEAST_GAIN = 0.001
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A placement, the seconds of an iteration with it, and the three times behind them."""
+class PlacementProblem:
+    """What a placement is searched for.
+
+    Attributes:
+        costs: of the boundaries from -1 on, in the iteration to choose for.
+        gpu_bytes: GPU memory for resident boundaries and slots.
+        other_s: what an iteration takes on the GPU beside its boundaries: attention, logits, sampling.
+        effect: of copies on the CPU.
+        cpu_computes: whether boundaries may be the CPU's.
+    """
+
+    costs: Sequence[BoundaryCost]
+    gpu_bytes: float
+    other_s: float = 0.0
+    effect: CopyEffect = NO_EFFECT
+    cpu_computes: bool = True
+
+    @property
+    def sizes(self) -> list[float]:
+        """Bytes of the boundaries."""
+        return [cost.weight_bytes for cost in self.costs]
+
+
+@dataclass(frozen=True)
+class TimedPlacement:
+    """A placement, the seconds of an iteration with it, and those that link, CPU and GPU work of it."""
 
     placement: Placement
     iteration_s: float
@@ -38,87 +62,51 @@ class Choice:
         return f"{self.placement.describe()}; {self.iteration_s * 1e3:.1f} ms an iteration ({times} ms)"
 
 
-def choose_placement(
-    costs: Sequence[BoundaryCost],
-    gpu_bytes: float,
-    other_s: float = 0.0,
-    effect: CopyEffect = NO_EFFECT,
-    cpu_computes: bool = True,
-) -> Choice:
-    """The placement with the shortest iteration of all numbers of boundaries that ``gpu_bytes`` allow.
+def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
+    """The fastest placement for each number of streamed boundaries, fastest first.
 
-    Args:
-        costs: of the boundaries from -1 on, under the load to choose for.
-        gpu_bytes: GPU memory for resident boundaries and slots.
-        other_s: what an iteration takes on the GPU beside its boundaries: attention, logits, sampling.
-        effect: of copies on the CPU.
-        cpu_computes: whether boundaries may be the CPU's.
+    Those that their objective excludes are left out, but for :data:`STARTS` placements.
 
     Raises:
         ValueError: no placement fits; the message says what would.
     """
-    return _choices(costs, gpu_bytes, other_s, effect, cpu_computes)[0]
+    bounded = []
+    for placement in _placements_that_fit(problem):
+        stream_s, cpu_s, gpu_s = parts_s = _parts_s(placement, problem)
+        # GPU time adds to the CPU's: a boundary waits for the one before.
+        bounded.append((max(cpu_s + gpu_s, stream_s), placement, parts_s))
+    found: list[TimedPlacement] = []
+    for bound_s, placement, parts_s in sorted(bounded, key=lambda entry: entry[0]):
+        if len(found) >= STARTS and bound_s >= min(timed.iteration_s for timed in found):
+            break
+        found.append(TimedPlacement(placement, iteration_s(placement, problem), *parts_s))
+    if not found:
+        raise ValueError(f"{problem.gpu_bytes / 2**30:.2f} GiB hold no placement of the weights: give more")
+    return sorted(found, key=lambda timed: timed.iteration_s)
 
 
-def choose_exactly(
-    costs: Sequence[BoundaryCost],
-    gpu_bytes: float,
-    other_s: float = 0.0,
-    effect: CopyEffect = NO_EFFECT,
-    cpu_computes: bool = True,
-) -> Choice:
-    """As :func:`choose_placement`, and the fastest few are improved boundary by boundary. Takes up to a second.
+def refined_placement(problem: PlacementProblem) -> TimedPlacement:
+    """The best of the fastest few, each improved boundary by boundary. Takes up to a second.
 
     The first and the last boundary are smaller than the others, for which an even spread does not account.
-    """
-    places = tuple(Place) if cpu_computes else (Place.RESIDENT, Place.STREAMED)
-    starts = _choices(costs, gpu_bytes, other_s, effect, cpu_computes)[:STARTS]
-    improved = [_improve(choice, costs, gpu_bytes, other_s, effect, places) for choice in starts]
-    return min(improved, key=lambda choice: choice.iteration_s)
-
-
-def _choices(
-    costs: Sequence[BoundaryCost], gpu_bytes: float, other_s: float, effect: CopyEffect, cpu_computes: bool
-) -> list[Choice]:
-    """The placements by the seconds of an iteration; those whose objective excludes them are left out.
 
     Raises:
-        ValueError: no placement fits.
+        ValueError: no placement fits; the message says what would.
     """
-    sizes = [cost.weight_bytes for cost in costs]
-    bounded = []
-    for placement in _placements_that_fit(sizes, gpu_bytes, cpu_computes):
-        stream_s, cpu_s, gpu_s = _parts_s(placement, costs, other_s)
-        # GPU time adds to the CPU's: a boundary waits for the one before.
-        bounded.append((split_s(cpu_s + gpu_s, stream_s), placement, (stream_s, cpu_s, gpu_s)))
-    choices: list[Choice] = []
-    for bound_s, placement, parts_s in sorted(bounded, key=lambda entry: entry[0]):
-        if len(choices) >= STARTS and bound_s >= min(choice.iteration_s for choice in choices):
-            break
-        choices.append(Choice(placement, iteration_s(placement, costs, other_s, effect), *parts_s))
-    if not choices:
-        raise ValueError(f"{gpu_bytes / 2**30:.2f} GiB hold no placement of the weights: give more")
-    return sorted(choices, key=lambda choice: choice.iteration_s)
+    starts = fastest_placements(problem)[:STARTS]
+    return min((_improve(timed, problem) for timed in starts), key=lambda timed: timed.iteration_s)
 
 
-def _improve(
-    choice: Choice,
-    costs: Sequence[BoundaryCost],
-    gpu_bytes: float,
-    other_s: float,
-    effect: CopyEffect,
-    places: Sequence[Place],
-) -> Choice:
-    """The choice after all changes of one boundary, and exchanges with the first or the last, that make it faster."""
-    sizes = [cost.weight_bytes for cost in costs]
+def _improve(timed: TimedPlacement, problem: PlacementProblem) -> TimedPlacement:
+    """After all changes of one boundary, and exchanges with the first or the last, that make it faster."""
+    sizes = problem.sizes
+    places = tuple(Place) if problem.cpu_computes else (Place.RESIDENT, Place.STREAMED)
     while True:
-        neighbours = [p for p in _neighbours(choice.placement, places) if p.gpu_bytes(sizes) <= gpu_bytes]
-        seconds, index = min(
-            ((iteration_s(p, costs, other_s, effect), i) for i, p in enumerate(neighbours)), default=(float("inf"), 0)
-        )
-        if seconds >= choice.iteration_s * (1 - LEAST_GAIN):
-            return choice
-        choice = Choice(neighbours[index], seconds, *_parts_s(neighbours[index], costs, other_s))
+        neighbours = [p for p in _neighbours(timed.placement, places) if p.gpu_bytes(sizes) <= problem.gpu_bytes]
+        seconds, index = min(((iteration_s(p, problem), i) for i, p in enumerate(neighbours)), default=(inf, 0))
+        if seconds >= timed.iteration_s * (1 - LEAST_GAIN):
+            return timed
+        timed = TimedPlacement(neighbours[index], seconds, *_parts_s(neighbours[index], problem))
 
 
 def _neighbours(placement: Placement, allowed: Sequence[Place]) -> Iterator[Placement]:
@@ -135,15 +123,14 @@ def _neighbours(placement: Placement, allowed: Sequence[Place]) -> Iterator[Plac
                 yield Placement(tuple(exchanged))
 
 
-def iteration_s(
-    placement: Placement, costs: Sequence[BoundaryCost], other_s: float = 0.0, effect: CopyEffect = NO_EFFECT
-) -> float:
+def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
     """An iteration in the steady state: each boundary after the one before, copies ahead as far as slots are free.
 
-    The copy of a streamed boundary begins once the last but one before it is left. ``other_s`` is spread over the
-    boundaries, as attention is.
+    The copy of a streamed boundary begins once the last but one before it is left. ``problem.other_s`` is spread over
+    the boundaries, as attention is.
     """
-    each_s = other_s / len(costs)
+    costs, effect = problem.costs, problem.effect
+    each_s = problem.other_s / len(costs)
     stages = list(zip(placement.places, costs, strict=True))
     order = [cost.stream_s for place, cost in stages if place is Place.STREAMED]
     clock_s = link_free_s = start_s = 0.0
@@ -182,26 +169,27 @@ def least_gpu_bytes(sizes: Sequence[float], cpu_computes: bool) -> float:
     return 0.0 if cpu_computes else min(SLOTS * max(sizes), sum(sizes))
 
 
-def _placements_that_fit(sizes: Sequence[float], gpu_bytes: float, cpu_computes: bool) -> Iterator[Placement]:
+def _placements_that_fit(problem: PlacementProblem) -> Iterator[Placement]:
     """One placement for each number of streamed boundaries: as many resident ones as fit, the others on the CPU.
 
     Fewer resident boundaries than memory allows are never faster.
     """
+    sizes, gpu_bytes = problem.sizes, problem.gpu_bytes
     number, largest = len(sizes), max(sizes)
     for streamed in range(number + 1):
         free_bytes = gpu_bytes - (SLOTS * largest if streamed else 0.0)
         least = number - streamed - 1 - int(max(0.0, free_bytes) / largest)  # the first and last make up one boundary
-        for on_cpu in range(max(0, least), number - streamed + 1 if cpu_computes else 1):
+        for on_cpu in range(max(0, least), number - streamed + 1 if problem.cpu_computes else 1):
             placement = spread(number, streamed, on_cpu)
             if placement.gpu_bytes(sizes) <= gpu_bytes:
                 yield placement
                 break
 
 
-def _parts_s(placement: Placement, costs: Sequence[BoundaryCost], other_s: float) -> tuple[float, float, float]:
+def _parts_s(placement: Placement, problem: PlacementProblem) -> tuple[float, float, float]:
     """Seconds of an iteration that the link, the CPU and the GPU work."""
-    stages = list(zip(placement.places, costs, strict=True))
+    stages = list(zip(placement.places, problem.costs, strict=True))
     stream_s = sum(cost.stream_s for place, cost in stages if place is Place.STREAMED)
     cpu_s = sum(cost.cpu_s + cost.crossing_s for place, cost in stages if place is Place.CPU)
     gpu_s = sum(cost.gpu_s for place, cost in stages if place is not Place.CPU)
-    return stream_s, cpu_s, gpu_s + other_s
+    return stream_s, cpu_s, gpu_s + problem.other_s

@@ -6,21 +6,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import torch
 
 import pacpu
 from apex.perf.model import Curve
-from apex.placement.budget import Rates
-from apex.placement.costs import BoundaryCost, CopyEffect
+from apex.placement.costs import BoundaryCost, Rates, boundary_costs
 from swiftllm.device.device import Device
-from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.machine import usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.loaded_weights import LoadedWeights, host_memory
 from swiftllm.model.placement import Place, Placement
+from swiftllm.model.sizes import boundary_bytes
 from swiftllm.model.weight_slots import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
@@ -52,29 +52,13 @@ class BoundaryTimes:
 
     def costs(self, sizes: Sequence[float], rows: float) -> list[BoundaryCost]:
         """Of boundaries of these sizes in bytes: each takes its share of the times."""
-        gpu_s, cpu_s = self.gpu(rows), self.cpu(rows)
-        shares = [size / self.weight_bytes for size in sizes]
-        return [
-            BoundaryCost(size, gpu_s * share, cpu_s * share, self.stream_s * share)
-            for size, share in zip(sizes, shares, strict=True)
-        ]
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        return boundary_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        return self.weight_bytes / self.stream_s
-
-    @property
-    def dram_bytes_per_s(self) -> float:
-        """What link and CPU read together."""
-        return max(self.read_bytes_per_s, self.link_bytes_per_s / MOST_OF_DRAM)
-
-    @property
-    def copy_effect(self) -> CopyEffect:
-        """What copies do to the CPU."""
-        return CopyEffect(self.link_bytes_per_s / self.dram_bytes_per_s, CHUNK_BYTES / self.link_bytes_per_s / 2)
-
-    def rates(self, cpu_attention_bytes_per_s: float) -> Rates:
-        return Rates(self.link_bytes_per_s, cpu_attention_bytes_per_s, self.dram_bytes_per_s)
+    def rates(self, cpu_attention_bytes_per_s: float = inf) -> Rates:
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        dram_bytes_per_s = max(self.read_bytes_per_s, pcie_bytes_per_s / MOST_OF_DRAM)
+        return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s, CHUNK_BYTES)
 
 
 def time_boundary(
@@ -132,17 +116,13 @@ def _attention_rate(
     block_bytes = 2 * model.num_kv_heads * BLOCK_SIZE * model.head_dim * dtype.itemsize
     blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
     pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=dtype, device=where)
-    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in _head_counts(model)]
+    counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V
+    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in counts]
     tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)
     lens = torch.full((ATTENDING,), blocks_each * BLOCK_SIZE, dtype=torch.int32, device=where)
     out = torch.zeros_like(heads[0])
     seconds = _median_s(device, lambda: attend(*heads, pool, tables, lens, out, model.head_dim**-0.5))
     return pool.nbytes / seconds
-
-
-def _head_counts(model: ModelConfig) -> tuple[int, int, int]:
-    """Of Q, K and V."""
-    return model.num_heads, model.num_kv_heads, model.num_kv_heads
 
 
 def _copy(weights: LoadedWeights) -> None:

@@ -21,13 +21,14 @@ Resources:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
-from apex.simulator.weight_path import PlacedWeights, StreamingLink, WeightStream
+from apex.simulator.weight_path import SimulatedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import SwapTimes, TicketTimes
@@ -57,14 +58,12 @@ class SimulatedBatch:
     requests: tuple[Request, ...] = ()
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedTicket:
     """See :class:`swiftllm.engine.backend.Ticket`."""
 
-    __slots__ = ("backend", "task")
-
-    def __init__(self, backend: SimulatedBackend, task: CpuTask) -> None:
-        self.backend = backend
-        self.task = task
+    backend: SimulatedBackend
+    task: CpuTask
 
     def ready(self) -> bool:
         return self.backend.is_ready(self.task)
@@ -74,17 +73,6 @@ class SimulatedTicket:
 
     def times(self) -> TicketTimes:
         return self.task.times()
-
-
-class _Memo(dict[int, float]):
-    """Predictions by size, each made once."""
-
-    def __init__(self, predict: Callable[[int], float]) -> None:
-        self._predict = predict
-
-    def __missing__(self, size: int) -> float:
-        seconds = self[size] = self._predict(size)
-        return seconds
 
 
 class SimulatedBackend:
@@ -102,7 +90,7 @@ class SimulatedBackend:
         *,
         launch_s: float = 0.0,
         interconnect: Interconnect | None = None,
-        weights: PlacedWeights | None = None,
+        weights: SimulatedWeights | None = None,
     ) -> None:
         """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
 
@@ -117,12 +105,12 @@ class SimulatedBackend:
         self._launch_s = launch_s
         self._interconnect = interconnect
         self._last = model.num_layers - 1
-        self._linear_s = _Memo(model.linear_s)
-        self._first_s = _Memo(model.first_boundary_s)
-        self._last_s = _Memo(model.last_boundary_s)
-        self._hand_over_s = _Memo(model.hand_over_s)
-        self._iteration_s = model.host_work_s(0)
-        self._requests_s = _Memo(lambda requests: model.host_work_s(requests) - self._iteration_s)
+        self._linear_s = cache(model.linear_s)  # sizes recur in every layer
+        self._first_s = cache(model.first_boundary_s)
+        self._last_s = cache(model.last_boundary_s)
+        self._hand_over_s = cache(model.hand_over_s)
+        self._iteration_s = iteration_s = model.host_work_s(0)
+        self._requests_s = cache(lambda requests: model.host_work_s(requests) - iteration_s)
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
@@ -157,13 +145,13 @@ class SimulatedBackend:
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
-        self.clock_s += self._requests_s[len(items)]
+        self.clock_s += self._requests_s(len(items))
         load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         return SimulatedBatch(load.tokens, load.gpu_attention_s(self.model), sampled)
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
-        self.clock_s += self._requests_s[len(requests)]
+        self.clock_s += self._requests_s(len(requests))
         return self._cohort(requests)
 
     def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
@@ -176,31 +164,34 @@ class SimulatedBackend:
 
     def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         if self._stream is None:
-            return self._cross(layer, batches)
-        self.clock_s = self._stream.enter(layer, self.clock_s)
-        on_cpu = self._weights.placement.at(layer) is Place.CPU
-        tokens = self._cross_on_cpu(layer, batches) if on_cpu else self._cross(layer, batches)
-        self._stream.leave(self.clock_s)
-        return tokens
+            self._cross(layer, batches)
+        else:
+            self.clock_s = self._stream.enter(layer, self.clock_s)
+            if self._weights.placement.at(layer) is Place.CPU:
+                self._cross_on_cpu(layer, batches)
+            else:
+                self._cross(layer, batches)
+            self._stream.leave(self.clock_s)
+        if layer < self._last:
+            return {}
+        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def holds_weights(self, layer: int) -> bool:
         """Whether a cohort may cross boundary ``layer`` by itself now, without a copy of weights for it alone."""
         return self._stream is None or self._stream.holds(layer)
 
-    def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+    def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
         num_rows = 0
         for batch in batches:
             num_rows += batch.num_rows
         if 0 <= layer < self._last:
-            self._run(self._linear_s[num_rows])
-            return {}
-        if layer < 0:
-            self._run(self._first_s[num_rows])
-            return {}
-        self._run(self._last_s[sum(len(batch.sampled) for batch in batches)])
-        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+            self._run(self._linear_s(num_rows))
+        elif layer < 0:
+            self._run(self._first_s(num_rows))
+        else:
+            self._run(self._last_s(sum(len(batch.sampled) for batch in batches)))
 
-    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
         """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
         rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
         if rows:
@@ -210,10 +201,8 @@ class SimulatedBackend:
             to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
             task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
             self.collect_output(task)
-        if layer < self._last:
-            return {}
-        self._run(self.model.logits_s(rows))
-        return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
+        if layer == self._last:
+            self._run(self.model.logits_s(rows))
 
     def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
         if self._swaps is not None:
@@ -232,7 +221,7 @@ class SimulatedBackend:
     # -- PCIe and the CPU worker ------------------------------------------------------------------------------------
 
     def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
-        self.clock_s += self._hand_over_s[cohort.num_rows]
+        self.clock_s += self._hand_over_s(cohort.num_rows)
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect

@@ -8,7 +8,7 @@ from apex.perf.model import PerfModel, ProfileTable
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
 from apex.simulator.cpu_path import Interconnect
-from apex.simulator.weight_path import PlacedWeights
+from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
@@ -33,7 +33,7 @@ def build_simulated(
     interconnect: Interconnect | None = None,
     remote_hosts: RemoteHosts | None = None,
     scheduler_table: ProfileTable | None = None,
-    weights: PlacedWeights | None = None,
+    weights: SimulatedWeights | None = None,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import hypot, inf
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Gpu, Host, LayerShape, Link, closest_layer
+from apex.simulator.hardware import Gpu, GpuLink, Host, LayerShape, closest_layer
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
 
@@ -39,7 +38,7 @@ def hardware_profile(
     block_size: int = 16,
     max_tokens: int = 2048,
     tensor_parallel: int = 1,
-    link: Link | None = None,
+    link: GpuLink | None = None,
 ) -> ProfileTable:
     """The predicted profile table of a GPU in a host, or of several that share each layer, in the profiler's form.
 
@@ -142,7 +141,7 @@ def gemm_s(gpu: Gpu, weights: float, itemsize: int, tokens: float) -> float:
 
     The two times are combined as the root of the sum of squares, because measured cards round the roofline's corner.
     Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%
-    (docs/calibration.md).
+    (docs/simulator.md).
     """
     read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])
@@ -167,7 +166,7 @@ def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float, tensor_par
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-def with_all_reduces(linear: Curve, link: Link, shape: LayerShape, itemsize: int) -> Curve:
+def with_all_reduces(linear: Curve, link: GpuLink, shape: LayerShape, itemsize: int) -> Curve:
     """T_l of a shard with a layer's communication. Both are piecewise linear, so their sum is at every size."""
     seconds = (
         shard_s + communication_s(link, shape, itemsize, tokens)
@@ -176,12 +175,12 @@ def with_all_reduces(linear: Curve, link: Link, shape: LayerShape, itemsize: int
     return Curve(linear.sizes, tuple(seconds))
 
 
-def communication_s(link: Link, shape: LayerShape, itemsize: int, tokens: float) -> float:
+def communication_s(link: GpuLink, shape: LayerShape, itemsize: int, tokens: float) -> float:
     """gamma_T(n) of a layer (OmniServe section 3.3.1): its output and down projections each end in an all-reduce."""
     return 2 * all_reduce_s(link, tokens * shape.hidden_size * itemsize)
 
 
-def all_reduce_s(link: Link, num_bytes: float) -> float:
+def all_reduce_s(link: GpuLink, num_bytes: float) -> float:
     """The alpha-beta model of OmniServe section 3.3.1: a latency, and the reduced bytes at a constant rate."""
     return transfer_s(num_bytes, link["all_reduce_gb_s"], link["all_reduce_latency_us"] * 1e-6)
 
@@ -257,27 +256,6 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
 def host_read_gb_s(host: Host) -> float:
     """Read bandwidth of the host's cores: their share of the channels' peak, times the streaming fraction."""
     return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
-
-
-def with_read_gb_s(host: Host, gb_s: float) -> Host:
-    """The host with other memory, from which its cores read ``gb_s``."""
-    peak = host.figures["peak_bandwidth_gb_s"]
-    other = replace(peak, value=peak.value * gb_s / host_read_gb_s(host), status="assumed", origin="varied")
-    return replace(host, figures={**host.figures, "peak_bandwidth_gb_s": other})
-
-
-def share_of_host(host: Host, engines: int) -> Host:
-    """What each of ``engines`` engines on a host has of it: cores, memory and bandwidth in equal parts.
-
-    PCIe is not divided, since each has GPUs, and so slots, of its own.
-    """
-    if engines == 1:
-        return host
-    divided = {
-        name: replace(host.figures[name], value=host[name] / engines, origin=f"1/{engines} of the host")
-        for name in ("cores", "core_share", "memory_gb")
-    }
-    return replace(host, name=f"1/{engines} of {host.name}", figures={**host.figures, **divided})
 
 
 # -- transfers --------------------------------------------------------------------------------------------------------

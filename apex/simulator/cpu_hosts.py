@@ -27,10 +27,6 @@ class RemoteHosts:
     bytes_per_row: int
     """Q, K, V and attention output of one request in one layer."""
 
-    def __post_init__(self) -> None:
-        if self.count < 1 or self.bytes_per_s <= 0.0 or self.latency_s < 0.0:
-            raise ValueError(f"remote hosts need a count, a bandwidth above 0 and a latency, got {self}")
-
 
 def host_shares(used_blocks: int, local_blocks: int, remote_count: int) -> tuple[float, float]:
     """Parts of the used blocks in the local host and in each remote one (section 4): local first, then evenly."""

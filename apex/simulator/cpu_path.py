@@ -64,17 +64,18 @@ class Link:
         """Begin what the link does by itself before ``time_s``: nothing, unless weights are streamed over it."""
 
 
+@dataclass(eq=False, slots=True)
 class CpuTask:
-    """One layer's CPU attention of a cohort; transfers while it computes delay ``done_s``."""
+    """One layer's CPU attention of a cohort; transfers while it computes delay ``done_s``.
 
-    __slots__ = ("done_s", "ready_s", "return_s", "start_s", "to_host")
+    ``ready_s`` is set once the output's transfer is booked. ``to_host`` is when the inputs' began and ended.
+    """
 
-    def __init__(self, start_s: float, done_s: float, return_s: float, to_host: tuple[float, float] | None) -> None:
-        self.start_s = start_s
-        self.done_s = done_s
-        self.return_s = return_s
-        self.ready_s: float | None = None  # set once the output's transfer is booked
-        self.to_host = to_host
+    start_s: float
+    done_s: float
+    return_s: float
+    to_host: tuple[float, float] | None
+    ready_s: float | None = None
 
     def times(self) -> TicketTimes:
         assert self.ready_s is not None

@@ -131,7 +131,7 @@ class Host(Hardware):
 
 
 @dataclass(frozen=True)
-class Link(Hardware):
+class GpuLink(Hardware):
     """What joins the GPUs of a host."""
 
 
@@ -151,8 +151,7 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     Raises:
         ValueError: there is no such GPU (the message lists the known ones), or its file is incomplete or malformed.
     """
-    path = _find(name_or_path, "gpu")
-    raw, figures = _read(path, "gpu", GPU_FIGURES)
+    path, raw, figures = _read(name_or_path, "gpu", GPU_FIGURES)
     layers = tuple(read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ()))
     return Gpu(raw["name"], figures, layers)
 
@@ -160,15 +159,15 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
 @functools.cache
 def load_host(name_or_path: str | Path) -> Host:
     """Read a host, as :func:`load_gpu` does a GPU."""
-    raw, figures = _read(_find(name_or_path, "host"), "host", HOST_FIGURES)
+    _, raw, figures = _read(name_or_path, "host", HOST_FIGURES)
     return Host(raw["name"], figures, raw["isa"])
 
 
 @functools.cache
-def load_link(name_or_path: str | Path) -> Link:
+def load_link(name_or_path: str | Path) -> GpuLink:
     """Read a link between GPUs, as :func:`load_gpu` does a GPU."""
-    raw, figures = _read(_find(name_or_path, "link"), "link", LINK_FIGURES)
-    return Link(raw["name"], figures)
+    _, raw, figures = _read(name_or_path, "link", LINK_FIGURES)
+    return GpuLink(raw["name"], figures)
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
@@ -233,17 +232,16 @@ def read_measured_layer(path: Path) -> MeasuredLayer:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _find(name_or_path: str | Path, kind: str) -> Path:
+def _read(
+    name_or_path: str | Path, kind: str, required: tuple[str, ...]
+) -> tuple[Path, dict[str, Any], dict[str, Figure]]:
+    """The file of a name, its content, and its figures with those that it leaves out."""
     path = Path(name_or_path)
-    if path.suffix == ".yaml" and path.is_file():
-        return path
-    names = known_hardware(kind)
-    if str(name_or_path) in names:
-        return HARDWARE_DIR / f"{name_or_path}.yaml"
-    raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(names)}; or give a .yaml file")
-
-
-def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Figure]]:
+    if path.suffix != ".yaml" or not path.is_file():
+        names = known_hardware(kind)
+        if str(name_or_path) not in names:
+            raise ValueError(f"no {kind} {str(name_or_path)!r}: known are {', '.join(names)}; or give a .yaml file")
+        path = HARDWARE_DIR / f"{name_or_path}.yaml"
     raw = _load_yaml(path)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
@@ -255,7 +253,7 @@ def _read(path: Path, kind: str, required: tuple[str, ...]) -> tuple[dict[str, A
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     if unknown := set(own) - set(required) - set(assumed):
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
-    return raw, assumed | own
+    return path, raw, assumed | own
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:

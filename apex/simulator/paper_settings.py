@@ -18,6 +18,7 @@ from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s, rem
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
 from apex.source_tree import CONFIGS
+from swiftllm.kv.budget import blocks_in
 from swiftllm.model.config import ModelConfig
 from swiftllm.scheduling.admission import SchedulerLimits
 
@@ -94,13 +95,13 @@ class PaperSetting:
         """Blocks that fit the GPUs' memory beside the weights, with nothing left for activations."""
         model, itemsize = self.model_config, ITEMSIZES[self.dtype]
         free_bytes = load_gpu(self.gpu)["memory_gb"] * self.tensor_parallel * 1e9 - model.num_parameters * itemsize
-        return int(free_bytes // (model.kv_bytes_per_token(itemsize) * BLOCK_SIZE))
+        return blocks_in(free_bytes, model.kv_bytes_per_token(itemsize) * BLOCK_SIZE)
 
     @property
     def num_cpu_blocks(self) -> int:
         """Blocks that fit the memory of all hosts that is reserved for KV cache."""
         token_bytes = self.model_config.kv_bytes_per_token(ITEMSIZES[self.dtype])
-        return int(self["cpu_kv_gb"] * 1e9 // (token_bytes * BLOCK_SIZE)) * self.cpu_hosts
+        return blocks_in(self["cpu_kv_gb"] * 1e9, token_bytes * BLOCK_SIZE) * self.cpu_hosts
 
     @property
     def remote_hosts(self) -> RemoteHosts | None:

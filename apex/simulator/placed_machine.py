@@ -10,38 +10,40 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
-from apex.placement.budget import Estimate, Load, Rates, best_budget, estimate_budget
-from apex.placement.costs import BoundaryCost, CopyEffect
-from apex.placement.formulas import beside_copies_s
-from apex.placement.search import Choice
+from apex.placement.budget import Estimate, Workload, best_budget, estimate_budget
+from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
+from apex.placement.search import TimedPlacement, refined_placement
 from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
-from apex.simulator.predicted_machine import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, PredictedMachine
+from apex.simulator.predicted_machine import PredictedMachine
 from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
-from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
+from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
+from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
+from swiftllm.machine import GIB
 from swiftllm.model.placement import Place, Placement
-
-HOST_SHARE_WITH_WEIGHTS = 0.9  # of host memory for the CPU tier and weights
 
 
 @dataclass(frozen=True)
 class PlacedMachine:
-    """A machine with a placement; ``table`` has times without PCIe transfers, ``believed`` those for schedulers."""
+    """A machine with a placement, and all that :func:`apex.simulator.build.build_simulated` takes of it.
 
-    choice: Choice
+    ``table`` has times without PCIe transfers, ``scheduler_table`` those that schedulers predict from.
+    """
+
+    timed: TimedPlacement
     num_gpu_blocks: int
     num_cpu_blocks: int
     table: ProfileTable
-    believed: ProfileTable
+    scheduler_table: ProfileTable
     interconnect: Interconnect
-    weights: PlacedWeights
+    weights: SimulatedWeights
     predicted_tokens_per_s: float
 
     @property
     def engine_options(self) -> dict[str, Any]:
         """Arguments of :func:`apex.simulator.build.build_simulated` beside the table."""
-        return {"interconnect": self.interconnect, "weights": self.weights, "scheduler_table": self.believed}
+        return {"interconnect": self.interconnect, "weights": self.weights, "scheduler_table": self.scheduler_table}
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
@@ -49,18 +51,12 @@ class PlacedMachine:
         Raises:
             ValueError: a tier exceeds its memory.
         """
-        most = {"num_gpu_blocks": self.num_gpu_blocks, "num_cpu_blocks": self.num_cpu_blocks}
-        for name, given in zip(most, (num_gpu, num_cpu), strict=True):
-            if given is not None and given > most[name]:
-                raise ValueError(f"{name}={given} exceeds the memory beside the weights, which holds {most[name]}")
-        return tuple(
-            default if given is None else given
-            for default, given in zip(most.values(), (num_gpu, num_cpu), strict=True)
-        )
+        most = self.num_gpu_blocks, self.num_cpu_blocks
+        return choose_blocks((num_gpu, num_cpu), most, most)
 
 
 class WeightPlacer:
-    """Places the weights of a machine's model; a :class:`apex.placement.budget.Machine`.
+    """Places the weights of a machine's model; a :class:`apex.placement.budget.CostModel`.
 
     ``block_size`` is that of KV blocks, in tokens.
     """
@@ -73,73 +69,69 @@ class WeightPlacer:
         if machine.tensor_parallel > 1:
             raise ValueError("weights are streamed to one GPU: leave out --weights-gpu-memory or --tensor-parallel")
         self.machine = machine
-        self._shape = LayerShape.from_config(machine.model)
-        self._itemsize = ITEMSIZES[machine.dtype]
-        self.kv_bytes_per_token = machine.model.kv_bytes_per_token(self._itemsize)
-        self._block_bytes = self.kv_bytes_per_token * block_size
-        shape, first, layers = self._shape, machine.table.first_share, machine.model.num_layers
-        scheme = machine.model.quantisation
-        layer_bytes = shape.gemm_weights * self._itemsize if scheme is None else packed_bytes(shape, scheme)
+        model, identity, itemsize = machine.model, machine.table.identity, ITEMSIZES[machine.dtype]
+        shape, scheme = LayerShape.from_config(model), model.quantisation
+        self._budget = machine.budget(block_size)
+        self.kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
+        first, layers = machine.table.first_share, model.num_layers
         self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)
-        self.other_bytes = machine.weight_bytes - layers * layer_bytes
+        self.other_bytes = self._budget.weight_bytes - layers * layer_bytes
         """Embedding, head and norms, which stay on the GPU."""
+        out_bytes_per_row = shape.num_heads * shape.head_dim * itemsize
         self.interconnect = Interconnect(
-            float(machine.table.identity["pcie_gb_s"]) * 1e9,
-            shape.qkv_size * self._itemsize,
-            shape.num_heads * shape.head_dim * self._itemsize,
+            float(identity["pcie_gb_s"]) * 1e9,
+            shape.qkv_size * itemsize,
+            out_bytes_per_row,
             machine.gpu["transfer_latency_us"] * 1e-6,
             host_read_gb_s(machine.host) * 1e9,
         )
-        cpu_gb_s = float(machine.table.identity["cpu_attention_gb_s"])
-        self.rates = Rates(self.interconnect.bytes_per_s, cpu_gb_s * 1e9, self.interconnect.dram_bytes_per_s)
-        self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * self._itemsize
-        plain = cpu_linear_curve(machine.host, shape, self._itemsize)
+        link = self.interconnect
+        cpu_attention = float(identity["cpu_attention_gb_s"]) * 1e9
+        self.rates = Rates(link.bytes_per_s, cpu_attention, link.dram_bytes_per_s, CHUNK_BYTES)
+        self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * itemsize
+        self._crossing_bytes = crossing_bytes_per_row(shape, itemsize)
+        plain = cpu_linear_curve(machine.host, shape, itemsize)
         self._cpu_linear = plain if scheme is None else with_quantised_weights_on_cpu(plain, machine.host)
-        self._usable_bytes = machine.gpu["memory_gb"] * 1e9 * GPU_MEMORY_SHARE
         self._model = PerfModel(machine.table, layers)
 
-    def place(self, memory_gib: float | Literal["auto"], load: Load) -> PlacedMachine:
+    def place(
+        self, memory_gib: float | Literal["auto"], workload: Workload, *, offloads: bool, cpu_computes: bool = True
+    ) -> PlacedMachine:
         """The machine with as many GiB of GPU memory for weights; auto: as many as give the highest predicted rate.
+
+        ``offloads``, ``cpu_computes``: see :func:`apex.placement.budget.estimate_budget`.
 
         Raises:
             ValueError: nothing fits; the message says what would.
         """
         if memory_gib == "auto":
-            return self._placed(best_budget(self, load))
-        return self._placed(estimate_budget(self, memory_gib * 2**30, load))
+            return self._placed(best_budget(self, workload, offloads=offloads, cpu_computes=cpu_computes))
+        return self._placed(estimate_budget(self, memory_gib * GIB, workload, offloads, cpu_computes))
 
     def costs(self, rows: float) -> list[BoundaryCost]:
-        """Of the boundaries from -1 on, for an iteration of ``rows``."""
+        """See :class:`apex.placement.budget.CostModel`, here and below."""
         link = self.interconnect
         gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows)
         crossing_s = 2 * link.transfer_s(round(rows * self._hidden_bytes))
-        whole = max(self.boundary_bytes)
-        return [
-            BoundaryCost(size, gpu_s * size / whole, cpu_s * size / whole, size / link.bytes_per_s, crossing_s)
-            for size in self.boundary_bytes
-        ]
+        sizes = self.boundary_bytes
+        return boundary_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
 
-    @property
-    def copy_effect(self) -> CopyEffect:
-        """What streaming does to CPU boundaries."""
-        return CopyEffect(self.interconnect.dram_share, CHUNK_BYTES / self.interconnect.bytes_per_s / 2)
-
-    def with_placement(self, placement: Placement) -> PlacedWeights:
+    def with_placement(self, placement: Placement) -> SimulatedWeights:
         """What the simulated backend needs to run a placement."""
-        return PlacedWeights(placement, self.boundary_bytes, self._cpu_linear, self._hidden_bytes)
+        return SimulatedWeights(placement, self.boundary_bytes, self._cpu_linear, self._hidden_bytes)
 
     def without_transfers(self) -> ProfileTable:
         """The machine's table with CPU attention that leaves PCIe transfers to the simulated link."""
-        link, row_bytes = self.interconnect, crossing_bytes_per_row(self._shape, self._itemsize)
-        crossing_s = {
-            n: 2 * link.latency_s + n * row_bytes / link.bytes_per_s for n in self.machine.table.cpu_attention.firsts
-        }
-        return replace(
-            self.machine.table,
-            cpu_attention=_mapped(self.machine.table.cpu_attention, lambda s, n: max(0.0, s - crossing_s[n])),
-        )
+        link, attention = self.interconnect, self.machine.table.cpu_attention
 
-    def believed(self, placement: Placement) -> ProfileTable:
+        def without(seconds: float, rows: float) -> float:
+            crossing_s = 2 * link.latency_s + rows * self._crossing_bytes / link.bytes_per_s
+            return max(0.0, seconds - crossing_s)
+
+        return replace(self.machine.table, cpu_attention=_mapped(attention, without))
+
+    def scheduler_table(self, placement: Placement) -> ProfileTable:
         """What schedulers predict from: layers wait for the stream, and the stream slows CPU attention down."""
         table, layers = self.machine.table, self.machine.model.num_layers
         streamed_bytes = placement.bytes_at(Place.STREAMED, self.boundary_bytes)
@@ -147,8 +139,7 @@ class WeightPlacer:
         def seconds(rows: float) -> float:
             costs = zip(placement.places, self.costs(rows), strict=True)
             each_s = (cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
-            compute_s = total_s(each_s)
-            return compute_s / layers
+            return total_s(each_s) / layers
 
         stream_s, dram_share = streamed_bytes / self.interconnect.bytes_per_s / layers, self.interconnect.dram_share
         return replace(
@@ -160,51 +151,39 @@ class WeightPlacer:
         )
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
-        """GPU time of an iteration beside its boundaries; see :class:`apex.placement.budget.Machine`."""
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
         return self.machine.model.num_layers * attention_s + self._model.outside_layers_s(max(1, round(requests)))
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
-        """GPU memory for KV cache beside so many bytes of weights.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if weight_bytes > self._usable_bytes:
+        if weight_bytes > self._budget.usable_bytes:
             raise ValueError(
-                f"{weight_bytes / 2**30:.2f} GiB of weights exceed the {self._usable_bytes / 2**30:.2f} GiB of "
+                f"{weight_bytes / GIB:.2f} GiB of weights exceed the {self._budget.usable_bytes / GIB:.2f} GiB of "
                 f"{self.machine.gpu.name} that may be used: take less, or auto"
             )
-        return self._usable_bytes - weight_bytes
+        return self._budget.usable_bytes - weight_bytes
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """Host memory for KV cache beside the weights that the host holds.
-
-        Raises:
-            ValueError: it does not hold them.
-        """
-        machine = self.machine
-        host_bytes = machine.host["memory_gb"] * 1e9 * machine.cpu_hosts
-        tier_bytes = min(host_bytes * HOST_MEMORY_SHARE, host_bytes * HOST_SHARE_WITH_WEIGHTS - max(0.0, off_gpu_bytes))
+        machine, host_bytes = self.machine, self._budget.host_bytes
+        tier_bytes = min(host_bytes * CPU_TIER_SHARE, host_bytes * SIMULATED_HOST_SHARE - max(0.0, off_gpu_bytes))
         if tier_bytes < 0:
             raise ValueError(
-                f"{machine.model_name} leaves {off_gpu_bytes / 2**30:.1f} GiB of weights to {machine.host.name}, which "
-                f"has {host_bytes / 2**30:.1f} GiB: take a larger --host, a larger --gpu or 4-bit weights"
+                f"{machine.model_name} leaves {off_gpu_bytes / GIB:.1f} GiB of weights to {machine.host.name}, which "
+                f"has {host_bytes / GIB:.1f} GiB: take a larger --host, a larger --gpu or 4-bit weights"
             )
         return tier_bytes
 
     def _placed(self, estimate: Estimate) -> PlacedMachine:
-        choice = estimate.choice()
-        placement = choice.placement
+        timed = refined_placement(estimate.problem)
+        placement = timed.placement
         taken_bytes = placement.gpu_bytes(self.boundary_bytes)
         resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
         tier_bytes = self.cpu_kv_bytes(sum(self.boundary_bytes) - resident_bytes)
         return PlacedMachine(
-            choice,
-            int(max(0.0, self._usable_bytes - self.other_bytes - taken_bytes) / self._block_bytes),
-            int(tier_bytes / self._block_bytes),
+            timed,
+            blocks_in(self._budget.usable_bytes - self.other_bytes - taken_bytes, self._budget.bytes_per_block),
+            blocks_in(tier_bytes, self._budget.bytes_per_block),
             self.without_transfers(),
-            self.believed(placement),
+            self.scheduler_table(placement),
             self.interconnect,
             self.with_placement(placement),
             estimate.tokens_per_s,

@@ -23,14 +23,13 @@ from apex.simulator.hardware import (
     load_link,
     load_model_config,
 )
-from swiftllm.kv.sizing import weight_bytes as bytes_of_weights
+from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_GPU_SHARE, MemoryBudget, choose_blocks
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
+from swiftllm.model.sizes import weight_bytes as bytes_of_weights
 
 Weights = Literal["auto", "int4"]
 INT4 = QuantisationScheme(AWQ, group_size=128)  # the most common one
-GPU_MEMORY_SHARE = 0.9  # of a GPU's memory for weights and KV cache; activations and the driver need the rest
-HOST_MEMORY_SHARE = 0.5  # of host memory for the CPU tier, as the engine takes by default
 
 
 @dataclass(frozen=True)
@@ -76,31 +75,31 @@ class PredictedMachine:
             return bytes_of_weights(self.model, getattr(torch, self.dtype))
         return self.model.num_parameters * ITEMSIZES[self.dtype]
 
+    def budget(self, block_size: int) -> MemoryBudget:
+        """What the machine's memory holds, with KV blocks of ``block_size`` tokens."""
+        return MemoryBudget(
+            device_bytes=self.gpu["memory_gb"] * self.tensor_parallel * 1e9 * SIMULATED_GPU_SHARE,
+            host_bytes=self.host["memory_gb"] * 1e9 * self.cpu_hosts,
+            weight_bytes=self.weight_bytes,
+            bytes_per_block=self.model.kv_bytes_per_token(ITEMSIZES[self.dtype]) * block_size,
+        )
+
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
 
         Raises:
             ValueError: the weights leave no room on the GPU, or a tier exceeds its memory.
         """
-        itemsize = ITEMSIZES[self.dtype]
-        block_bytes = self.model.kv_bytes_per_token(itemsize) * block_size
-        weight_bytes = self.weight_bytes
-        gpus_gb = self.gpu["memory_gb"] * self.tensor_parallel
-        gpu_bytes = gpus_gb * 1e9 * GPU_MEMORY_SHARE - weight_bytes
-        host_bytes = self.host["memory_gb"] * 1e9 * self.cpu_hosts
-        if gpu_bytes < block_bytes:
+        budget = self.budget(block_size)
+        most = budget.max_gpu_blocks, budget.max_cpu_blocks
+        if most[0] == 0:
             raise ValueError(
-                f"{self.model_name} takes {weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
-                f"{gpus_gb:g} GB, of which {GPU_MEMORY_SHARE:.0%} may be used: take a larger --gpu, more of them "
-                "(--tensor-parallel), a smaller --model, --weights int4 or --weights-gpu-memory auto"
+                f"{self.model_name} takes {budget.weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
+                f"{self.gpu['memory_gb'] * self.tensor_parallel:g} GB, of which {SIMULATED_GPU_SHARE:.0%} may be used: "
+                "take a larger --gpu, more of them (--tensor-parallel), a smaller --model, --weights int4 or "
+                "--weights-gpu-memory auto"
             )
-        most = {"num_gpu_blocks": int(gpu_bytes / block_bytes), "num_cpu_blocks": int(host_bytes / block_bytes)}
-        for name, given in zip(most, (num_gpu, num_cpu), strict=True):
-            if given is not None and given > most[name]:
-                raise ValueError(f"{name}={given} exceeds the memory, which holds at most {most[name]}")
-        defaults = (most["num_gpu_blocks"], int(most["num_cpu_blocks"] * HOST_MEMORY_SHARE))
-        given = (num_gpu, num_cpu)
-        return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
+        return choose_blocks((num_gpu, num_cpu), most, (most[0], int(most[1] * CPU_TIER_SHARE)))
 
 
 def predict_machine(

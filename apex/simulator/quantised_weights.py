@@ -30,14 +30,21 @@ def with_quantised_weights(
     bytes_per_s = gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"]
     full_read_s = shape.gemm_weights * itemsize / bytes_per_s
     code_read_s = packed_bytes(shape, scheme) / (bytes_per_s * gpu["int4_read_fraction"])
+
+    def others_s(tokens: float) -> float:
+        """What norms, rotation and activation take of T_l: measured, else what reading leaves of T_l at one token."""
+        if not gpu.layers:
+            return max(0.0, linear(linear.sizes[0]) - full_read_s)
+        layer = closest_layer(gpu, shape)
+        return shape.elementwise_elements / layer.shape.elementwise_elements * layer.elementwise(tokens)
+
     most = linear.sizes[-1]
-    row_s = (linear(most) - elementwise_s(gpu, shape, most, linear, full_read_s)) / most / gpu["int4_multiply_fraction"]
+    row_s = (linear(most) - others_s(most)) / most / gpu["int4_multiply_fraction"]
 
     def seconds(tokens: int) -> float:
-        others_s = elementwise_s(gpu, shape, tokens, linear, full_read_s)
         if tokens > MOST_QUANTISED_ROWS:
             return code_read_s + full_read_s + linear(tokens)  # read packed, written, and read as before
-        return others_s + hypot(ceil(tokens / ROWS_OF_A_READ) * code_read_s, tokens * row_s)
+        return others_s(tokens) + hypot(ceil(tokens / ROWS_OF_A_READ) * code_read_s, tokens * row_s)
 
     steps = [size + more for size in range(ROWS_OF_A_READ, MOST_QUANTISED_ROWS + 1, ROWS_OF_A_READ) for more in (0, 1)]
     sizes = sorted({*linear.sizes, *(size for size in steps if linear.sizes[0] < size < linear.sizes[-1])})
@@ -53,14 +60,6 @@ def with_quantised_weights_on_cpu(linear: Curve, host: Host) -> Curve:
     gains = {rows: host[f"cpu_int4_gain_{rows}"] for rows in CPU_GAIN_ROWS}
     gains |= {rows: gains[CPU_GAIN_ROWS[-1]] for rows in linear.sizes if rows > CPU_GAIN_ROWS[-1]}
     return Curve(tuple(gains), tuple(linear(rows) / gain for rows, gain in gains.items()))
-
-
-def elementwise_s(gpu: Gpu, shape: LayerShape, tokens: float, linear: Curve, full_read_s: float) -> float:
-    """What norms, rotation and activation take of T_l: measured, else what reading leaves of T_l at one token."""
-    if not gpu.layers:
-        return max(0.0, linear(linear.sizes[0]) - full_read_s)
-    layer = closest_layer(gpu, shape)
-    return shape.elementwise_elements / layer.shape.elementwise_elements * layer.elementwise(tokens)
 
 
 def packed_bytes(shape: LayerShape, scheme: QuantisationScheme) -> float:

@@ -19,7 +19,7 @@ CHUNK_BYTES = 8e6
 
 
 @dataclass(frozen=True)
-class PlacedWeights:
+class SimulatedWeights:
     """A placement and what it takes to run it."""
 
     placement: Placement
@@ -114,7 +114,7 @@ class WeightStream:
     boundary before find the weights there. Who enters a boundary out of order waits for a copy of its own.
     """
 
-    def __init__(self, weights: PlacedWeights, link: StreamingLink, worker: SimulatedWorker) -> None:
+    def __init__(self, weights: SimulatedWeights, link: StreamingLink, worker: SimulatedWorker) -> None:
         self._weights = weights
         self._link = link
         self._worker = worker

@@ -1,7 +1,7 @@
 """The measured tables that hardware files are calibrated with, from Vidur (MIT) and forks of it.
 
 `mlp_<gpu>_<model>_tp1.csv` has columns op, num_tokens, time_ms: operations of one layer in fp16. The attention tables
-have batch_size, num_tokens, context_tokens, time_ms. docs/calibration.md describes how to make them from the public
+have batch_size, num_tokens, context_tokens, time_ms. docs/simulator.md describes how to make them from the public
 files.
 """
 
@@ -82,7 +82,7 @@ def read_layer_tables(folder: Path) -> list[LayerTable]:
 def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: name the folder that has it with --tables; docs/calibration.md names its origin"
+            f"{path} is missing: name the folder that has it with --tables; docs/simulator.md names its origin"
         )
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from apex.cli.output import ratio
-from apex.simulator.calibrated_profile import hardware_profile, share_of_host
-from apex.simulator.hardware import Link, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.calibrated_profile import hardware_profile
+from apex.simulator.hardware import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
@@ -64,11 +64,25 @@ class Arrangement:
         return PredictedMachine(gpu, host, model, self.model, self.dtype, table, self.tensor_parallel)
 
 
-def _ideal(link: Link) -> Link:
+def _ideal(link: GpuLink) -> GpuLink:
     """A link whose all-reduces take no time."""
     values = {"all_reduce_gb_s": math.inf, "all_reduce_latency_us": 0.0}
     figures = {name: replace(link.figures[name], value=value) for name, value in values.items()}
-    return Link(f"{link.name}, without its time", figures)
+    return GpuLink(f"{link.name}, without its time", figures)
+
+
+def share_of_host(host: Host, engines: int) -> Host:
+    """What each of ``engines`` engines on a host has of it: cores, memory and bandwidth in equal parts.
+
+    PCIe is not divided, since each has GPUs, and so slots, of its own.
+    """
+    if engines == 1:
+        return host
+    divided = {
+        name: replace(host.figures[name], value=host[name] / engines, origin=f"1/{engines} of the host")
+        for name in ("cores", "core_share", "memory_gb")
+    }
+    return replace(host, name=f"1/{engines} of {host.name}", figures={**host.figures, **divided})
 
 
 def make_machine_points(settings: Mapping[str, Any]) -> tuple[list[Point], list[str]]:

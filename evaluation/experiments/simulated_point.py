@@ -15,7 +15,7 @@ from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
-from apex.simulator.weight_path import PlacedWeights
+from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
@@ -46,7 +46,7 @@ class SimulatedHardware:
     launch_s: float = 0.0
     interconnect: Interconnect | None = None
     remote_hosts: RemoteHosts | None = None
-    weights: PlacedWeights | None = None
+    weights: SimulatedWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 
 from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
 from swiftllm.config import DtypeName, EngineConfig, LoadFormat
 from swiftllm.files import cache_dir, write_atomically
-from swiftllm.kv.fit import MemoryFit, check_fit, memory_fit
+from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import Card, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 GB = 1e9
 USABLE_SHARE = 0.97
@@ -69,7 +71,7 @@ class LocalSetting:
     weights: Literal["checkpoint", "dummy"]
     papers_model: bool
     engine: EngineConfig
-    fit: MemoryFit
+    fit: MemoryBudget
     differences: tuple[str, ...]
 
     @property
@@ -117,17 +119,8 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         cpu_threads=choices.cpu_threads,
         cpu_kernel=choices.cpu_kernel,
     )
-    fit = memory_fit(
-        shape,
-        dtype,
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=engine.max_model_len,
-        device_bytes=0 if card is None else int(USABLE_SHARE * card.total_bytes),
-        host_bytes=host_bytes,
-        on_host=card is None,
-    )
+    card_bytes = None if card is None else int(USABLE_SHARE * card.total_bytes)
+    fit = estimate_memory(engine, shape, getattr(torch, dtype), device_bytes=card_bytes, host_bytes=host_bytes)
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = "chosen" if choices.num_gpu_blocks else choices.pools if is_own_card else "card"
     gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
@@ -139,7 +132,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         longest = -(-engine.max_model_len // BLOCK_SIZE)
         cpu_blocks = max(_steady_blocks(left_for_cpu), min(longest, left_for_cpu))
     try:
-        check_fit(fit, gpu_blocks, cpu_blocks)
+        fit.check(gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
         raise ValueError(f"setting {paper.name} does not fit here: {error}") from None
     for where, blocks in (("the GPU pool", gpu_blocks), ("host memory", cpu_blocks)):
@@ -192,7 +185,7 @@ def _cpu_blocks(paper: PaperSetting, choices: Choices, bytes_per_block: int) -> 
         return TINY_CPU_BLOCKS
     if choices.num_layers is not None:
         return paper.num_cpu_blocks
-    return int(paper["cpu_kv_gb"] * GB // bytes_per_block)
+    return blocks_in(paper["cpu_kv_gb"] * GB, bytes_per_block)
 
 
 def _steady_blocks(most: int) -> int:

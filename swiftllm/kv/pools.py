@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from swiftllm.core.request import Tier
-from swiftllm.kv.sizing import KVPlan
+from swiftllm.kv.budget import KVPlan
 from swiftllm.model.config import ModelConfig
 
 

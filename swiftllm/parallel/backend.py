@@ -23,7 +23,7 @@ from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
-from swiftllm.kv.sizing import plan_blocks
+from swiftllm.kv.budget import plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group

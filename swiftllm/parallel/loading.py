@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
-from swiftllm.kv.sizing import check_weights
+from swiftllm.kv.budget import check_weights
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.loaded_weights import read_weights
 from swiftllm.model.placement import all_resident

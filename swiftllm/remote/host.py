@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import pacpu
+from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.kv.pools import host_tensor
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
 from swiftllm.read_limit import read_limit
 from swiftllm.remote.frames import (

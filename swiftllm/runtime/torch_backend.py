@@ -14,8 +14,8 @@ from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
+from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
 from swiftllm.kv.pools import KVPools
-from swiftllm.kv.sizing import KVPlan, check_weights, plan_blocks
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.loaded_weights import open_weights

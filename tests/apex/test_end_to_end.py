@@ -249,9 +249,9 @@ def test_tiny_pools_preempt_and_swap(tiny, variant: str) -> None:
 
 def test_offline_api(tiny) -> None:
     model_dir, prompts, expected = tiny
-    for scheduler in ("vllm", "swiftllm", "apex", "adaptive"):
+    for system in ("vllm", "swiftllm", "apex", "adaptive"):
         llm = swiftllm.LLM(
-            model_dir, scheduler=scheduler, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
+            model_dir, system=system, device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=200
         )
         outputs = llm.generate(prompts[:6], SamplingParams(max_tokens=24))
         assert [output.token_ids for output in outputs] == expected[:6]

@@ -16,7 +16,7 @@ from evaluation.calibration.tables import ATTENTION_TABLES, ELEMENTWISE, GEMMS, 
 
 TABLES = Path(os.environ.get("APEX_CALIBRATION_TABLES", "no tables"))
 needs_tables = pytest.mark.skipif(
-    not TABLES.is_dir(), reason="set APEX_CALIBRATION_TABLES to the folder of the measured tables (docs/calibration.md)"
+    not TABLES.is_dir(), reason="set APEX_CALIBRATION_TABLES to the folder of the measured tables (docs/simulator.md)"
 )
 
 

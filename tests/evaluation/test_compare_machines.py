@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apex.simulator.calibrated_profile import cpu_attention_gb_s, share_of_host
+from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.hardware import LayerShape, load_host, load_model_config
 from evaluation import compare_machines
-from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
+from evaluation.experiments.machines import IDEAL, make_machine_points, share_of_host, with_machine_totals
 
 MACHINE = {
     "machine": "2x A10G",

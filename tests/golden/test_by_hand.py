@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from apex.perf.model import ProfileTable
 from apex.perf.online.correction import scaled_table
@@ -18,7 +19,7 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
 from swiftllm.parallel.group import Group as RankGroup
 from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import Header, Kind
+from swiftllm.remote.frames import FrameKind, Header
 from tests.apex.rank_group import Group
 from tests.apex.rank_group import run as run_to_end
 from tests.apex.simulator.machines import profile
@@ -82,13 +83,13 @@ def test_throughput_comes_back_once_a_wrong_table_is_corrected(system: str, lane
     def rate(believed: ProfileTable, **strategy: bool) -> float:
         config = StrategyConfig(disable_admission_control=True, tpot_slo_s=0.022, slo_margin=0.0, **strategy)
         pools = {"num_gpu_blocks": 400, "num_cpu_blocks": 4000, "max_num_batched_tokens": 1024}
-        engine = build_simulated(system, machine, LAYERS, **pools, strategy=config, believed=believed)
+        engine = build_simulated(system, machine, LAYERS, **pools, strategy=config, scheduler_table=believed)
         draw = random.Random(0)
         for number in range(60):
             sampling = SamplingParams(max_tokens=draw.randint(60, 180), ignore_eos=True)
             prompt = (0,) * draw.randint(150, 450)
             service_class = list(ServiceClass)[draw.random() > 0.3]
-            engine.add_request(str(number), prompt, sampling, service_class=service_class)
+            engine.add(engine.make_request(str(number), prompt, sampling, service_class=service_class))
         while engine.has_unfinished():
             engine.step()
         return engine.stats().output_tokens / engine.now()
@@ -111,9 +112,9 @@ def test_calibrated_cpu_attention_rises_with_requests_as_computed_by_hand() -> N
 def test_a_host_that_is_silent_ends_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftllm.remote.channel.SILENCE_S", 0.2)
     here, there = socket.socketpair()
-    channel = Channel(here, "host", 1)
+    channel = Channel(here, "host")
     try:
-        ticket = channel.ask(Header(Kind.GET), lambda: [], 0, memoryview(bytearray(4)))
+        ticket = channel.ask(Header(FrameKind.GET), out=torch.zeros(1))
         assert channel.wait_dead(10.0), "nobody noticed"
         with pytest.raises(HostDied):
             ticket.wait()
@@ -141,6 +142,6 @@ def test_an_iteration_has_two_all_reduces_a_layer_and_one_of_the_embedding(
 
     monkeypatch.setattr(RankGroup, "all_reduce", counted)
     engine = two_ranks.engine("swiftllm")
-    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.add(engine.make_request("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
     run_to_end(engine)
     assert count == 4 * (2 * TINY["num_hidden_layers"] + 1)

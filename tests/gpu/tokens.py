@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from apex.placement.measured import WeightsPlan
-from apex.placement.search import Choice
+from apex.placement.search import TimedPlacement
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
@@ -88,7 +88,7 @@ def check_streamed_tokens(device: torch.device) -> None:
     """As float32's, with the weights of all boundaries crossing to the device in every iteration."""
     with tiny_model() as model:
         count = ModelConfig.from_folder(str(model)).num_layers + 1
-    streamed = WeightsPlan(Choice(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))
+    streamed = WeightsPlan(TimedPlacement(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))
     with patch("apex.systems.place_weights", lambda *_, **__: streamed):
         check_tokens(device, "float32", near_tie=0.0)
 

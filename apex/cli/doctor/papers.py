@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
+
 from apex.simulator.hardware import load_gpu
 from apex.simulator.paper_settings import (
     BLOCK_SIZE,
@@ -17,8 +19,10 @@ from apex.simulator.paper_settings import (
     nearest_setting,
     setting_names,
 )
-from swiftllm.kv.fit import MemoryFit, check_fit, memory_fit
+from swiftllm.config import EngineConfig
+from swiftllm.kv.budget import MemoryBudget
 from swiftllm.machine import InsufficientMemory
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 Status = Literal["ok", "note"]
 Line = tuple[str, str, Status]
@@ -48,11 +52,11 @@ def setting_lines(product_name: str, device_bytes: int, host_bytes: int) -> Iter
             yield name, f"needs another GPU: {card.name} with {card['memory_gb']:g} GB, and {here}", "note"
 
 
-def _found(setting: PaperSetting, product_name: str, fit: MemoryFit) -> tuple[str, Status]:
+def _found(setting: PaperSetting, product_name: str, fit: MemoryBudget) -> tuple[str, Status]:
     """What a GPU that is the setting's own or near to it can run of it."""
     is_own = setting.gpu == gpu_kind(product_name)
     try:
-        check_fit(fit, setting.num_gpu_blocks if is_own else setting.min_gpu_blocks, 0)
+        fit.check(setting.num_gpu_blocks if is_own else setting.min_gpu_blocks, 0)
     except InsufficientMemory as error:
         return f"{setting.hub_name} does not fit: {error}", "note"
     if is_own:
@@ -66,13 +70,8 @@ def _found(setting: PaperSetting, product_name: str, fit: MemoryFit) -> tuple[st
     return f"{setting.hub_name}, {pool}; host memory {host}", "ok" if is_own and is_whole else "note"
 
 
-def setting_fit(setting: PaperSetting, device_bytes: int, host_bytes: int) -> MemoryFit:
+def setting_fit(setting: PaperSetting, device_bytes: int, host_bytes: int) -> MemoryBudget:
     """What a machine's memory holds of a setting's model, beside the widest iteration of the setting's limits."""
-    return memory_fit(
-        setting.model_config,
-        setting.dtype,
-        block_size=BLOCK_SIZE,
-        **vars(setting.limits),
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-    )
+    config = EngineConfig(setting.model, block_size=BLOCK_SIZE, **vars(setting.limits))
+    dtype = getattr(torch, setting.dtype)
+    return estimate_memory(config, setting.model_config, dtype, device_bytes=device_bytes, host_bytes=host_bytes)

@@ -38,21 +38,21 @@ class ChunkSizes:
     Attributes:
         efficient: tokens from which on a batch's linear time per token is within ``EFFICIENT`` of the least.
         token_s: that least linear time per token, in seconds of one layer (b).
-        knee: tokens up to which a boundary costs about as much as for one.
+        flat_tokens: tokens up to which a boundary costs about as much as for one.
         free: of these, the tokens that cost so little that others can wait for them; where weights are streamed, those
             that are done before the next layer's arrive.
     """
 
-    def __init__(self, times: OperationTimes, budget: int, knee: int) -> None:
+    def __init__(self, times: OperationTimes, budget: int, flat_tokens: int) -> None:
         self._times = times
         tokens = np.arange(1, max(budget, 2) + 1)
         self._linear_s = times.layer_s(times.linear_s(tokens))
         per_token_s = self._linear_s / tokens
-        self.budget, self.knee = budget, knee
-        self.free = knee
+        self.budget, self.flat_tokens = budget, flat_tokens
+        self.free = flat_tokens
         if times.stream_s:
             read_s = PerfModel.FLAT_RATIO * float(times.linear_s(1))
-            self.free = min(knee, int(self._linear_s.searchsorted(max(times.stream_s, read_s), "right")))
+            self.free = min(flat_tokens, int(self._linear_s.searchsorted(max(times.stream_s, read_s), "right")))
         self.token_s = float(per_token_s[: SIZES[-1]].min())
         efficient = (s for s in SIZES if s <= budget and per_token_s[s - 1] <= EFFICIENT * self.token_s)
         self.efficient = next(efficient, min(budget, SIZES[-1]))
@@ -128,7 +128,7 @@ def prompt_chunk(
     """
     if not lane_decodes and not cpu_decodes:
         return sizes.budget
-    free_tokens = max(0.0, sizes.knee - lane_decodes - riders)
+    free_tokens = max(0.0, sizes.flat_tokens - lane_decodes - riders)
     largest = max(sizes.largest(gpu_attention_s, need.prompt_per_output), need.steady_tokens)
     if need.hurries:
         wanted = largest

@@ -59,11 +59,11 @@ def best_split(
     return int(stepping[best]), int(riding[best])
 
 
-def candidate_splits(num_ready: int, least_members: int, knee: int) -> tuple[np.ndarray, np.ndarray]:
+def candidate_splits(num_ready: int, least_members: int, flat_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of members and, of these, of those that step, to be compared; int64 [candidates] each."""
     members = np.ceil(num_ready * np.array(MEMBER_SHARES)).astype(int)
     members = np.unique(np.maximum(members, min(least_members, num_ready)))
     shares = np.round(members[:, None] * np.array(STEPPING_SHARES)).astype(int)
-    at_knee = np.minimum(members, knee)[:, None]
-    stepping = np.concatenate([shares, at_knee], axis=1)
+    at_flat_end = np.minimum(members, flat_tokens)[:, None]
+    stepping = np.concatenate([shares, at_flat_end], axis=1)
     return np.repeat(members, stepping.shape[1]), stepping.ravel()

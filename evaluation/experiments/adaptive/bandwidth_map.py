@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apex.simulator.calibrated_profile import cpu_attention_gb_s, with_read_gb_s
-from apex.simulator.hardware import LayerShape, load_host
+from apex.simulator.calibrated_profile import cpu_attention_gb_s, host_read_gb_s
+from apex.simulator.hardware import Host, LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.experiments.adaptive.bound import bound_tokens_per_s
 from evaluation.experiments.adaptive.cases import (
@@ -28,6 +28,13 @@ from swiftllm.systems import find_system
 
 PLACE = ("kernel", "host_read_gb_s", "output_len")
 """Fields of a row that name its cell."""
+
+
+def with_read_gb_s(host: Host, gb_s: float) -> Host:
+    """The host with other memory, from which its cores read ``gb_s``."""
+    peak = host.figures["peak_bandwidth_gb_s"]
+    other = replace(peak, value=peak.value * gb_s / host_read_gb_s(host), status="assumed", origin="varied")
+    return replace(host, figures={**host.figures, "peak_bandwidth_gb_s": other})
 
 
 def make_map_points(settings: Mapping[str, Any], selection: Selection) -> list[Point]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apex.placement.split import Operation, Split, best_split, in_pieces, single_splits, split_at
 from evaluation.experiments.placements.operations import LayerOfModel, Machine
+from evaluation.experiments.placements.split import Operation, Split, best_split, in_pieces, single_splits, split_at
 from evaluation.results.folder import FlatRecord
 
 SYSTEMS = ("flexgen-like", "gpu-only", "cpu-gpu", "cpu-gpu native")

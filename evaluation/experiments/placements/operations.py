@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from apex.placement.formulas import cpu_read_bytes_per_s
-from apex.placement.split import Operation
 from apex.simulator.calibrated_profile import cpu_attention_gb_s, effective_pcie_gb_s, gemm_s, host_read_gb_s
 from apex.simulator.hardware import Figure, LayerShape, load_gpu, load_host
+from evaluation.experiments.placements.split import Operation
 
 ITEMSIZE = 2  # bfloat16
 
@@ -40,6 +39,11 @@ class LayerOfModel:
     def shape(self) -> LayerShape:
         """The shape that CPU attention depends on."""
         return LayerShape(self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim)
+
+
+def cpu_read_bytes_per_s(alone_bytes_per_s: float, pcie_bytes_per_s: float, dram_bytes_per_s: float) -> float:
+    """What the CPU reads while a copy runs: a link takes its share of DRAM (section 4.1 measures the same)."""
+    return alone_bytes_per_s * (1.0 - pcie_bytes_per_s / dram_bytes_per_s)
 
 
 class Machine:

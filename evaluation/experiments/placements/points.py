@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apex.cli.output import ratio
-from apex.placement.budget import Load
+from apex.placement.budget import Workload
 from apex.simulator.placed_machine import PlacedMachine, WeightPlacer
 from apex.simulator.predicted_machine import PredictedMachine, predict_machine
 from evaluation.experiments.runner import Point
@@ -56,11 +56,11 @@ def _point(
     """
     machine, system = placer.machine, run["system"]
     offloads = find_system(system).needs_predictions
-    load = Load(input_len, output_len, settings["max_num_seqs"], offloads, run["cpu_computes"])
-    placed = placer.place("auto", load)
+    at_once = Workload(settings["max_num_seqs"], input_len, output_len)
+    placed = placer.place("auto", at_once, offloads=offloads, cpu_computes=run["cpu_computes"])
     num_cpu_blocks = placed.num_cpu_blocks if offloads else 0
     trace = UniformTrace(input_len, output_len)
-    num_requests = _num_requests(settings, load, placed.num_gpu_blocks + num_cpu_blocks)
+    num_requests = _num_requests(settings, at_once, placed.num_gpu_blocks + num_cpu_blocks)
     spec = WorkloadSpec(trace.name, num_requests, output_len=output_len, arrivals="at-once", seed=settings["seed"])
     lengths = make_lengths(spec, trace)
     values = {
@@ -69,7 +69,7 @@ def _point(
         "weights": "4 bits" if machine.model.quantisation else "16 bits",
         "run": run["run"],
         "mean_lengths": f"{input_len} in, {output_len} out",
-        "placement": "/".join(str(placed.choice.placement.count(place)) for place in Place),
+        "placement": "/".join(str(placed.timed.placement.count(place)) for place in Place),
         "predicted_tokens_per_s": placed.predicted_tokens_per_s,
     }
     limits = SchedulerLimits(
@@ -84,7 +84,7 @@ def _point(
         limits,
         settings["block_size"],
         values=values,
-        believed=placed.believed,
+        believed=placed.scheduler_table,
     )
     key = f"{values['case']}-{run['run']}".replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
     return Point(key, key, key, task, concurrent=True, cost=float(lengths.total_output_tokens))
@@ -102,8 +102,8 @@ def _hardware(machine: PredictedMachine, placed: PlacedMachine) -> SimulatedHard
     )
 
 
-def _num_requests(settings: Mapping[str, Any], load: Load, num_blocks: int) -> int:
-    held = min(load.max_num_seqs, num_blocks * settings["block_size"] / load.context)
+def _num_requests(settings: Mapping[str, Any], at_once: Workload, num_blocks: int) -> int:
+    held = min(at_once.num_requests, num_blocks * settings["block_size"] / at_once.context)
     return min(settings["most_requests"], max(settings["least_requests"], round(settings["fills"] * held)))
 
 

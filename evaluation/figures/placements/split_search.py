@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from apex.placement.split import Operation, in_pieces, single_splits
+from evaluation.experiments.placements.split import Operation, in_pieces, single_splits
 from evaluation.figures.style import FigureText, figure_style, panel_title, set_words, system_colour, tidy_axes
 
 WIDTH, HEIGHT = 9.0, 6.2

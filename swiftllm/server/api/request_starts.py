@@ -16,7 +16,7 @@ BEST_EFFORT_SHARE = 0.25
 """Of the event loop's time, for best-effort bodies beside open latency-sensitive requests."""
 LEAST_REST_S = 0.001  # the resolution of uvloop's timers; a shorter one would keep the loop awake
 
-URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
+LATENCY_SENSITIVE, BEST_EFFORT = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 # Within a JSON string quotes are escaped, so these bytes can only be a field.
 BEST_EFFORT_FIELDS = re.compile(rb'"priority"\s*:\s*\+?[1-9]|"service_tier"\s*:\s*"flex"')
 
@@ -26,7 +26,7 @@ def likely_class(body: bytes) -> ServiceClass:
 
     It decides only when the body is parsed. A field of a nested object, or a name with escapes, may mislead it.
     """
-    return REST if BEST_EFFORT_FIELDS.search(body) else URGENT
+    return BEST_EFFORT if BEST_EFFORT_FIELDS.search(body) else LATENCY_SENSITIVE
 
 
 class RequestStarts:
@@ -56,15 +56,15 @@ class RequestStarts:
         self._rest_end_s = -math.inf
         self._num_held = 0  # passes since a task went on
 
-    async def wait_for_start(self, service_class: ServiceClass = URGENT) -> None:
+    async def wait_for_start(self, service_class: ServiceClass = LATENCY_SENSITIVE) -> None:
         """Wait until the calling task may go on."""
         loop = asyncio.get_running_loop()
-        if self._is_resting and service_class is URGENT:
+        if self._is_resting and service_class is LATENCY_SENSITIVE:
             self._next.cancel()
             self._next, self._is_resting = None, False
         if self._next is None:
             self._next = loop.call_soon(self._start_next, loop)
-            if service_class is URGENT and not self._is_busy():
+            if service_class is LATENCY_SENSITIVE and not self._is_busy():
                 return
         future = loop.create_future()
         self._waiting[service_class].append(future)
@@ -74,15 +74,15 @@ class RequestStarts:
         self._next, self._is_resting = None, False
         if self._is_busy() and self._num_held < MAX_LOOP_PASSES_HELD:
             self._num_held += 1
-        elif (future := self._first_waiting(URGENT)) is not None:
+        elif (future := self._first_waiting(LATENCY_SENSITIVE)) is not None:
             self._start(future)
         else:
             rest_s = self._rest_end_s - self._clock() if self._has_urgent() else 0.0
-            if rest_s > 0 and self._waiting[REST]:
+            if rest_s > 0 and self._waiting[BEST_EFFORT]:
                 self._is_resting = True
                 self._next = loop.call_later(max(rest_s, LEAST_REST_S), self._start_next, loop)
                 return
-            if (future := self._first_waiting(REST)) is None:
+            if (future := self._first_waiting(BEST_EFFORT)) is None:
                 return
             self._start(future)
             loop.call_soon(self._begin_rest, self._clock())  # the task's step comes before it

@@ -15,8 +15,8 @@ from apex.simulator.placed_machine import WeightPlacer
 from apex.simulator.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.model.placement import Placement
+from swiftllm.model.sizes import boundary_bytes
 
 BLOCK = 16
 ITERATIONS = 8
@@ -59,7 +59,7 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
         max_model_len=1 << 20,
         interconnect=placer.interconnect,
         weights=placer.with_placement(placement),
-        scheduler_table=placer.believed(placement),
+        scheduler_table=placer.scheduler_table(placement),
     )
     for i in range(num_gpu + num_cpu):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120)))

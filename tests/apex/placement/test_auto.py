@@ -84,7 +84,7 @@ def test_an_engine_on_a_small_card_gives_the_same_tokens(model_dir, system):
 def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
     """Without a number of blocks. The estimate of what an iteration takes is made before anything is loaded."""
     give_times(monkeypatch, **FAST_LINK)
-    for module in ("apex.placement.memory", "swiftllm.kv.fit"):
+    for module in ("apex.placement.memory", "swiftllm.runtime.memory_estimate"):
         monkeypatch.setattr(f"{module}.CONTEXT_BYTES", 0)  # a fake CUDA has none, and its card is small
     config = config_for(model_dir, num_cpu_blocks=0)
     with fake_gpu(1) as cuda:
@@ -130,18 +130,23 @@ def test_the_budget_is_the_best_of_all(model_dir, monkeypatch):
     draw = random.Random(seed)
     config = config_for(model_dir, num_cpu_blocks=draw.choice((0, 30)))
     seconds = {name: draw.uniform(0.5e-3, 5e-3) for name in ("gpu", "cpu", "stream")}
-    machines = []
-    monkeypatch.setattr(measured, "best_budget", lambda *a, real=measured.best_budget: machines.append(a) or real(*a))
+    calls = []
+
+    def record(*arguments, real=measured.best_budget, **options):
+        calls.append((arguments, options))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(measured, "best_budget", record)
     give_times(monkeypatch, **seconds, attention=1e-9)
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, draw.uniform(2.0, 5.0), tokens=100)
         words = place_weights(config, LONG).describe()
-    (machine, load), *_ = machines
+    ((costs, at_once), options), *_ = calls
     rates = []
     for number in range(LAYERS + 2):
         try:
-            given = machine.other_bytes + number * max(machine.boundary_bytes)
-            rates.append(estimate_budget(machine, given, load).tokens_per_s)
+            given = costs.other_bytes + number * max(costs.boundary_bytes)
+            rates.append(estimate_budget(costs, given, at_once, **options).tokens_per_s)
         except ValueError:
             continue
     assert len(rates) >= 2 and f"{max(rates):,.1f} tokens/s predicted" in words

@@ -17,10 +17,10 @@ from apex.placement.measured import WeightsPlan, place_weights
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.kv.sizing import boundary_bytes, weight_bytes
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
+from swiftllm.model.sizes import boundary_bytes, weight_bytes
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table

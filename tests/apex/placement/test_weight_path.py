@@ -10,7 +10,7 @@ from apex.cli import main
 from apex.perf.model import Curve, PerfModel
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_path import Interconnect
-from apex.simulator.weight_path import CHUNK_BYTES, PlacedWeights
+from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from swiftllm.model.placement import Place, Placement
@@ -23,7 +23,7 @@ STREAMED = Placement((Place.STREAMED,) * (LAYERS + 1))
 
 
 def make_backend(placement: Placement = STREAMED, dram: float = float("inf")) -> SimulatedBackend:
-    weights = PlacedWeights(placement, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.02, 0.021)), hidden_bytes_per_row=0)
+    weights = SimulatedWeights(placement, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.02, 0.021)), hidden_bytes_per_row=0)
     link = Interconnect(RATE, 0, 1, dram_bytes_per_s=dram)
     return SimulatedBackend(PerfModel(flat_ends_table(0.0, 1e-6, 0.0), LAYERS), interconnect=link, weights=weights)
 
@@ -103,7 +103,7 @@ def test_every_iteration_streams_the_weights_once(system: str) -> None:
 
 
 def test_placed_weights_need_an_interconnect() -> None:
-    weights = PlacedWeights(STREAMED, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.0, 0.0)), 0)
+    weights = SimulatedWeights(STREAMED, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.0, 0.0)), 0)
     with pytest.raises(ValueError, match="interconnect"):
         SimulatedBackend(PerfModel(flat_ends_table(0.0, 1e-6), LAYERS), weights=weights)
 

@@ -91,7 +91,7 @@ def test_surface() -> None:
     assert surface(5, 10) == 50
 
 
-def test_model_flags_extrapolation_and_knows_the_knee() -> None:
+def test_model_flags_extrapolation_and_knows_the_flat_part() -> None:
     table = flat_table()
     model = PerfModel(table, num_layers=2)
     model.linear_s(1000)
@@ -163,7 +163,7 @@ def test_streamed_weights_leave_the_gpu_only_rate_to_the_link() -> None:
     assert pipelining_pays(10, 1, 1, 1, stream_s=1.5) == pipelining_pays(10, 1, 1, 1)
 
 
-def test_the_knee_is_where_a_boundary_takes_longer_than_its_weights() -> None:
+def test_the_flat_part_ends_where_a_boundary_takes_longer_than_its_weights() -> None:
     table = replace(flat_table(), linear=Curve((1, 100, 200, 300, 400), (1.0, 1.2, 2.0, 3.0, 4.0)))
     knees = {s: PerfModel(replace(table, stream_s=s), 4).flat_linear_tokens for s in (0.0, 1.1, 2.0, 2.5)}
     assert knees == {0.0: 100, 1.1: 100, 2.0: 200, 2.5: 300}

@@ -15,7 +15,7 @@ from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, Choices, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here
 from evaluation.planning.prepare import choices_of
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES
+from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10, A10G, L4, RTX_3060, T4
 from tests.reference.tiny_model import make_tiny_llama

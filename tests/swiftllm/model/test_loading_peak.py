@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.host import HostDevice
-from swiftllm.kv.sizing import boundary_bytes, weight_bytes
 from swiftllm.model import loaded_weights, weights
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.loaded_weights import open_weights
 from swiftllm.model.packed_tensor import in_chunks
 from swiftllm.model.placement import Place, Placement
+from swiftllm.model.sizes import boundary_bytes, weight_bytes
 from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from apex.placement.measured import WeightsPlan
-from apex.placement.search import Choice
+from apex.placement.search import TimedPlacement
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.kv.sizing import boundary_bytes
 from swiftllm.model.placement import Place, Placement
+from swiftllm.model.sizes import boundary_bytes
 from swiftllm.remote.channel import Channel, RemoteTicket
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.fake_device import FakeCuda
@@ -100,7 +100,8 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
     with pytest.MonkeyPatch.context() as patch, host_in_thread(30 * BLOCK_BYTES) as host, fake_gpu(seed) as cuda:
         patch.setenv("APEX_HOST_SECRET", SECRET.decode())
         patch.setattr("swiftllm.remote.tier.Channel", partial(FakeChannel, cuda))
-        patch.setattr("apex.systems.place_weights", lambda *_, **__: WeightsPlan(Choice(PLACEMENT, 0.0, 0.0, 0.0, 0.0)))
+        plan = WeightsPlan(TimedPlacement(PLACEMENT, 0.0, 0.0, 0.0, 0.0))
+        patch.setattr("apex.systems.place_weights", lambda *_, **__: plan)
         config = EngineConfig(
             str(model_dir),
             dtype="float32",

@@ -14,10 +14,11 @@ from quantise import write_folder
 import apex.systems
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.kv.sizing import boundary_bytes, check_weights, weight_bytes
+from swiftllm.kv.budget import check_weights
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement, all_resident, spread
+from swiftllm.model.sizes import boundary_bytes, weight_bytes
 from swiftllm.model.weight_slots import WeightSlots
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker

@@ -315,7 +315,7 @@ def test_sizes_are_reported_and_zero_gpu_blocks_are_legal(make_driver):
 
 def test_default_sizes_follow_the_memory(make_driver, monkeypatch):
     monkeypatch.setattr("swiftllm.runtime.torch_backend.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv.sizing.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.kv.budget.HOST_HEADROOM_BYTES", 0)
     backend = make_driver(num_gpu_blocks=None, num_cpu_blocks=None).backend
     assert backend.num_gpu_blocks == (2 << 20) // 4 // backend.kv_bytes_per_block
     assert backend.num_cpu_blocks == (2 << 20) // 2 // backend.kv_bytes_per_block
@@ -323,7 +323,7 @@ def test_default_sizes_follow_the_memory(make_driver, monkeypatch):
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_shortfall(make_driver, monkeypatch):
     monkeypatch.setattr("swiftllm.runtime.torch_backend.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv.sizing.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.kv.budget.HOST_HEADROOM_BYTES", 0)
     per_block = make_driver(num_gpu_blocks=1, num_cpu_blocks=1).backend.kv_bytes_per_block
     fitting = (2 << 20) // per_block
     make_driver(num_gpu_blocks=10, num_cpu_blocks=fitting - 10)

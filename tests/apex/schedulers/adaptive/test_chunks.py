@@ -21,20 +21,20 @@ from tests.reference.fake_engine import flat_table
 # T_l: 1 ms up to 100 tokens, then 10 us for each further one.
 TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
 MODEL = PerfModel(TABLE, num_layers=10)
-SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, knee=MODEL.flat_linear_tokens)
+SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, flat_tokens=MODEL.flat_linear_tokens)
 STEADY = PromptNeed(steady_tokens=300.0, prompt_per_output=2.0, grows=False, hurries=False)
 LOAD = {"lane_decodes": 20, "riders": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
 
 
 def test_efficient_is_the_first_size_within_9_percent_of_the_cheapest_token() -> None:
     """A token costs at least 10 us. 100 of them cost it exactly, 96 cost 10.4 us each, 64 cost 15.6."""
-    assert SIZES.knee == 100
+    assert SIZES.flat_tokens == 100
     assert SIZES.token_s == pytest.approx(1e-5)
     assert SIZES.efficient == 96
 
 
 def test_a_budget_below_every_efficient_size_is_used_up() -> None:
-    assert ChunkSizes(OperationTimes(MODEL), budget=48, knee=100).efficient == 48
+    assert ChunkSizes(OperationTimes(MODEL), budget=48, flat_tokens=100).efficient == 48
 
 
 def test_a_chunk_need_not_exceed_a_multiple_of_the_fixed_cost() -> None:
@@ -93,10 +93,10 @@ def test_waiting_pays_while_the_shadow_takes_more_than_is_needed() -> None:
 
 
 def test_prompts_are_free_until_the_next_weights_arrive() -> None:
-    """The knee allows a quarter more. That others should wait must rest on prompts that cost nothing."""
+    """The flat part allows a quarter more. That others should wait must rest on prompts that cost nothing."""
     table = replace(TABLE, linear=Curve((1, 100, 200, 300, 400), (1e-3, 1e-3, 2e-3, 3e-3, 4e-3)))
-    for stream_s, knee, free in ((0.0, 100, 100), (0.9e-3, 100, 100), (2.5e-3, 300, 250), (3.2e-3, 400, 320)):
+    for stream_s, flat, free in ((0.0, 100, 100), (0.9e-3, 100, 100), (2.5e-3, 300, 250), (3.2e-3, 400, 320)):
         model = PerfModel(replace(table, stream_s=stream_s), num_layers=10)
-        sizes = ChunkSizes(OperationTimes(model), budget=400, knee=model.flat_linear_tokens)
-        assert sizes.knee == knee and free_prompt_tokens(sizes, 0, 0) == pytest.approx(free, abs=1)
+        sizes = ChunkSizes(OperationTimes(model), budget=400, flat_tokens=model.flat_linear_tokens)
+        assert sizes.flat_tokens == flat and free_prompt_tokens(sizes, 0, 0) == pytest.approx(free, abs=1)
         assert free_prompt_tokens(sizes, 30, 10.0) == max(0.0, sizes.free - 40)

@@ -42,6 +42,6 @@ def test_nobody_goes_along_where_the_lane_would_wait_too_long() -> None:
 
 def test_every_split_is_within_the_members() -> None:
     for number in range(40):
-        members, stepping = candidate_splits(number, least_members=1, knee=16)
+        members, stepping = candidate_splits(number, least_members=1, flat_tokens=16)
         assert (stepping <= members).all() and (members <= number).all() and (members >= min(number, 1)).all()
         assert {(number, 0), (number, number)} <= set(zip(members.tolist(), stepping.tolist(), strict=True))

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from apex.simulator.calibrated_profile import host_read_gb_s
 from apex.simulator.hardware import load_host
-from evaluation.experiments.adaptive.bandwidth_map import make_map_points
+from evaluation.experiments.adaptive.bandwidth_map import make_map_points, with_read_gb_s
 from evaluation.experiments.adaptive.cases import Selection, make_case_points
 from evaluation.experiments.options import experiment_settings
 
@@ -22,6 +23,13 @@ def test_every_cell_has_every_system_once() -> None:
     assert Counter(point.task.system for point in points) == {"swiftllm": 2, "neo": 8, "apex": 8, "adaptive": 8}
     assert {p.task.values["host_read_gb_s"] for p in points if p.task.system == "swiftllm"} == {None}
     assert {p.task.values["kernel"] for p in make_map_points(SMALL, Selection(kernel="ispc"))} == {None, "ispc"}
+
+
+def test_a_host_with_other_memory_changes_what_its_cores_read_and_nothing_else() -> None:
+    host = load_host("dual-xeon-6342")
+    other = with_read_gb_s(host, 100.0)
+    assert host_read_gb_s(other) == pytest.approx(100.0) and host_read_gb_s(host) == pytest.approx(0.8 * 409.6)
+    assert {name for name in host.figures if other[name] != host[name]} == {"peak_bandwidth_gb_s"}
 
 
 def test_a_kernel_reads_what_its_arithmetic_leaves() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftllm.kv.sizing import weight_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
+from swiftllm.model.sizes import weight_bytes
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
 

@@ -15,17 +15,18 @@ from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device.cuda import CudaDevice
-from swiftllm.kv.fit import CONTEXT_BYTES, MemoryFit, activation_bytes, check_fit, memory_fit
-from swiftllm.kv.sizing import HOST_HEADROOM_BYTES, WeightSizes, plan_blocks, weight_bytes
+from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget, plan_blocks, weights_advice
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.loaded_weights import LoadedWeights
 from swiftllm.model.placement import all_resident
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
+from swiftllm.model.sizes import WeightSizes, weight_bytes
 from swiftllm.model.weights import LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.graphs import LayerGraphs
+from swiftllm.runtime.memory_estimate import CONTEXT_BYTES, activation_bytes, estimate_memory
 from swiftllm.runtime.widest_iteration import widest_iteration
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.meta_gpu import DEVICE, MetaGpu
@@ -35,12 +36,13 @@ T4, A10, A10G, L4 = (14.56, 75, 40), (22.06, 86, 72), (22.06, 86, 80), (21.95, 8
 A100_40, H100, RTX_3060 = (39.39, 80, 108), (79.1, 90, 132), (11.64, 86, 28)
 LLAMA_8B = load_model_config("llama-3.1-8b")
 LLAMA_7B = load_model_config("llama-2-7b")
-SIZES = {"block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 256, "max_model_len": 4096}
+CONFIG = EngineConfig("m", block_size=16, max_num_batched_tokens=512, max_num_seqs=256, max_model_len=4096)
 
 
-def fit_of(setting: PaperSetting, device_gib: float, host_gib: float = 256, **options: object) -> MemoryFit:
-    limits = vars(setting.limits) | {"block_size": BLOCK_SIZE, "host_bytes": int(host_gib * GIB)}
-    return memory_fit(setting.model_config, setting.dtype, device_bytes=int(device_gib * GIB), **{**limits, **options})
+def fit_of(setting: PaperSetting, device_gib: float, host_gib: float = 256, **options: object) -> MemoryBudget:
+    config = EngineConfig("m", block_size=BLOCK_SIZE, **{**vars(setting.limits), **options})
+    sizes = {"device_bytes": int(device_gib * GIB), "host_bytes": int(host_gib * GIB)}
+    return estimate_memory(config, setting.model_config, getattr(torch, setting.dtype), **sizes)
 
 
 @dataclass
@@ -99,8 +101,7 @@ def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, r
 def test_quantised_weights_stay_packed_and_are_written_out_one_at_a_time(card, rows, requests, context):
     model = replace(LLAMA_7B, quantisation=QuantisationScheme(AWQ, 128))
     config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
-    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": requests, "max_model_len": context, "block_size": 16}
-    fit = memory_fit(model, "float16", device_bytes=int(card[0] * GIB), host_bytes=64 * GIB, **sizes)
+    fit = estimate_memory(config, model, torch.float16, device_bytes=int(card[0] * GIB), host_bytes=64 * GIB)
     with started(model, card, config) as start:
         assert 0.97 * start.activations <= fit.activation_bytes
         if card is T4 or rows > 512:  # an A10 multiplies codes of up to 512 rows and takes less
@@ -144,7 +145,7 @@ def test_the_engine_starts_with_the_pools_of_the_papers(name, card):
     pools = {"num_gpu_blocks": setting.num_gpu_blocks, "num_cpu_blocks": setting.num_cpu_blocks}
     config = EngineConfig("m", block_size=BLOCK_SIZE, **vars(setting.limits), **pools)
     fit = fit_of(setting, card[0])
-    check_fit(fit, **pools)
+    fit.check(**pools)
     with started(setting.model_config, card, config) as start:
         plan = plan_blocks(config, fit.bytes_per_block, fit.host_bytes, start.left_free)
         assert plan.num_blocks == {Tier.GPU: setting.num_gpu_blocks, Tier.CPU: setting.num_cpu_blocks}
@@ -178,45 +179,45 @@ def test_a_card_too_small_for_the_weights_says_so_with_numbers():
         r"or take 4-bit weights, 3.6 GiB, which fit"
     )
     with pytest.raises(InsufficientMemory, match=message):
-        check_fit(fit, 54, 0)
+        fit.check(54, 0)
 
 
 def test_too_large_a_pool_says_what_fits():
     fit = fit_of(load_setting("apex-a10"), A10G[0])
     most = fit.max_gpu_blocks
-    check_fit(fit, most, 0)
+    fit.check(most, 0)
     with pytest.raises(InsufficientMemory, match=rf"{most:,} blocks fit. Set num_gpu_blocks to {most:,}"):
-        check_fit(fit, most + 1, 0)
+        fit.check(most + 1, 0)
     crowded = fit_of(load_setting("apex-a10"), A10G[0], max_num_batched_tokens=200_000)
     with pytest.raises(InsufficientMemory, match=r"0 blocks fit\. Lower max_num_batched_tokens"):
-        check_fit(crowded, 1, 0)
+        crowded.check(1, 0)
 
 
 def test_the_host_s_pool_is_held_against_the_host():
     fit = fit_of(load_setting("apex-a10"), A10G[0], host_gib=60)
     assert fit.max_cpu_blocks == (60 * GIB - HOST_HEADROOM_BYTES) // (2 << 20)
-    check_fit(fit, 1650, fit.max_cpu_blocks)
+    fit.check(1650, fit.max_cpu_blocks)
     with pytest.raises(InsufficientMemory, match=r"the host has 60.00 GiB .* 111.76 GiB for num_cpu_blocks = 57,220 "):
-        check_fit(fit, 1650, 57_220)
+        fit.check(1650, 57_220)
 
 
 def test_without_a_card_the_host_holds_everything():
     host_bytes = 20 * GIB
-    fit = memory_fit(LLAMA_7B, torch.float16, device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+    fit = estimate_memory(CONFIG, LLAMA_7B, torch.float16, device_bytes=None, host_bytes=host_bytes)
     rest = host_bytes - fit.weight_bytes - fit.activation_bytes - HOST_HEADROOM_BYTES
     assert fit.max_gpu_blocks == fit.max_cpu_blocks == rest // fit.bytes_per_block > 0
     half = fit.max_cpu_blocks // 2
-    check_fit(fit, half, half)
+    fit.check(half, half)
     with pytest.raises(InsufficientMemory, match=r"num_gpu_blocks \+ num_cpu_blocks = .* Lower both"):
-        check_fit(fit, half, fit.max_cpu_blocks)
-    small = memory_fit(LLAMA_7B, "float32", device_bytes=0, host_bytes=host_bytes, on_host=True, **SIZES)
+        fit.check(half, fit.max_cpu_blocks)
+    small = estimate_memory(CONFIG, LLAMA_7B, torch.float32, device_bytes=None, host_bytes=host_bytes)
     with pytest.raises(InsufficientMemory, match=r"weights 25\.10 GiB"):
-        check_fit(small, 0, 0)
+        small.check(0, 0)
 
 
 def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
     with pytest.raises(InsufficientMemory, match="give --weights-gpu-memory auto"):
-        check_fit(fit_of(load_setting("apex-t4"), RTX_3060[0]), 0, 100)
+        fit_of(load_setting("apex-t4"), RTX_3060[0]).check(0, 100)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
     ],
 )
 def test_advice_is_what_both_tiers_allow(device_gib, host_gib, auto, four_bit):
-    advice = WeightSizes.of(LLAMA_7B, torch.float16).advice(int(device_gib * GIB), int(host_gib * GIB))
+    advice = weights_advice(WeightSizes.of(LLAMA_7B, torch.float16), int(device_gib * GIB), int(host_gib * GIB))
     assert ("give --weights-gpu-memory auto" in advice) == auto
     assert four_bit is None or f"take 4-bit weights, 3.6 GiB, {four_bit}" in advice
     assert ("take a smaller model" in advice) == (not auto and four_bit is None)

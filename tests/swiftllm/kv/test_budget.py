@@ -14,9 +14,10 @@ from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
-from swiftllm.kv.sizing import check_weights, plan_blocks, weight_bytes
+from swiftllm.kv.budget import check_weights, plan_blocks
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.sizes import weight_bytes
 from swiftllm.model.weights import load_weights
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from apex.placement.formulas import split_s
-
 
 @dataclass(frozen=True)
 class Operation:
@@ -40,7 +38,7 @@ class Split:
     @property
     def latency_s(self) -> float:
         """L of a layer, equations 5 and 9."""
-        return split_s(self.cpu_s, self.host_to_device_s, self.decompress_s)
+        return max(self.cpu_s, self.host_to_device_s, self.decompress_s)
 
 
 def split_at(operations: Sequence[Operation], i: int, j: int, batches: int = 1) -> Split:

@@ -1,0 +1,259 @@
+"""How many KV blocks fit: a memory, less weights, activations, graphs and headroom, over the bytes of a block.
+
+Plain arithmetic on bytes, which the callers find out in their own ways: the engine measures at its start,
+``swiftllm/runtime/memory_estimate.py`` estimates before anything is loaded, and ``apex/simulator`` reads data sheets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
+from swiftllm.machine import GIB, InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Placement
+from swiftllm.model.sizes import WeightSizes, boundary_bytes, weight_bytes
+
+HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
+CPU_TIER_SHARE = 0.5  # of host memory, by default: page caches and other programs grow meanwhile
+EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier without a GPU: small, as on the GPUs this engine is for
+EMBEDDED_CPU_TIER_BYTES = 4 * GIB
+
+# Of machines that are not at hand only a data sheet's gigabytes are known, so the simulator takes shares of these where
+# the engine subtracts what it measures. Recorded results were made with these numbers.
+SIMULATED_GPU_SHARE = 0.9  # for weights and KV cache; activations, the driver and the CUDA context need the rest
+SIMULATED_HOST_SHARE = 0.9  # for weights and the CPU tier together
+
+
+def blocks_in(free_bytes: float, bytes_per_block: int) -> int:
+    """Whole blocks in so much memory; none where it is overdrawn."""
+    return max(0, int(free_bytes // bytes_per_block))
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a card and its host hold of a model, in bytes, and the KV blocks that fit beside it.
+
+    Attributes:
+        device_bytes: the card's memory that may be used. None: no card, weights and both pools lie in host memory.
+        host_bytes: available host memory.
+        weight_bytes: of all weights.
+        bytes_per_block: K and V of a block in all layers.
+        activation_bytes: at the peak of the widest iteration, with the buffers that stay.
+        reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
+        host_headroom_bytes: of the host beside a card, for all else.
+        weights: their sizes if they are placed elsewhere or quantised, for advice.
+    """
+
+    device_bytes: float | None
+    host_bytes: float
+    weight_bytes: int
+    bytes_per_block: int
+    activation_bytes: int = 0
+    reserved_bytes: int = 0
+    host_headroom_bytes: int = 0
+    weights: WeightSizes | None = None
+
+    @property
+    def usable_bytes(self) -> float:
+        """For weights and KV cache: of the card, without one of the host."""
+        all_bytes = self.host_bytes if self.device_bytes is None else self.device_bytes
+        return all_bytes - self.activation_bytes - self.reserved_bytes
+
+    @property
+    def max_gpu_blocks(self) -> int:
+        """Blocks that fit beside weights, activations and reserve. Without a card both pools share this number."""
+        return blocks_in(self.usable_bytes - self.weight_bytes, self.bytes_per_block)
+
+    @property
+    def max_cpu_blocks(self) -> int:
+        """Blocks that fit the host beside its headroom."""
+        if self.device_bytes is None:
+            return self.max_gpu_blocks
+        return blocks_in(self.host_bytes - self.host_headroom_bytes, self.bytes_per_block)
+
+    def check(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        """Check that pools of these numbers of blocks fit.
+
+        Raises:
+            InsufficientMemory: they do not. The message says what each part needs, what is there, how many blocks would
+                fit, and what to do.
+        """
+        room_bytes = self.usable_bytes - self.weight_bytes
+        weights, activations, reserved = map(_gib, (self.weight_bytes, self.activation_bytes, self.reserved_bytes))
+        parts = f"Needed are weights {weights}, activations {activations}, {reserved}"
+        host = f"the host has {_gib(self.host_bytes)} of memory available"
+        if self.device_bytes is None:
+            blocks = num_gpu_blocks + num_cpu_blocks
+            if blocks * self.bytes_per_block > room_bytes:
+                raise InsufficientMemory(
+                    f"{host}. {parts} of headroom, and "
+                    f"{self._words('num_gpu_blocks + num_cpu_blocks', blocks, self.max_cpu_blocks)}. Lower both "
+                    "numbers, or take a smaller model"
+                )
+            return
+        if num_gpu_blocks * self.bytes_per_block > room_bytes:
+            most = self.max_gpu_blocks
+            if self.weight_bytes + self.reserved_bytes > self.device_bytes:
+                advice = weights_advice(self.weights, self.usable_bytes, self.host_bytes)
+                remedy = f"The weights alone do not fit: {advice}"
+            elif most == 0:
+                remedy = (
+                    "Lower max_num_batched_tokens, max_num_seqs or max_model_len, or give --weights-gpu-memory auto"
+                )
+            else:
+                remedy = f"Set num_gpu_blocks to {most:,}, or lower max_num_batched_tokens"
+            raise InsufficientMemory(
+                f"the GPU has {_gib(self.device_bytes)} of memory. {parts} for CUDA and headroom, and "
+                f"{self._words('num_gpu_blocks', num_gpu_blocks, most)}. {remedy}"
+            )
+        if num_cpu_blocks > (most := self.max_cpu_blocks):
+            raise InsufficientMemory(
+                f"{host}. Needed are {_gib(self.host_headroom_bytes)} of headroom, and "
+                f"{self._words('num_cpu_blocks', num_cpu_blocks, most)}. Set num_cpu_blocks to {most:,}, end other "
+                "programs, or take a machine with more memory"
+            )
+
+    def _words(self, name: str, blocks: int, most: int) -> str:
+        return f"{_gib(blocks * self.bytes_per_block)} for {name} = {blocks:,} blocks; {most:,} blocks fit"
+
+
+def choose_blocks(
+    given: tuple[int | None, int | None], most: tuple[int, int], defaults: tuple[int, int]
+) -> tuple[int, int]:
+    """Blocks of the GPU and the CPU tier of a predicted machine: the given numbers, else the defaults.
+
+    Raises:
+        ValueError: a tier exceeds its memory.
+    """
+    for name, number, limit in zip(("num_gpu_blocks", "num_cpu_blocks"), given, most, strict=True):
+        if number is not None and number > limit:
+            raise ValueError(f"{name}={number} exceeds the memory, which holds at most {limit}")
+    return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def check_weights(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    placement: Placement | None = None,
+    *,
+    host_bytes: int | None = None,
+) -> None:
+    """Check that the weights fit, before any is loaded.
+
+    ``placement``: by default all are on the device. ``host_bytes``: available host memory, if weights may be placed
+    there.
+
+    Raises:
+        InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
+    """
+    needed = weight_bytes(model, dtype)
+    is_placed = placement is not None and not placement.is_all_resident
+    if is_placed:
+        sizes = boundary_bytes(model, dtype)
+        needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
+    if needed <= free_bytes:
+        return
+    if is_placed:
+        remedy = "take a smaller weights_gpu_memory, or auto"
+    elif host_bytes is not None:
+        remedy = f"free memory, or {weights_advice(WeightSizes.of(model, dtype), free_bytes, host_bytes)}"
+    else:
+        remedy = "free memory, or take a narrower dtype or a smaller model"
+    raise InsufficientMemory(
+        f"the model's weights take {_gib(needed)} in {str(dtype).removeprefix('torch.')} and {_gib(free_bytes)} is "
+        f"available: {_gib(needed - free_bytes)} are missing; {remedy}"
+    )
+
+
+def weights_advice(sizes: WeightSizes, device_bytes: float, host_bytes: float) -> str:
+    """What can be done where all weights do not fit a GPU, with the numbers.
+
+    Args:
+        device_bytes: of the GPU, for weights and KV cache.
+        host_bytes: available host memory.
+    """
+    device_bytes, host_bytes = max(0, device_bytes), max(0, host_bytes - HOST_HEADROOM_BYTES)
+    stays = sizes.staying <= device_bytes
+    ways = []
+    if stays and sizes.total <= device_bytes + host_bytes:
+        ways.append(
+            f"give --weights-gpu-memory auto: {(sizes.total - device_bytes) / GIB:.1f} GiB or more of them would "
+            f"be in host memory, where {host_bytes / GIB:.1f} GiB are free"
+        )
+    if sizes.four_bit is not None and sizes.four_bit <= device_bytes + (host_bytes if stays else 0):
+        how = ", which fit" if sizes.four_bit <= device_bytes else ", with --weights-gpu-memory auto"
+        ways.append(f"take 4-bit weights, {sizes.four_bit / GIB:.1f} GiB{how}")
+    return ", or ".join(ways) or (
+        f"GPU and host, with {device_bytes / GIB:.1f} and {host_bytes / GIB:.1f} GiB for them, do not hold "
+        "them together either: take a smaller model, a larger GPU or more host memory"
+    )
+
+
+# -- the engine's start -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """Number of blocks in each tier, and their size."""
+
+    num_blocks: Mapping[Tier, int]
+    block_size: int
+    bytes_per_block: int
+
+    def describe(self, max_model_len: int) -> list[str]:
+        """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds."""
+        blocks_per_request = -(-max_model_len // self.block_size)
+        return [
+            f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
+            f"{blocks * self.bytes_per_block / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
+            f"{max_model_len:,} tokens"
+            for tier, blocks in self.num_blocks.items()
+        ]
+
+
+def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, device_bytes: int | None) -> KVPlan:
+    """The number of blocks in each tier: as set in ``config``, else a share of the available memory.
+
+    ``host_bytes``: available host memory. ``device_bytes``: GPU memory left by weights, activations and headroom;
+    None: no GPU, and both tiers share the host memory.
+
+    Raises:
+        InsufficientMemory: the blocks set in ``config``, or a single block, do not fit.
+    """
+    gpu_bytes, cpu_bytes = device_bytes, host_bytes * CPU_TIER_SHARE
+    if device_bytes is None:
+        gpu_bytes, cpu_bytes = min(EMBEDDED_GPU_TIER_BYTES, host_bytes / 4), min(EMBEDDED_CPU_TIER_BYTES, cpu_bytes)
+    gpu = blocks_in(gpu_bytes, bytes_per_block) if config.num_gpu_blocks is None else config.num_gpu_blocks
+    cpu = blocks_in(cpu_bytes, bytes_per_block) if config.num_cpu_blocks is None else config.num_cpu_blocks
+    host_limit = host_bytes - HOST_HEADROOM_BYTES
+    if device_bytes is None:
+        checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, host_limit)]
+    else:
+        if config.num_gpu_blocks is None and gpu == 0:
+            raise InsufficientMemory(
+                f"weights and activations leave no room for a KV cache: a block takes {bytes_per_block / GIB:.4f} GiB "
+                f"and {_gib(bytes_per_block - device_bytes)} are missing for the first; lower "
+                "max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks=0 to keep all KV cache on the host"
+            )
+        checks = [("GPU", "num_gpu_blocks", gpu, device_bytes), ("host", "num_cpu_blocks", cpu, host_limit)]
+    for where, what, blocks, there in checks:
+        needed, there = blocks * bytes_per_block, max(0, there)
+        if needed > there:
+            raise InsufficientMemory(
+                f"a KV cache of {what} = {blocks} blocks takes {_gib(needed)} of {where} memory and {_gib(there)} is "
+                f"available: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
+            )
+    return KVPlan({Tier.GPU: gpu, Tier.CPU: cpu}, config.block_size, bytes_per_block)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

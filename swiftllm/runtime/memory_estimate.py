@@ -1,0 +1,115 @@
+"""What an engine will take of a card and its host, before anything is loaded: an estimate from a model's shapes.
+
+The engine measures at its start what it can (:meth:`~swiftllm.device.device.Device.left_free`), and that decides.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
+from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
+from swiftllm.model.sizes import WeightSizes
+from swiftllm.model.weights import fused_matrices
+from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
+from swiftllm.runtime.graphs import ROW_BUCKETS
+from swiftllm.runtime.kv_transfers import SNAPSHOTS
+from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
+
+SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
+
+
+def estimate_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, *, device_bytes: int | None, host_bytes: int
+) -> MemoryBudget:
+    """The budget of an engine.
+
+    Args:
+        config: its limits and the size of its KV blocks.
+        dtype: of weights, activations and KV cache.
+        device_bytes: the card's memory as torch reports it (``total_memory``). ``nvidia-smi`` reports 2% to 3% more
+            as ``memory.total``, of which ``memory.reserved`` cannot be used. None: there is no card.
+        host_bytes: available host memory (:func:`swiftllm.machine.available_host_bytes`).
+    """
+    sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
+    activations = activation_bytes(
+        model,
+        dtype.itemsize,
+        rows=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        context=config.max_model_len or model.max_position_embeddings,
+        on_host=on_host,
+    )
+    return MemoryBudget(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        weight_bytes=sizes.total,
+        bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
+        activation_bytes=activations,
+        reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
+        host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,
+        weights=sizes,
+    )
+
+
+def activation_bytes(
+    model: ModelConfig, itemsize: int, *, rows: int, requests: int, context: int, on_host: bool
+) -> int:
+    """Bytes at the peak of :func:`~swiftllm.runtime.widest_iteration.widest_iteration`, and of buffers that stay.
+
+    ``rows`` is the most tokens of a lane, ``requests`` the most requests, ``context`` the tokens of the longest. The
+    terms follow that function and the model; tests measure them.
+    """
+    sampled, chunk = min(requests, rows), min(rows, context)
+    rotary = 2 * model.head_dim * 4
+    hidden = rows * model.hidden_size * itemsize
+    attended = rows * model.num_heads * model.head_dim * itemsize
+    qkv = rows * model.qkv_size * itemsize
+    held = hidden + qkv + rows * rotary + chunk * context  # residual, Q, K and V, rotary rows, mask
+    if not on_host:  # K and V on their way to the CPU tier
+        held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
+
+    own_attention = held + 2 * attended
+    pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))
+    gate_up = -(-rows // pieces) * 2 * model.intermediate_size * itemsize
+    crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
+    if model.quantisation is not None:
+        crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
+
+    keys_values = 2 * context * model.num_kv_heads * model.head_dim * itemsize
+    masked_rows = min(chunk, max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context))
+    masked = 2 * masked_rows * context * itemsize  # the mask as numbers, and these padded
+    long_attention = held + attended + 2 * keys_values + max(masked + attended, 2 * attended)
+
+    decoding = 0
+    if not on_host:
+        splits = -(-context // SPLIT_TOKENS)
+        decoding = held + attended + sampled * model.num_heads * (splits * (model.head_dim + 1) * 4 + model.head_dim)
+
+    logits = sampled * model.vocab_size
+    at_once = min(logits, max(CPU_LOGITS if on_host else GPU_LOGITS, model.vocab_size))
+    sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
+    peak = max(own_attention, crossing, long_attention, decoding, sampling)
+    return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, requests))
+
+
+def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
+    """Of a quantised matrix in full, beside its product, where that is most; arguments are the products' bytes.
+
+    With up to 512 rows codes are multiplied from sm_80 on, and on most CPUs with any; then this is more than is taken.
+    """
+    beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
+    return max(
+        sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
+        for matrix in fused_matrices(model)
+    )
+
+
+def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:
+    """Of the two frames and the logits of :class:`~swiftllm.runtime.graphs.LayerGraphs`, but for their tables."""
+    rows = next((bucket for bucket in ROW_BUCKETS if bucket >= requests), ROW_BUCKETS[-1])
+    row = (model.hidden_size + model.qkv_size + model.num_heads * model.head_dim) * itemsize + 2 * model.head_dim * 4
+    return rows * (2 * row + model.vocab_size * itemsize)

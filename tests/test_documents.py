@@ -1,0 +1,61 @@
+"""The documents hold together: links and anchors lead somewhere, files that they name exist, and they stay short."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests")
+MOST_WORDS = 25_000
+
+CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# A file or folder below one of the repository's own folders; `git show COMMIT:path` names one of the past.
+FILE = re.compile(rf"(?<![\w:/.-])(?:{'|'.join((*PACKAGES, 'docs'))})/[\w./*-]*[\w*](?:\.\w+|/)")
+BARE_FILE = re.compile(r"`([\w.-]+\.(?:py|sh|yaml|cpp|h))`")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text()), re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+
+
+def source_files() -> Iterator[Path]:
+    for folder in PACKAGES:
+        yield from (path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".sh", ".yaml", ".cpp", ".h"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(CODE_BLOCK.sub("", page.read_text())):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    missing = [name for name in FILE.findall(LINK.sub("]", text)) if not any(ROOT.glob(name.rstrip("/")))]
+    names = {path.name for path in [*source_files(), *ROOT.glob("*.py")]}
+    assert not missing and set(BARE_FILE.findall(text)) <= names, missing
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    for path in source_files():
+        for name in re.findall(r"(?<![\w:/.-])docs/[\w/-]+\.md", path.read_text(errors="replace")):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_the_documents_stay_short() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) < MOST_WORDS
