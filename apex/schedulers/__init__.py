@@ -7,8 +7,7 @@ from apex.schedulers.apex import Apex
 from apex.schedulers.hybrid import Predicting
 from apex.schedulers.neo import FastDecode, Neo
 from apex.schedulers.omniserve.baselines import Llumnix, Sarathi
-from apex.schedulers.omniserve.policy import OmniServe
-from apex.schedulers.omniserve.stepping import OmniServeStepping
+from apex.schedulers.omniserve.policy import OmniServe, OmniServeStepping
 from swiftllm.systems import System, register_system
 
 

@@ -69,7 +69,7 @@ class Turns:
     def __init__(self, patience: int) -> None:
         self.patience = patience
         self._next_look = 0  # the iteration of the next search for a decode
-        self._last_prompt = 0  # the iteration in which prompts went on, or in which there were none
+        self.last_prompt = 0  # the iteration in which prompts went on, or in which there were none
 
     def overdue_decode(self, residents: Residents) -> Request | None:
         """The decode of either tier that waited longest for its token, if too long.
@@ -90,11 +90,8 @@ class Turns:
         return longest_waiting if self._next_look <= residents.iteration else None
 
     def prompts_are_overdue(self, iteration: int) -> bool:
-        return iteration - self._last_prompt > self.patience
+        return iteration - self.last_prompt > self.patience
 
     def saved_share(self, iteration: int) -> float:
         """Even one token may take more than an iteration's share, so shares of several are saved for it."""
-        return LEAST_SHARE * (iteration - self._last_prompt - 1)
-
-    def prompts_went_on(self, iteration: int) -> None:
-        self._last_prompt = iteration
+        return LEAST_SHARE * (iteration - self.last_prompt - 1)
