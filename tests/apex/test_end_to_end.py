@@ -257,7 +257,7 @@ def test_offline_api(tiny) -> None:
         assert [output.token_ids for output in outputs] == expected[:6]
         with pytest.raises(swiftllm.RequestRefused, match="empty"):
             llm.generate([prompts[0], []])
-        assert not llm.engine.has_unfinished()
+        assert not llm.engine.residents.requests
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'orca'"):
         swiftllm.LLM(model_dir, system="orca")
