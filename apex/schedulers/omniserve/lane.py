@@ -38,10 +38,15 @@ class Lane:
         self.draft = draft
         self.model = model
         self.residents = draft.residents
+        self._counted, self._load = (-1, -1), LaneLoad(0, 0, 0, 0, ())
 
     @property
     def load(self) -> LaneLoad:
-        return LaneLoad.from_draft(self.draft)
+        """Made anew where something was added since; nothing is ever taken out."""
+        counts = len(self.draft.decodes), len(self.draft.prefills)
+        if counts != self._counted:
+            self._counted, self._load = counts, LaneLoad.from_draft(self.draft)
+        return self._load
 
     @property
     def swapped(self) -> int:
