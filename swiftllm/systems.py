@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftllm.engine.engine import Engine, HomeWatch
+from swiftllm.engine.engine import Engine, HostWatch
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -52,7 +52,7 @@ class Hardware:
     vocab_size: int
     eos_token_ids: Sequence[int] = ()
     tokenizer: Tokenizer | None = None
-    hosts: HomeWatch | None = None
+    hosts: HostWatch | None = None
 
 
 def build(

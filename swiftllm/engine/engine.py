@@ -30,14 +30,14 @@ class EngineStalled(RuntimeError):
     """Requests are unfinished but the policy plans nothing: a defect. The message has the engine's state."""
 
 
-class HomeWatch(Protocol):
-    """Tells which homes of the CPU tier on other hosts have died and returned."""
+class HostWatch(Protocol):
+    """Tells which other hosts, each with a pool of the CPU tier, have died and returned."""
 
     def take_died(self) -> list[int]:
-        """Homes that have died since the last call."""
+        """Hosts that have died since the last call."""
 
     def take_returned(self) -> list[int]:
-        """Homes that had died and have a host again."""
+        """Hosts that had died and are back, or replaced."""
 
     @property
     def num_connected(self) -> int:
@@ -90,7 +90,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
         description: Mapping[str, Any] | None = None,
-        hosts: HomeWatch | None = None,
+        hosts: HostWatch | None = None,
     ) -> None:
         self.residents = residents
         self.policy = policy
@@ -237,14 +237,14 @@ class Engine:
         if self._hosts is not None:
             self._running_plan = None
             self._forget_died()
-            for home in self._hosts.take_returned():
-                self.kv.homes.restore(home)
-                logger.warning("home %d of the CPU tier has a host again", home)
+            for host in self._hosts.take_returned():
+                self.kv.host_pools.restore(host)
+                logger.warning("host %d of the CPU tier is back", host)
 
     def _forget_died(self, death: HostDied | None = None) -> None:
         """Compute again what was on hosts that are gone, and nothing else. ``death`` ended the iteration, if given."""
-        homes = self._hosts.take_died() if self._hosts is not None else []
-        if not homes:
+        hosts = self._hosts.take_died() if self._hosts is not None else []
+        if not hosts:
             if death is not None:
                 raise death
             return
@@ -252,10 +252,10 @@ class Engine:
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
         in_swap = plan is not None and death is not None and death.in_swap
-        lost = self.residents.forget_homes(homes, plan.swapping() if in_swap else ())
-        self._stats.host_deaths += len(homes)
+        lost = self.residents.forget_hosts(hosts, plan.swapping() if in_swap else ())
+        self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
-        logger.warning("home %s of the CPU tier is gone: %d requests are computed again", homes, len(lost))
+        logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))
 
     # -- after a step that raised -----------------------------------------------------------------------------------
 

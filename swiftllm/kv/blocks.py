@@ -12,7 +12,7 @@ from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 
 if TYPE_CHECKING:
-    from swiftllm.scheduling.homes import BlockFetcher
+    from swiftllm.scheduling.host_pools import BlockFetcher
 
 
 class BlockAllocator:
@@ -81,11 +81,11 @@ class KVCacheManager:
     ) -> None:
         """``host_blocks``: the blocks of each other host; their ids follow those of this host."""
         self.block_size = block_size
-        self.homes = HostPools((num_cpu_blocks, *host_blocks))
-        local = self.homes.pools[0]
+        self.host_pools = HostPools((num_cpu_blocks, *host_blocks))
+        local = self.host_pools.pools[0]
         self.allocators: dict[Tier, BlockAllocator | HostPools] = {
             Tier.GPU: BlockAllocator(num_gpu_blocks),
-            Tier.CPU: self.homes if host_blocks else local,
+            Tier.CPU: self.host_pools if host_blocks else local,
         }
         self.block_tables: dict[str, list[int]] = {}
 
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     def capacity(self, tier: Tier) -> int:
         """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
-        return self.homes.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
+        return self.host_pools.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
 
     def pools(self, tier: Tier) -> Sequence[BlockAllocator]:
         """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""

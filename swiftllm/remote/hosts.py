@@ -63,7 +63,7 @@ class AttentionHosts:
         """Hosts whose blocks are in use."""
         return sum(not host.channel.is_dead for host in self.hosts)
 
-    # -- blocks that are fetched before a swap (swiftllm.scheduling.homes.BlockFetcher) ------------------------------
+    # -- blocks that are fetched before a swap (swiftllm.scheduling.host_pools.BlockFetcher) -----------------------
 
     def fetch(self, blocks: Sequence[int]) -> None:
         for tier, _, own in self._split(blocks):

@@ -54,7 +54,7 @@ def this_machine(config: EngineConfig, backend: TorchBackend) -> Hardware:
     limits, hosts = scheduler_limits(config, backend), backend.attention_hosts
     host_blocks = () if hosts is None else hosts.num_blocks
     kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks)
-    kv.homes.fetcher = hosts
+    kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
     description = {
         "model": config.model,

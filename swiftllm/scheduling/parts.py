@@ -19,7 +19,7 @@ def gpu_decodes(draft: Draft, service_class: ServiceClass) -> None:
 def swap_in(draft: Draft, service_class: ServiceClass) -> None:
     """Move the oldest CPU requests back to the GPU while there is room, and decode them in this iteration.
 
-    One with CPU attention under way is called back first, one of another home fetched; its GPU blocks are reserved.
+    One with CPU attention under way is called back first, one of another host fetched; its GPU blocks are reserved.
     """
     residents, kv = draft.residents, draft.residents.kv
     if Tier.GPU not in residents.open_tiers or residents.swap_source is Tier.GPU:  # pushed some out: the GPU is full

@@ -27,7 +27,7 @@ from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.cohorts import Cohorts
-from swiftllm.scheduling.homes import Fetches, pool_has_room, victims_for
+from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
 from swiftllm.scheduling.rules import Rules
 
 
@@ -138,22 +138,22 @@ class Residents:
             request.start_over()
         return requests
 
-    def forget_homes(self, homes: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
-        """Requeue the requests whose K and V were on hosts that are gone, and withdraw the blocks of these homes.
+    def forget_hosts(self, hosts: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
+        """Requeue the requests whose K and V were on hosts that are gone, and withdraw their blocks.
 
         No ticket may use any block, and no cohort is under way any more. The same holds for ``unfinished_swaps``,
         requests whose K and V may be incomplete. Returns the requests, which are computed again.
         """
         for request in self.cohorts.dissolve():
             self._come_to_rest(request)
-        pools = [self.kv.homes.pools[home] for home in homes]
+        pools = [self.kv.host_pools.pools[host] for host in hosts]
         lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
         lost += [r for r in unfinished_swaps if r.status is RequestStatus.RUNNING and r not in lost]
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
-        for home in homes:
-            self.kv.homes.withdraw(home)
+        for host in hosts:
+            self.kv.host_pools.withdraw(host)
         return lost
 
     # -- from plan to plan ------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Residents:
     def call_back(self, request: Request, num_blocks: int) -> bool:
         """Whether a CPU request can move to the GPU at once.
 
-        If not, it is called out of its cohort, or its blocks are fetched from their home. ``num_blocks`` of the GPU are
+        If not, it is called out of its cohort, or its blocks are fetched from their host. ``num_blocks`` of the GPU are
         kept for it until then.
         """
         if not self.at_rest(request):

@@ -104,7 +104,7 @@ def test_the_shortest_of_a_class_starts_first(cpu_hosts: int) -> None:
 
 
 def test_nothing_is_lost_under_random_load() -> None:
-    """Of both classes, with aborts and tiny pools; the CPU tier has a home on another host."""
+    """Of both classes, with aborts and tiny pools; the CPU tier has a pool on another host."""
     for seed in range(5):
         rng = random.Random(seed)
         engine = fake_engine(

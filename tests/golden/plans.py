@@ -45,7 +45,7 @@ class Workload:
 
     ``at_once`` requests are there at the start; as many iterations' draws are made for them.
     ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
-    tier has more homes, on hosts that die and return, and the hardware is the fake one. Requests that leave a cohort
+    tier has more pools, on hosts that die and return, and the hardware is the fake one. Requests that leave a cohort
     together free their blocks in no fixed order; where that happens, swaps are described without ``numbered_blocks``.
     """
 

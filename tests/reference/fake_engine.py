@@ -48,9 +48,9 @@ def fake_engine(
     seed: int = 0,
     host_blocks: Sequence[int] = (),
 ) -> Engine:
-    """With ``host_blocks`` the CPU tier has more homes, on fake hosts that may die (``engine.backend.hosts``)."""
+    """With ``host_blocks`` the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
     kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, host_blocks)
-    hosts = FakeHosts(kv.homes) if host_blocks else None
+    hosts = FakeHosts(kv.host_pools) if host_blocks else None
     backend = FakeBackend(num_layers, block_size, seed) if hosts is None else BackendOfHosts(hosts, num_layers, seed)
     backend.block_size = block_size
     backend.block_tables = kv.block_tables

@@ -12,35 +12,35 @@ from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeTicket
 
 
 class FakeHosts:
-    """See :class:`swiftllm.engine.engine.HomeWatch`. ``plan_death`` lets a home die after some more operations."""
+    """See :class:`swiftllm.engine.engine.HostWatch`. ``plan_death`` lets a host die after some more operations."""
 
-    def __init__(self, homes: HostPools) -> None:
-        self.homes = homes
+    def __init__(self, hosts: HostPools) -> None:
+        self.host_pools = hosts
         self.dead: set[int] = set()
         self._told: set[int] = set()
         self._deaths: dict[int, int] = {}
 
-    def plan_death(self, home: int, operations: int) -> None:
-        if home not in self.dead:
-            self._deaths.setdefault(home, operations)
+    def plan_death(self, host: int, operations: int) -> None:
+        if host not in self.dead:
+            self._deaths.setdefault(host, operations)
 
-    def revive(self, home: int) -> None:
+    def revive(self, host: int) -> None:
         """A host in the place of one whose death the engine has been told of."""
-        if home in self._told:
-            self.dead.discard(home)
+        if host in self._told:
+            self.dead.discard(host)
 
     def touch(self, backend: BackendOfHosts, block: int, *, in_swap: bool = False) -> None:
         """An operation on a block: the host may die in it."""
-        pools = self.homes.pools
-        home = pools.index(self.homes.pool_of(block))
-        if home in self._deaths:
-            self._deaths[home] -= 1
-            if self._deaths[home] <= 0:
-                del self._deaths[home]
-                self.dead.add(home)
-                backend.lose_blocks(self.homes, home)
-        if home in self.dead:
-            raise HostDied(f"home {home} died", in_swap=in_swap)
+        pools = self.host_pools.pools
+        host = pools.index(self.host_pools.pool_of(block))
+        if host in self._deaths:
+            self._deaths[host] -= 1
+            if self._deaths[host] <= 0:
+                del self._deaths[host]
+                self.dead.add(host)
+                backend.lose_blocks(self.host_pools, host)
+        if host in self.dead:
+            raise HostDied(f"host {host} died", in_swap=in_swap)
 
     def take_died(self) -> list[int]:
         died = sorted(self.dead - self._told)
@@ -54,7 +54,7 @@ class FakeHosts:
 
     @property
     def num_connected(self) -> int:
-        return len(self.homes.pools) - 1 - len(self.dead)
+        return len(self.host_pools.pools) - 1 - len(self.dead)
 
 
 class BackendOfHosts(FakeBackend):
@@ -64,8 +64,8 @@ class BackendOfHosts(FakeBackend):
         super().__init__(num_layers, seed=seed)
         self.hosts = hosts
 
-    def lose_blocks(self, homes: HostPools, home: int) -> None:
-        pool = homes.pools[home]
+    def lose_blocks(self, hosts: HostPools, host: int) -> None:
+        pool = hosts.pools[host]
         blocks = range(pool.first, pool.first + pool.num_blocks)
         self.slots = {slot: note for slot, note in self.slots.items() if slot[0] is Tier.GPU or slot[1] not in blocks}
 

@@ -41,7 +41,7 @@ def remote(engine: Engine, host: int = 1) -> RemoteCpuTier:
 
 
 def on_host(engine: Engine, host: int) -> set[str]:
-    pool = engine.kv.homes.pools[host]
+    pool = engine.kv.host_pools.pools[host]
     running = engine.residents.running[Tier.CPU]
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
@@ -55,14 +55,14 @@ def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float =
 
 def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
-    counted, forget = [], engine.residents.forget_homes
+    counted, forget = [], engine.residents.forget_hosts
 
     def noted(hosts, unfinished_swaps):
         lost = forget(hosts, unfinished_swaps)
         counted.append({request.request_id for request in lost})
         return lost
 
-    engine.residents.forget_homes = noted
+    engine.residents.forget_hosts = noted
     return counted
 
 
@@ -78,7 +78,7 @@ def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], pr
     engine.step()
     assert recomputed == [there]
     assert engine.stats().recomputed_after_host_deaths == len(there)
-    assert engine.kv.homes.pools[1].num_blocks == 0
+    assert engine.kv.host_pools.pools[1].num_blocks == 0
     run_to_end(engine)
     engine.close()
     assert [tuple(request.output_token_ids) for request in requests] == expected
@@ -119,7 +119,7 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
     assert [tuple(request.output_token_ids) for request in requests] == expected
     with host_in_thread(80 * BLOCK_BYTES, port=address[1]):
         step = 0
-        while not engine.kv.homes.pools[1].num_blocks:  # taken up by the first step after it was found
+        while not engine.kv.host_pools.pools[1].num_blocks:  # taken up by the first step after it was found
             step += 1
             assert step < 200
             time.sleep(0.05)
@@ -189,7 +189,7 @@ def test_a_dead_host_blames_no_request(tiny, monkeypatch: pytest.MonkeyPatch) ->
             sampling = SamplingParams(MAX_TOKENS)
             streams = service.submit([NewRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
             reading = asyncio.create_task(read_all(streams))
-            while not engine.kv.homes.pools[1].num_used:
+            while not engine.kv.host_pools.pools[1].num_used:
                 await asyncio.sleep(0.001)
             host.close()
             outcomes = await reading

@@ -29,7 +29,7 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
     try:
         pools = {"num_gpu_blocks": 60, "num_cpu_blocks": 20, "max_model_len": 90}
         engine = open_engine(model_dir, "apex-overlap", [address], **pools)
-        first = engine.kv.homes.pools[1].first
+        first = engine.kv.host_pools.pools[1].first
         returned, swap = [], engine.backend.swap
 
         def noted(swaps):

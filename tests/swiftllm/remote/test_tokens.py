@@ -78,12 +78,12 @@ def test_hosts_do_not_change_tokens(tiny, variant: str, num_hosts: int, monkeypa
         stack.callback(engine.close)
         moved = set()
         swap = engine.backend.swap
-        pools = engine.kv.homes.pools
+        pools = engine.kv.host_pools.pools
 
         def noted(swaps) -> None:
             for swap_ in swaps:
                 blocks = swap_.source_blocks if swap_.source is Tier.CPU else swap_.target_blocks
-                moved.add((swap_.source, pools.index(engine.kv.homes.pool_of(blocks[0]))))
+                moved.add((swap_.source, pools.index(engine.kv.host_pools.pool_of(blocks[0]))))
             swap(swaps)
 
         monkeypatch.setattr(engine.backend, "swap", noted)

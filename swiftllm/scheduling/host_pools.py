@@ -11,7 +11,7 @@ from swiftllm.kv.blocks import BlockAllocator, KVCacheManager
 
 class BlockFetcher(Protocol):
     """Brings blocks of other hosts here, so that the swap that reads them does not wait for a host. Block ids are those
-    of the CPU tier; the blocks of a call are in one home, and are not written until they are swapped or dropped."""
+    of the CPU tier; the blocks of a call lie on one host, and are not written until they are swapped or dropped."""
 
     def fetch(self, blocks: Sequence[int]) -> None:
         """Begin, without waiting. If the host is gone, they never come."""
@@ -23,7 +23,7 @@ class BlockFetcher(Protocol):
 
 
 class Fetches:
-    """The requests of other homes whose blocks are fetched before they move to the GPU. They rest until then.
+    """The requests of other hosts whose blocks are fetched before they move to the GPU. They rest until then.
 
     A host that does not answer holds up these requests, and no iteration.
     """
@@ -43,23 +43,23 @@ class Fetches:
         """The request loses its blocks."""
         for asked in (self._before, self._now):
             if (blocks := asked.pop(request.request_id, None)) is not None:
-                self._kv.homes.fetcher.drop_fetched(blocks)
+                self._kv.host_pools.fetcher.drop_fetched(blocks)
 
     def begin_plan(self) -> None:
         """What the last plan did not ask for is given up."""
         for request_id in self._before.keys() - self._now.keys():
-            self._kv.homes.fetcher.drop_fetched(self._before[request_id])
+            self._kv.host_pools.fetcher.drop_fetched(self._before[request_id])
         self._before, self._now = self._now, {}
 
     def are_here(self, request: Request) -> bool:
         """Whether the blocks of a resting request of the CPU tier are on this host. If not, they are asked for."""
-        homes = self._kv.homes
-        if homes.fetcher is None or self._kv.pool_of(request) is homes.pools[0]:
+        of_hosts = self._kv.host_pools
+        if of_hosts.fetcher is None or self._kv.pool_of(request) is of_hosts.pools[0]:
             return True
         blocks = self._now[request.request_id] = tuple(self._kv.block_tables[request.request_id])
         if self._before.get(request.request_id) == blocks:
-            return homes.fetcher.has_fetched(blocks)
-        homes.fetcher.fetch(blocks)
+            return of_hosts.fetcher.has_fetched(blocks)
+        of_hosts.fetcher.fetch(blocks)
         return False
 
 

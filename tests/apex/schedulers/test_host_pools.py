@@ -1,4 +1,4 @@
-"""Random loads over a CPU tier of several homes, whose hosts die and return at any moment."""
+"""Random loads over a CPU tier of several hosts, which die and return at any moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.reference.fake_engine import fake_engine
 SYSTEMS = ("neo", "fastdecode", "apex", "adaptive", "omniserve", "omniserve-stepping")
 
 
-def engine_of_homes(system: str, rng: random.Random, seed: int):
+def engine_of_hosts(system: str, rng: random.Random, seed: int):
     return fake_engine(
         system,
         num_gpu_blocks=rng.choice((4, 12, 30)),
@@ -28,25 +28,25 @@ def engine_of_homes(system: str, rng: random.Random, seed: int):
 def test_random_load(system: str) -> None:
     for seed in range(3):
         rng = random.Random(seed)
-        engine = engine_of_homes(system, rng, seed)
+        engine = engine_of_hosts(system, rng, seed)
         drive(engine, rng, 40, abort_share=0.02, best_effort_share=0.3 if seed == 2 else 0.0)
         assert engine.stats().host_deaths == 0
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_random_deaths(system: str) -> None:
-    """The outputs are right whenever a host dies, and the requests of the other homes are not computed again."""
+    """The outputs are right whenever a host dies, and the requests of the other hosts are not computed again."""
     deaths = recomputed = 0
     for seed in range(4):
         rng = random.Random(seed)
-        engine = engine_of_homes(system, rng, seed)
+        engine = engine_of_hosts(system, rng, seed)
         hosts, step, residents = engine.backend.hosts, engine.step, engine.residents
-        forget = residents.forget_homes
+        forget = residents.forget_hosts
 
-        def forget_homes(homes, unfinished, engine=engine, forget=forget, residents=residents):
-            pools = [engine.kv.homes.pools[home] for home in homes]
+        def forget_hosts(hosts, unfinished, engine=engine, forget=forget, residents=residents):
+            pools = [engine.kv.host_pools.pools[host] for host in hosts]
             running = [r for r in residents.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
-            lost = forget(homes, unfinished)
+            lost = forget(hosts, unfinished)
             assert set(map(id, lost)) <= set(map(id, [*running, *unfinished]))
             assert not any(pool.num_blocks for pool in pools)
             engine.kv.check_blocks()
@@ -59,7 +59,7 @@ def test_random_deaths(system: str) -> None:
                 hosts.revive(rng.choice((1, 2)))
             return step()
 
-        residents.forget_homes, engine.step = forget_homes, step_among_deaths
+        residents.forget_hosts, engine.step = forget_hosts, step_among_deaths
         drive(engine, rng, 40, abort_share=0.02, best_effort_share=0.3 if seed % 2 else 0.0)
         deaths += engine.stats().host_deaths
         recomputed += engine.stats().recomputed_after_host_deaths
