@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.lengths import LengthsSeen
-from apex.schedulers.omniserve.lane import REST, URGENT, prompt_lengths
+from apex.schedulers.omniserve.lane import BEST_EFFORT, URGENT, prompt_lengths
 from apex.schedulers.omniserve.times import iteration_s, urgent_chunk_tokens, with_prompts
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.slo import Slo
@@ -61,7 +61,7 @@ def _missing_blocks(request: Request, residents: Residents) -> int:
     """
     kv, queue, running = residents.kv, [*residents.waiting.of_class(URGENT), request], residents.running[Tier.GPU]
     wanted = sum([kv.blocks_for(r.num_tokens) + 1 for r in queue]) + len(running.of_class(URGENT))
-    yielded = sum(map(kv.num_held, running.of_class(REST)))
+    yielded = sum(map(kv.num_held, running.of_class(BEST_EFFORT)))
     return max(0, wanted - yielded - kv.num_free(Tier.GPU))
 
 

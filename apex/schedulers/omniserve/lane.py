@@ -23,7 +23,7 @@ from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import new_prompts, running_prompts
 
-URGENT, REST = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
+URGENT, BEST_EFFORT = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
 PROMPTS_LOOKED_AT = 32
 """Waiting requests whose prompts are considered for an iteration."""
 
@@ -98,13 +98,13 @@ class Lane:
         """Best-effort prompts. If they ``must``, or if there is nothing else, they go on by a few tokens where not even
         one fits. False: none goes on, although there are some."""
         draft, load, most = self.draft, self.load, self.draft.tokens_left
-        prompts, num_chunks = self._prompts(REST), len(draft.prefills)
+        prompts, num_chunks = self._prompts(BEST_EFFORT), len(draft.prefills)
         tokens = most_prompt_tokens(self.model, load, prompts, limit_s, most, riders, self.swapped)
         if not tokens and (must or (self.is_empty and not riders)):
             tokens = chunk_of_no_cost(self.model, load, most)
         draft.prompt_limit = tokens
-        running_prompts(draft, REST)
-        new_prompts(draft, REST)
+        running_prompts(draft, BEST_EFFORT)
+        new_prompts(draft, BEST_EFFORT)
         return not prompts or len(draft.prefills) > num_chunks
 
     # -- decodes (section 3.3.5) ------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Lane:
         residents, kv = self.residents, self.residents.kv
         if residents.swaps or Tier.GPU not in residents.open_tiers:
             return
-        for request in residents.decoding[Tier.CPU].of_class(REST):
+        for request in residents.decoding[Tier.CPU].of_class(BEST_EFFORT):
             if not residents.at_rest(request) or not can_hold(kv, Tier.GPU, request):
                 continue
             num_blocks = kv.blocks_for(request.num_tokens)

@@ -16,7 +16,7 @@ from apex.perf.model import PerfModel, total_s
 from apex.schedulers.hybrid import Predicting
 from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.omniserve.admission import backlog_before, first_token_s
-from apex.schedulers.omniserve.lane import REST, URGENT, Lane, Riders, rows_by_boundary
+from apex.schedulers.omniserve.lane import BEST_EFFORT, URGENT, Lane, Riders, rows_by_boundary
 from apex.schedulers.omniserve.share import IterationLength, Turns
 from apex.schedulers.omniserve.times import riders_s
 from apex.strategy import StrategyConfig
@@ -38,7 +38,7 @@ class OmniServe(Predicting):
     rides at most one boundary an iteration. The oldest cohort comes first.
     """
 
-    rules = Rules(tiers=(Tier.GPU, Tier.CPU), urgent_tiers=(Tier.GPU,), spills=(REST,))
+    rules = Rules(tiers=(Tier.GPU, Tier.CPU), urgent_tiers=(Tier.GPU,), spills=(BEST_EFFORT,))
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         super().__init__(model, config)
@@ -82,12 +82,12 @@ class OmniServe(Predicting):
         urgent_s = lane.iteration_s()
         limit_s = self._length.limit_s(residents, self.model, target_s, urgent_s)
         # Growing may swap, so best-effort decodes rest where others fill the time already.
-        decodes = residents.grow_on_gpu(REST, draft.tokens_left) if urgent_s <= limit_s else []
+        decodes = residents.grow_on_gpu(BEST_EFFORT, draft.tokens_left) if urgent_s <= limit_s else []
         if overdue is not None and overdue.tier is Tier.GPU:
             if residents.hold_on_gpu(overdue, overdue.num_tokens):
                 draft.add_decodes([overdue])
             decodes = [request for request in decodes if request is not overdue and request.tier is Tier.GPU]
-        ready = residents.grow_on_cpu(REST)
+        ready = residents.grow_on_cpu(BEST_EFFORT)
         riding, starting = lane.choose_riders(ready, limit_s, self.most_cohorts, overdue)
         self.fill(lane, decodes, rows_by_boundary(riding, starting), limit_s)
         if lane.is_empty and not riding:

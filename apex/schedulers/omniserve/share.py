@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
-from apex.schedulers.omniserve.lane import REST, URGENT
+from apex.schedulers.omniserve.lane import BEST_EFFORT, URGENT
 from apex.schedulers.omniserve.times import iteration_s, with_decodes
 from swiftllm.core.request import Request, Tier
 from swiftllm.scheduling.residents import Residents
@@ -80,9 +80,9 @@ class Turns:
         if residents.iteration < self._next_look:
             return None
         can_grow = residents.kv.num_free(Tier.CPU) > 0
-        on_cpu = residents.decoding[Tier.CPU].of_class(REST)
+        on_cpu = residents.decoding[Tier.CPU].of_class(BEST_EFFORT)
         decodes = [r for r in on_cpu if can_grow or r.num_tokens <= r.num_kv_slots]
-        decodes += residents.decoding[Tier.GPU].of_class(REST)
+        decodes += residents.decoding[Tier.GPU].of_class(BEST_EFFORT)
         if not decodes:
             return None
         longest_waiting = min(decodes, key=attrgetter("last_served"))
