@@ -22,6 +22,7 @@ from swiftllm.engine.backend import RankFailed
 from swiftllm.machine import allowed_cores
 from swiftllm.model.llama import LlamaModel
 from swiftllm.parallel.backend import ShardedTicket, open_sharded_backend
+from swiftllm.parallel.group import Group as RankGroup
 from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.runtime.batch import CohortBatch
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
@@ -36,7 +37,7 @@ from tests.apex.test_end_to_end import (
     offloading_iterations,
 )
 from tests.reference.ranks import LAUNCHER, delay_tickets, tell_ranks
-from tests.reference.tiny_model import make_tiny_llama
+from tests.reference.tiny_model import TINY, make_tiny_llama
 from tests.swiftllm.server.serving import serve
 
 SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
@@ -122,6 +123,21 @@ def test_log_probabilities_are_those_of_one_rank(llama: Group) -> None:
         for name in ("prompt_logprobs", "logprobs"):
             logprobs = [[entry.logprob for entry in getattr(request, name)] for request in (two, one)]
             assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4) and logprobs[0]
+
+
+def test_an_iteration_has_two_all_reduces_a_layer_and_one_of_the_embedding(llama: Group, monkeypatch) -> None:
+    count, all_reduce = 0, RankGroup.all_reduce
+
+    def counted(group: RankGroup, tensor):
+        nonlocal count
+        count += 1
+        return all_reduce(group, tensor)
+
+    monkeypatch.setattr(RankGroup, "all_reduce", counted)
+    engine = llama.engine("swiftllm")
+    engine.add(engine.make_request("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
+    run(engine)
+    assert count == 4 * (2 * TINY["num_hidden_layers"] + 1)
 
 
 @pytest.mark.parametrize("variant", ["apex-overlap", "adaptive-free-running"])

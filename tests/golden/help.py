@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -67,5 +68,18 @@ def _terminal(arguments: list[str], columns: int) -> Iterator[None]:
         patch.object(sys, "path", path),
         patch.dict(os.environ, environ),
         patch.object(os, "sched_getaffinity", lambda _: {0}),  # defaults that count cores
+        _same_signal_handlers(),
     ):
         yield
+
+
+@contextmanager
+def _same_signal_handlers() -> Iterator[None]:
+    """Commands that start servers handle SIGTERM; the tests that follow should end by it as before."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -1,10 +1,9 @@
-"""Values that follow from a definition: blocks held, all-reduces, seconds of a formula, a rate that must come back."""
+"""Values that follow from a definition: blocks held, seconds of a formula, a rate that must come back."""
 
 from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,16 +16,12 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.request import ServiceClass
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
-from swiftllm.parallel.group import Group as RankGroup
 from swiftllm.remote.channel import Channel
 from swiftllm.remote.frames import FrameKind, Header
-from tests.apex.rank_group import Group
-from tests.apex.rank_group import run as run_to_end
 from tests.apex.simulator.machines import profile
 from tests.golden.plans import SYSTEMS, TABLE, WORKLOADS, run
 from tests.golden.record import used_blocks
 from tests.reference.linear_profile import LAYERS
-from tests.reference.tiny_model import TINY, make_tiny_llama
 
 BLOCK = 16
 OFFLOADING = ("neo", "fastdecode", "apex", "adaptive", "omniserve", "omniserve-stepping")
@@ -67,7 +62,7 @@ def test_tokens_of_best_effort_requests_are_counted_whatever_comes_after_them(cl
 def test_no_block_is_lost_whichever_hosts_die_and_requests_are_aborted(system: str) -> None:
     workload = replace(WORKLOADS["aborts-and-deaths"], abort_share=0.2, iterations=25)
     deaths = 0
-    for seed in range(25):
+    for seed in range(12):
         deaths += run(system, workload, random.Random(seed)).stats().host_deaths  # checks all blocks at the end
     assert deaths > 5
 
@@ -121,27 +116,3 @@ def test_a_host_that_is_silent_ends_its_channel(monkeypatch: pytest.MonkeyPatch)
     finally:
         there.close()
         channel.close()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    group = Group(make_tiny_llama(tmp_path_factory.mktemp("llama")), 2)
-    yield group
-    group.close()
-
-
-def test_an_iteration_has_two_all_reduces_a_layer_and_one_of_the_embedding(
-    two_ranks: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count, all_reduce = 0, RankGroup.all_reduce
-
-    def counted(group: RankGroup, tensor):
-        nonlocal count
-        count += 1
-        return all_reduce(group, tensor)
-
-    monkeypatch.setattr(RankGroup, "all_reduce", counted)
-    engine = two_ranks.engine("swiftllm")
-    engine.add(engine.make_request("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
-    run_to_end(engine)
-    assert count == 4 * (2 * TINY["num_hidden_layers"] + 1)

@@ -99,16 +99,22 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"num_gpu_blocks": 20}])
 def test_all_stay_on_a_card_with_room_for_all_requests_and_nothing_is_measured(model_dir, monkeypatch, options):
     monkeypatch.setattr(measured, "time_boundary", None)
-    config = config_for(model_dir, **options)
-    tokens = 80 if options else 8 * 56
+    config, load = config_for(model_dir, **options), Workload(8, 39, 15)
+    tokens = 80 if options else 8 * 56  # of whole blocks
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, LAYERS, tokens)
-        plan = place_weights(config, LONG)
-        assert plan.placement is None and "has room for 8 requests of 40 in / 16 out beside them" in plan.describe()
+        plan = place_weights(config, load)
+        assert plan.placement is None and "has room for 8 requests of 39 in / 15 out beside them" in plan.describe()
         monkeypatch.undo()
         give_times(monkeypatch, **FAST_LINK)
         cuda.total_bytes = card_bytes(config, LAYERS, tokens - 9)
-        assert place_weights(config, LONG).describe() != plan.describe()
+        assert place_weights(config, load).describe() != plan.describe()
+
+
+def test_the_cpu_tier_takes_half_of_what_weights_leave_of_the_host(model_dir, monkeypatch):
+    """As many bytes are left to the host beside that as an engine leaves at its start."""
+    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: GIB // 2 + 1000)
+    assert memory_of(config_for(model_dir)).cpu_kv_bytes(200) == 400
 
 
 def test_weights_make_room_only_where_that_is_faster(model_dir, monkeypatch):

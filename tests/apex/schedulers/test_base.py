@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import HOP, Strategy
 from swiftllm.core.request import SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import new_prompts, swap_in
-from tests.reference.fake_backend import expected_output
+from tests.reference.fake_backend import FakeBackend, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
 HOPELESS = flat_table(cpu_token_s=1e-3)
@@ -105,3 +107,33 @@ def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobod
     newcomer = engine.add(engine.make_request("newcomer", [2] * 3, up_to(2)))
     new_prompts(draft, ServiceClass.LATENCY_SENSITIVE)
     assert newcomer.tier is Tier.CPU
+
+
+def test_cohorts_step_only_where_the_backend_holds_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ride every boundary whose weights would be streamed for them alone."""
+    monkeypatch.setattr(FakeBackend, "holds_weights", lambda backend, boundary: boundary != 1)
+    strategy = StrategyConfig(strategy="asynchronous-overlap", disable_admission_control=True)
+    engine = fake_engine("adaptive", num_gpu_blocks=30, num_cpu_blocks=400, num_layers=4, strategy=strategy)
+    engine.add(engine.make_request("gpu", [2] * 40, up_to(60)))
+    for number in range(8):
+        engine.add(engine.make_request(f"cpu{number}", [2] * 90, up_to(20)))
+    alone = set()
+    while engine.has_unfinished():
+        engine.backend.calls.clear()
+        engine.step()
+        plan, _ = engine.last_iteration or (None, None)
+        if plan is not None and plan.lane:
+            boundaries = [call for call in engine.backend.calls if call[0] == "boundary"]
+            alone |= _stepped(boundaries)
+    assert alone and 1 not in alone
+
+
+def _stepped(boundaries: list[tuple]) -> set[int]:
+    """Boundaries that were crossed without the lane: it goes from -1 on, one by one."""
+    lane, stepped = -1, set()
+    for _, boundary, batches in boundaries:
+        if boundary == lane:
+            lane += 1
+        elif batches == 1:
+            stepped.add(boundary)
+    return stepped

@@ -134,6 +134,22 @@ def test_neo_puts_off_prefills_for_the_cpu_but_the_oldest_while_the_cpu_stays_hi
     assert [item.request.request_id for item in plan.prefills] == ["oldest"]
 
 
+def test_prompts_that_neo_puts_off_wait_again_and_hold_no_blocks() -> None:
+    engine = fake_engine(
+        "neo", num_gpu_blocks=6, num_cpu_blocks=400, max_tokens=4096, num_layers=LAYERS, table=RISING,
+        strategy=StrategyConfig(),
+    )  # fmt: skip
+    for name, num_tokens in (("gpu", 10), ("cpu0", 100), ("cpu1", 100)):
+        engine.add(engine.make_request(name, (2,) * num_tokens, SamplingParams(max_tokens=10, ignore_eos=True)))
+    while len(engine.residents.decoding[Tier.CPU]) < 2:
+        engine.step()
+    late = [engine.add(engine.make_request(f"late{i}", (2,) * 100, SamplingParams(max_tokens=9))) for i in range(3)]
+    engine.step()
+    plan, _ = engine.last_iteration
+    assert [item.request for item in plan.prefills] == late[:1]
+    assert list(engine.residents.waiting) == late[1:] and not any(map(engine.kv.num_held, late[1:]))
+
+
 def test_neo_never_puts_off_prefills_for_the_gpu() -> None:
     prompts = [prompt(name, 100, Tier.GPU) for name in ("oldest", "middle", "youngest")]
     plan = decide(engine_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,3 +46,11 @@ def test_a_call_that_cannot_be_released_ends_the_process(monkeypatch, is_called:
     releasing.join()
     assert group.num_left == 1
     assert exits == ([EXIT_STUCK] if is_called and not is_released else [])
+
+
+def test_the_gpu_with_least_memory_counts(monkeypatch) -> None:
+    monkeypatch.setattr(team, "CAN_BIND", False)
+    driver = Team(EngineConfig("model"), StuckGroup(), None, threaded=False)
+    driver.peers += [SimpleNamespace(answer=lambda what, free=free: (free,)) for free in (700, 300)]
+    assert driver.least_free_bytes(500) == 300 and driver.least_free_bytes(200) == 200
+    assert driver.least_free_bytes(None) is None  # on a host they share its memory

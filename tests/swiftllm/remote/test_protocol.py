@@ -227,3 +227,25 @@ def test_nothing_loads_ray_before_it_is_asked_for() -> None:
     modules = "sys, swiftllm, apex, apex.cli, apex.systems, swiftllm.remote.connect"
     code = f"import {modules}; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_bytes_that_are_sent_make_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times what may wait to be sent; the peer has answered nothing."""
+    monkeypatch.setattr("swiftllm.remote.channel.MAX_QUEUED_BYTES", 64)
+    here, there = socket.socketpair()
+    channel = Channel(here, "peer")
+
+    posted = []
+
+    def post() -> None:
+        for number in range(20):
+            channel.post(Header(FrameKind.ECHO), torch.zeros(64, dtype=torch.uint8))
+            posted.append(number)
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    monkeypatch.undo()  # whoever still waits may end
+    channel.close()
+    there.close()
+    assert len(posted) == 20
