@@ -19,7 +19,7 @@ TESTED = ((3, 11), (3, 12))
 CHANGED = "APEX_CHANGED_PYTHON"
 """Set for the moment in which one Python takes over from another, so that this happens once."""
 PACKAGES = (
-    *("httpx", "httpx_sse", "matplotlib", "numpy", "pacpu", "rich", "safetensors", "tokenizers", "torch"),
+    *("httpx", "httpx_sse", "matplotlib", "numpy", "pacpu", "pandas", "rich", "safetensors", "tokenizers", "torch"),
     *("transformers", "tyro", "yaml"),
 )
 """What a script needs that simulates, measures and draws."""
