@@ -36,11 +36,9 @@ from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES, "fastapi", "hypothesis", "pytest", "uvicorn")
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ("hypothesis", "pacpu", "pytest", "torch")
+    import here
     del sys.modules["apex.environment"], sys.modules["apex"]  # tests import the packages of their own tree
 
 import pytest
