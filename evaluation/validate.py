@@ -1,6 +1,6 @@
 """Validates the simulator on this machine: real runs of the torch backend against the same runs simulated.
 
-python -m evaluation.validate [--help], or: apex validate
+python evaluation/validate.py [--help], or: apex validate
 
 The simulator's only input about the machine is profile tables, measured right before and after each real run.
 """
