@@ -19,10 +19,10 @@ TESTED = ((3, 11), (3, 12))
 CHANGED = "APEX_CHANGED_PYTHON"
 """Set for the moment in which one Python takes over from another, so that this happens once."""
 PACKAGES = (
-    *("httpx", "httpx_sse", "matplotlib", "numpy", "pacpu", "rich", "safetensors", "tokenizers", "torch"),
-    *("transformers", "tyro", "yaml"),
+    *("fastapi", "httpx", "httpx_sse", "jinja2", "matplotlib", "numpy", "pacpu", "pandas", "prometheus_client", "rich"),
+    *("safetensors", "tokenizers", "torch", "transformers", "tyro", "uvicorn", "yaml"),
 )
-"""What a script needs that simulates, measures and draws."""
+"""What a command needs that simulates, measures, serves and draws."""
 
 
 def use_environment(*packages: str) -> None:

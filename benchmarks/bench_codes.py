@@ -9,16 +9,11 @@ OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_codes.py [--help]
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 import torch
 from rich.console import Console

@@ -21,11 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("numpy", "pacpu", "torch")
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ("numpy", "pacpu", "torch")
+    import here
 
 import torch
 

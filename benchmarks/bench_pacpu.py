@@ -14,18 +14,14 @@ from __future__ import annotations
 import datetime
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 # Otherwise a peer's OpenMP threads keep spinning after its calls and slow down the next contender.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("numpy", "rich", "tyro")
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 import numpy as np
 from rich.progress import track

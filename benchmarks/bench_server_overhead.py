@@ -31,11 +31,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES, "fastapi", "prometheus_client", "uvicorn")
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 import numpy as np
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("numpy", "rich", "tyro")
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface

@@ -13,17 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 import torch
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("matplotlib", "numpy", "rich", "torch", "tyro", "yaml")
+if __name__ == "__main__":
+    if not __package__:  # run as a file
+        import here
+    else:  # documents run this one by its module's name
+        from evaluation import here
 
 from typing import Annotated
 

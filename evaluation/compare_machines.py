@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from typing import Annotated
 

@@ -17,11 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("jinja2", "matplotlib", "numpy", "rich", "tyro", "yaml")
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from typing import Annotated, Any
 

@@ -10,11 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from typing import Annotated, Any, Literal
 
@@ -24,8 +21,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.adaptive.bandwidth_map import PLACE as CELL
-from evaluation.experiments.adaptive.bandwidth_map import make_map_points
+from evaluation.experiments.adaptive.bandwidth_map import CPU, make_map_points
 from evaluation.experiments.adaptive.cases import Selection, make_case_points
 from evaluation.experiments.adaptive.latency import (
     make_capacity_points,
@@ -188,7 +184,7 @@ PARTS: dict[PartName, Part] = {
     "map": Part(
         f"{NAME}-map",
         lambda settings, selection, run: make_map_points(settings, selection),
-        lambda settings: with_ratios(settings["published"], CELL),
+        lambda settings: with_ratios(settings["published"], at=("output_len",), any_of=CPU),
         print_map,
         draw_map,
     ),

@@ -1,6 +1,6 @@
 """Validates the simulator on this machine: real runs of the torch backend against the same runs simulated.
 
-python -m evaluation.validate [--help], or: apex validate
+python evaluation/validate.py [--help], or: apex validate
 
 The simulator's only input about the machine is profile tables, measured right before and after each real run.
 """
@@ -14,11 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import PACKAGES, use_environment
-
-    use_environment(*PACKAGES)
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from rich.console import Console
 from rich.table import Table

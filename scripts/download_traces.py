@@ -22,11 +22,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("numpy", "pandas", "rich", "tokenizers", "tyro")
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ("numpy", "pandas", "rich", "tokenizers", "tyro")
+    import here
 
 from typing import TYPE_CHECKING, Annotated
 

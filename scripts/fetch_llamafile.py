@@ -20,11 +20,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment()
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ()
+    import here
 
 from swiftllm.files import cache_dir
 

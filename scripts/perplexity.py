@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("torch", "safetensors", "transformers")
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
 
 from evaluation.traces.corpus import load_corpus
 from swiftllm import LLM, SamplingParams

@@ -31,8 +31,9 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ()
+    import here
 
 from apex.environment import use_environment
 

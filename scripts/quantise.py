@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":  # import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from apex.environment import use_environment
-
-    use_environment("torch", "safetensors")
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ("torch", "safetensors")
+    import here
 
 import torch
 from safetensors import safe_open

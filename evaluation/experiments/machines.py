@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from apex.cli.output import ratio
 from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import bases, frame_of, over, with_columns
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -140,15 +140,12 @@ def with_machine_totals(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     Replicas are independent, so ``machine_tokens_per_s`` is one replica's rate times their number. It is None where
     no tier holds a request.
     """
-    rates = {(row["case"], row["run"]): row["output_tokens_per_s"] for row in rows}
-    completed = []
-    for row in rows:
-        case, rate = row["case"], row["output_tokens_per_s"]
-        gpu_only, ideal = rates.get((case, "swiftllm")), rates.get((case, IDEAL))
-        totals = {
-            "machine_tokens_per_s": rate and rate * row["replicas"],
-            "ratio_to_gpu_only": ratio(rate, gpu_only),
-            "all_reduce_share": 1 - gpu_only / ideal if gpu_only and ideal else None,
-        }
-        completed.append({**row, **totals})
-    return completed
+    frame = frame_of(rows)
+    rate = frame["output_tokens_per_s"].astype(float)
+    gpu_only, ideal = (bases(frame, frame["run"] == run, ["case"]) for run in ("swiftllm", IDEAL))
+    return with_columns(
+        rows,
+        machine_tokens_per_s=rate * frame["replicas"],
+        ratio_to_gpu_only=over(rate, gpu_only),
+        all_reduce_share=1 - gpu_only.map(rate) / ideal.map(rate),
+    )

@@ -129,7 +129,8 @@ def run_experiment(
         )
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(128 + signal.SIGINT) from None
-    summary = complete(summarise(folder, points))
+    finished = summarise(folder, points)
+    summary = complete(finished) if finished else []
     folder.save_summary(summary)
     return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
 

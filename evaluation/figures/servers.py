@@ -13,6 +13,7 @@ from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.style import FigureText, save_figure
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
 from evaluation.results.folder import FlatRecord, median_record
+from evaluation.results.frame import bases, frame_of, over, with_columns
 from swiftllm.machine import cpu_model
 
 BASELINE = "vllm"
@@ -24,13 +25,9 @@ def cores_text(cores: int) -> str:
 
 def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     """The rows with ``ratio``: output tokens/s over vLLM's with as many cores in the same round, or None."""
-    base = {(row["cores"], row["round"]): row["output_tokens_per_s"] for row in rows if row["system"] == BASELINE}
-
-    def ratio(row: FlatRecord) -> float | None:
-        rate, reference = row["output_tokens_per_s"], base.get((row["cores"], row["round"]))
-        return rate / reference if rate and reference else None
-
-    return [{**row, "ratio": ratio(row)} for row in rows]
+    frame = frame_of(rows)
+    base = bases(frame, frame["system"] == BASELINE, ["cores", "round"])
+    return with_columns(rows, ratio=over(frame["output_tokens_per_s"], base))
 
 
 COLUMNS = (

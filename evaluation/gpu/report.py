@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from apex.environment import use_environment
-
-    use_environment()
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ()
+    import here
 
 import re
 from functools import cache

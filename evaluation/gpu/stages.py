@@ -21,11 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: import from the repository, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from apex.environment import use_environment
-
-    use_environment("numpy", "pybind11", "setuptools", "torch")
+if __name__ == "__main__" and not __package__:  # run as a file
+    NEEDS = ("numpy", "pybind11", "setuptools", "torch")
+    import here
 
 from evaluation.gpu.report import missing_packages
 from evaluation.gpu.runner import Part, Stage, run_stage, run_stages

@@ -20,7 +20,7 @@ ROOT = FOLDER.parents[1]
 APEX = ("serve", "generate", "bench", "simulate", "profile", "doctor", "attention-host", "validate")
 SCRIPTS = ("ablation", "download_traces", "fetch_llamafile", "perplexity", "prepare_model", "quantise")
 FILES = [
-    *sorted(ROOT.glob("evaluation/[a-z]*.py")),
+    *sorted(path for path in ROOT.glob("evaluation/[a-z]*.py") if path.stem != "here"),
     *(ROOT / f"scripts/{name}.py" for name in SCRIPTS),
     *sorted(ROOT.glob("benchmarks/bench_*.py")),
 ]
@@ -61,7 +61,8 @@ def path_of(name: str) -> Path:
 
 @contextmanager
 def _terminal(arguments: list[str], columns: int) -> Iterator[None]:
-    path = ["", *sys.path]  # a command that is run as a file puts the repository in the first place
+    path = [str(ROOT / Path(arguments[0]).parent), *sys.path]  # as of a file, which puts the repository there
+    sys.modules.pop("here", None)
     environ = {"COLUMNS": str(columns), "LINES": "50", "TERM": "dumb", "NO_COLOR": "1"}
     with (
         patch.object(sys, "argv", arguments),

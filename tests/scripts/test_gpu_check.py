@@ -76,7 +76,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
 
 def test_a_python_without_torch_is_no_missing_gpu(tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -E -s -S "$@"\n')
     bare.chmod(0o755)
     command = [str(REPO / "scripts/gpu_check.sh"), str(tmp_path / "run")]
     environment = {**os.environ, "PYTHON": str(bare), "VENV": str(tmp_path / "none")}

@@ -26,8 +26,8 @@ from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 
-PLACE = ("kernel", "host_read_gb_s", "output_len")
-"""Fields of a row that name its cell."""
+CPU = ("kernel", "host_read_gb_s")
+"""Fields of a row that name its CPU; None for a system that uses none. With the output length they name its cell."""
 
 
 def with_read_gb_s(host: Host, gb_s: float) -> Host:

@@ -15,6 +15,7 @@ from evaluation.experiments.adaptive.cases import (
 )
 from evaluation.experiments.runner import Complete, Point
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import bases, frame_of, over, with_columns
 
 PLACE = ("case", "load")
 """Fields of a row that name its point of load."""
@@ -81,16 +82,10 @@ def with_latency_ratios(published: Sequence[str]) -> Complete:
     with the system's name; None where that did not run."""
 
     def complete(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-        at = {(row["system"], *(row[field] for field in PLACE)): row for row in rows}
-        return [{**row, **ratios(row, at)} for row in rows]
-
-    def ratios(row: FlatRecord, at: Mapping[tuple[Any, ...], FlatRecord]) -> FlatRecord:
-        found = {}
+        frame, ratios = frame_of(rows), {}
         for system in published:
-            other = at.get((system, *(row[field] for field in PLACE)))
-            for metric, name in RATIOS.items():
-                comparable = other and other[metric] and row[metric] is not None
-                found[f"{name}_{system}"] = row[metric] / other[metric] if comparable else None
-        return found
+            base = bases(frame, frame["system"] == system, PLACE)
+            ratios |= {f"{name}_{system}": over(frame[metric], base) for metric, name in RATIOS.items()}
+        return with_columns(rows, **ratios)
 
     return complete

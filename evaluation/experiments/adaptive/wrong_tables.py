@@ -21,10 +21,11 @@ from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.experiments.runner import Complete, Point
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import bases, frame_of, over, with_columns
 from swiftllm.systems import find_system
 
-PLACE = ("case", "actual_over_believed", "online_correction")
-"""Fields of a row that name its case and its error."""
+ERROR = ("actual_over_believed", "online_correction")
+"""Fields of a row that name its error; None for a system that has no table."""
 
 
 def make_wrong_table_points(settings: Mapping[str, Any], selection: Selection) -> list[Point]:
@@ -41,7 +42,7 @@ def make_wrong_table_points(settings: Mapping[str, Any], selection: Selection) -
         for system in chosen_systems(settings, selection):
             errors = section["errors"] if find_system(system).needs_predictions else ({},)
             for error in errors:
-                values = {field: error.get(field) for field in PLACE[1:]} | {"bound_tokens_per_s": bound}
+                values = {field: error.get(field) for field in ERROR} | {"bound_tokens_per_s": bound}
                 task = case_task(case, setting, system, lengths, selection, values)
                 points.append(case_point((case.case, *error_words(error)), with_error(task, **error)))
     return points
@@ -66,18 +67,11 @@ def error_words(error: Mapping[str, Any]) -> tuple[str, ...]:
 def with_error_ratios(published: Sequence[str]) -> Complete:
     """As ``with_ratios`` under the same error; also ``ratio_to_right_table``: throughput over that of the same system
     with a right table."""
-    to_best = with_ratios(published, PLACE)
+    to_best = with_ratios(published, any_of=ERROR)
 
     def complete(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
-        right = {
-            (row["case"], row["system"]): row["output_tokens_per_s"]
-            for row in rows
-            if row["actual_over_believed"] in (None, 1.0)
-        }
-        return [{**row, "ratio_to_right_table": over(row, right)} for row in to_best(rows)]
-
-    def over(row: FlatRecord, right: Mapping[tuple[str, str], float | None]) -> float | None:
-        base = right.get((row["case"], row["system"]))
-        return row["output_tokens_per_s"] / base if base and row["output_tokens_per_s"] else None
+        frame = frame_of(rows)
+        right = bases(frame, frame["actual_over_believed"].fillna(1.0) == 1.0, ("case", "system"))
+        return with_columns(to_best(rows), ratio_to_right_table=over(frame["output_tokens_per_s"], right))
 
     return complete

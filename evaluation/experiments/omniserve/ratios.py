@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import bases, frame_of, over, with_columns
 
 PLACE = (
     "setting",
@@ -19,6 +19,13 @@ PLACE = (
     "slower",
 )
 """Fields of a row that name its point."""
+METRICS = (
+    "slo_attainment",
+    "best_effort_tokens_per_s",
+    "latency_sensitive_tpot_s_p50",
+    "latency_sensitive_tokens_per_s",
+    "ttft_attainment_admitted",
+)
 
 
 def with_service_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
@@ -28,49 +35,36 @@ def with_service_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     - ``best_effort_over_one_host``, ``tpot_over_one_host``: best-effort tokens/s and the median time per token of
       latency-sensitive requests, over those of the same system with the GPUs' own CPU host only.
     - ``points_over_alone``: attainment with best-effort requests minus attainment without, in percentage points;
-      ``attainment_over_alone`` is the ratio.
+      ``attainment_over_alone`` is the ratio. Without is the same system, else the baseline, on as many CPU hosts, else
+      on one.
     - ``ttft_over_uncontrolled``, ``throughput_over_uncontrolled``: TTFT attainment of admitted requests, and tokens/s
       of latency-sensitive requests, over those without admission control.
     """
-    at = {(row["system"], *place_of(row)): row for row in rows}
+    frame = frame_of(rows, ("system", "baseline", *PLACE, *METRICS))
+    is_baseline, one_host = frame["system"] == frame["baseline"], frame["cpu_hosts"] == 1
+    controlled, is_alone = frame["admission_control"].astype(bool), frame["best_effort"].isna()
+    attained, tokens = frame["slo_attainment"].astype(float), frame["best_effort_tokens_per_s"]
 
-    def other(row: FlatRecord, system: str | None = None, **changed: Any) -> Mapping[str, Any]:
-        return at.get((system or row["system"], *place_of({**row, **changed})), {})
+    def place(who: str, *others: str) -> list[str]:
+        """The fields of a place, but for those in which the other row differs."""
+        return [who, *(field for field in PLACE if field not in others)]
 
-    return [{**row, **_compared(row, other)} for row in rows]
-
-
-def place_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[field] for field in PLACE)
-
-
-def _compared(row: FlatRecord, other: Any) -> FlatRecord:
-    tokens, attained = "best_effort_tokens_per_s", row["slo_attainment"]
-    one_host = other(row, cpu_hosts=1) if row["cpu_hosts"] > 1 else {}
-    uncontrolled = other(row, admission_control=False) if row["admission_control"] else {}
-    alone = alone_row(row, other) if row["best_effort"] else {}
-    without = alone.get("slo_attainment")
-    known = attained is not None and without is not None
-    return {
-        "best_effort_over_baseline": over(row, other(row, row["baseline"]), tokens),
-        "best_effort_over_one_host": over(row, one_host, tokens),
-        "tpot_over_one_host": over(row, one_host, "latency_sensitive_tpot_s_p50"),
-        "points_over_alone": 100 * (attained - without) if known else None,
-        "attainment_over_alone": over(row, alone, "slo_attainment"),
-        "ttft_over_uncontrolled": over(row, uncontrolled, "ttft_attainment_admitted"),
-        "throughput_over_uncontrolled": over(row, uncontrolled, "latency_sensitive_tokens_per_s"),
-    }
-
-
-def alone_row(row: FlatRecord, other: Any) -> Mapping[str, Any]:
-    """The row without best-effort requests: of the same system, else of the baseline; CPU hosts make no difference."""
-    for system in (row["system"], row["baseline"]):
-        for hosts in (row["cpu_hosts"], 1):
-            if found := other(row, system, best_effort=None, cpu_hosts=hosts):
-                return found
-    return {}
-
-
-def over(row: Mapping[str, Any], base: Mapping[str, Any], metric: str) -> float | None:
-    value, other = row.get(metric), base.get(metric)
-    return value / other if other and value is not None else None
+    baseline = bases(frame, is_baseline, place("baseline"))
+    on_one_host = bases(frame, one_host, place("system", "cpu_hosts")).mask(one_host)
+    uncontrolled = bases(frame, ~controlled, place("system", "admission_control")).where(controlled)
+    alone = bases(frame, is_alone, place("system", "best_effort"))
+    alone = alone.fillna(bases(frame, is_alone & one_host, place("system", "best_effort", "cpu_hosts")))
+    alone = alone.fillna(bases(frame, is_alone & is_baseline, place("baseline", "best_effort")))
+    alone = alone.fillna(
+        bases(frame, is_alone & is_baseline & one_host, place("baseline", "best_effort", "cpu_hosts"))
+    ).mask(is_alone)
+    return with_columns(
+        rows,
+        best_effort_over_baseline=over(tokens, baseline),
+        best_effort_over_one_host=over(tokens, on_one_host),
+        tpot_over_one_host=over(frame["latency_sensitive_tpot_s_p50"], on_one_host),
+        points_over_alone=100 * (attained - alone.map(attained)),
+        attainment_over_alone=over(attained, alone),
+        ttft_over_uncontrolled=over(frame["ttft_attainment_admitted"], uncontrolled),
+        throughput_over_uncontrolled=over(frame["latency_sensitive_tokens_per_s"], uncontrolled),
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apex.cli.output import ratio
 from apex.placement.budget import Workload
 from apex.simulator.placed_machine import PlacedMachine, WeightPlacer
 from apex.simulator.predicted_machine import PredictedMachine, predict_machine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import bases, frame_of, over, with_columns
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths
 from swiftllm.model.placement import Place
@@ -109,5 +109,6 @@ def _num_requests(settings: Mapping[str, Any], at_once: Workload, num_blocks: in
 
 def with_gains(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     """Rows with the ratio of their throughput to that of GPU-only with the CPU idle, the first run."""
-    base = {row["case"]: row["output_tokens_per_s"] for row in reversed(rows) if row["run"] == "GPU-only"}
-    return [{**row, "ratio_to_gpu_only": ratio(row["output_tokens_per_s"], base.get(row["case"]))} for row in rows]
+    frame = frame_of(rows)
+    base = bases(frame, frame["run"] == "GPU-only", ["case"])
+    return with_columns(rows, ratio_to_gpu_only=over(frame["output_tokens_per_s"], base))

@@ -34,7 +34,7 @@ def test_a_system_that_does_not_depend_on_a_field_counts_at_each_of_its_values()
         row("adaptive", 150.0, out=9, gb_s=80),
         row("adaptive", None, out=9, gb_s=80),
     ]
-    completed = with_ratios(["swiftllm", "neo"], ("out", "gb_s"))(rows)
+    completed = with_ratios(["swiftllm", "neo"], at=("out",), any_of=("gb_s",))(rows)
     assert [row["ratio_to_best_published"] for row in completed] == [1.0, 1.0, 0.5, 1.0, 1.25, 0.75, 0.0]
     assert [row["best_published"] for row in completed[4:6]] == ["swiftllm", "neo"]
     assert completed[0]["fraction_of_bound"] is None
