@@ -325,6 +325,7 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
         patch.setattr(LlamaModel, "cross", fail)  # after its command has been sent
         with pytest.raises(OSError, match="failed for once"):
             run(engine)
+    assert not llama.backend.team.is_whole
     for request in engine.recover():
         engine.add(request, check_targets=False)
     run(engine)

@@ -17,9 +17,10 @@ def renew(name: str, system: str, now: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     for system in plans.SYSTEMS:
-        chosen = {name: workload for name, workload in plans.WORKLOADS.items() if plans.applies(system, workload)}
+        chosen = {name: workload for name, workload in plans.WORKLOADS.items() if plans.applies(system, name)}
         renew("plans", system, {name: plans.digests(system, workload) for name, workload in chosen.items()})
-        renew("settings", system, {name: settings.row(system, name) for name in settings.SETTINGS})
+        chosen = [name for name in settings.SETTINGS if settings.applies(system, name)]
+        renew("settings", system, {name: settings.row(system, name) for name in chosen})
     with tempfile.TemporaryDirectory() as folder:
         now = tokens.tokens(make_tiny_llama(Path(folder)), "vllm")[0]
     print("tokens changed:", now != record.read("tokens"))

@@ -22,6 +22,11 @@ SYSTEMS = (
     "llumnix",
 )  # fmt: skip
 GPU_ONLY = ("vllm", "swiftllm", "llumnix")
+WITH_TARGETS = ("omniserve", "omniserve-stepping", "sarathi")
+OTHER_CPU_TIMES = (
+    "free-hand-over", "slow-hand-over", "slow-cpu", "fast-cpu", "wrong-table", "all-on-cpu", "dear-riders",
+)  # fmt: skip
+OTHER_TARGETS = ("tight-targets", "full-gpu-targets", "many-riders", "dear-riders")
 TABLE = replace(
     flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5),
     hand_over=Curve((1, 1001), (2e-5, 1.2e-4)),
@@ -55,7 +60,7 @@ class Workload:
     num_cpu_blocks: int = 600
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    iterations: int = 120
+    iterations: int = 80
     at_once: int = 0
     arrival_share: float = 0.3
     abort_share: float = 0.03
@@ -82,17 +87,17 @@ WORKLOADS = {
     ),
     "wrong-table": Workload(table=slower_cpu(TABLE, 2.9), believed=TABLE, best_effort_share=0.5),
     "slow-cpu": Workload(table=SLOW_CPU, num_gpu_blocks=50),
-    "fast-cpu": Workload(table=FAST_CPU, num_gpu_blocks=40, num_cpu_blocks=2000, longest_output=120),
+    "fast-cpu": Workload(table=FAST_CPU, num_gpu_blocks=40, num_cpu_blocks=2000, longest_output=80),
     "small-chunks": Workload(max_num_batched_tokens=64, arrival_share=0.15),
     "tight-targets": Workload(
         best_effort_share=0.6, strategy={"tpot_slo_s": 0.03, "ttft_slo_s": 1.0, "slo_margin": 0.1}
     ),
     "full-gpu-targets": Workload(
-        num_gpu_blocks=45, iterations=250, arrival_share=0.25, best_effort_share=0.7, longest_prompt=200,
+        num_gpu_blocks=45, iterations=160, arrival_share=0.25, best_effort_share=0.7, longest_prompt=200,
         strategy={"tpot_slo_s": 0.025, "ttft_slo_s": 0.3, "slo_margin": 0.1},
     ),
     "many-riders": Workload(
-        table=SLOW_CPU, num_gpu_blocks=60, iterations=200, arrival_share=0.5, best_effort_share=0.9, longest_prompt=100,
+        table=SLOW_CPU, num_gpu_blocks=60, iterations=120, arrival_share=0.5, best_effort_share=0.9, longest_prompt=100,
         longest_output=40, strategy={"tpot_slo_s": 0.0195, "ttft_slo_s": 5.0, "slo_margin": 0.0},
     ),
     "dear-riders": Workload(
@@ -106,7 +111,7 @@ WORKLOADS = {
     ),
     "lost-hosts": Workload(
         num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
-        max_num_seqs=16, max_num_batched_tokens=32, iterations=400, best_effort_share=0.5,
+        max_num_seqs=16, max_num_batched_tokens=32, iterations=200, best_effort_share=0.5,
     ),
     "all-on-cpu": Workload(
         num_gpu_blocks=4, num_cpu_blocks=2500, max_num_batched_tokens=2048, at_once=40, iterations=40,
@@ -120,8 +125,13 @@ WORKLOADS = {
 }  # fmt: skip
 
 
-def applies(system: str, workload: Workload) -> bool:
-    """Whether the system has the strategy that the workload forces, and the tier that it needs."""
+def applies(system: str, name: str) -> bool:
+    """Whether the system has the strategy that the workload forces, the tier that it needs, and what it is about."""
+    workload = WORKLOADS[name]
+    if name in OTHER_CPU_TIMES and system in (*GPU_ONLY, "sarathi"):
+        return False
+    if name in OTHER_TARGETS and system not in WITH_TARGETS:
+        return False
     if system == "fastdecode" and not workload.num_cpu_blocks:
         return False
     forced = workload.strategy.get("strategy")

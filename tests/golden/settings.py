@@ -44,7 +44,7 @@ def _all_served(task: SimulatedTask) -> SimulatedTask:
 
 
 def _a10(system: str) -> SimulatedTask:
-    return _all_served(simulated_task(load_setting("apex-a10"), system, lengths(60, (200, 1500), (10, 80))))
+    return _all_served(simulated_task(load_setting("apex-a10"), system, lengths(40, (200, 1500), (10, 80))))
 
 
 def _t4(system: str) -> SimulatedTask:
@@ -57,7 +57,7 @@ def _small_cpu_tier(system: str) -> SimulatedTask:
 
 def _slow_cpu(system: str) -> SimulatedTask:
     setting = replace(load_setting("apex-a10"), cpu_bandwidth_gb_s=SLOW_CPU_GB_S)
-    return _all_served(simulated_task(setting, system, lengths(60, (200, 1500), (10, 80))))
+    return _all_served(simulated_task(setting, system, lengths(40, (200, 1500), (10, 80))))
 
 
 def _mixed(system: str) -> SimulatedTask:
@@ -72,6 +72,11 @@ def _tight(system: str) -> SimulatedTask:
 SETTINGS = {
     "a10": _a10, "t4": _t4, "small-cpu-tier": _small_cpu_tier, "slow-cpu": _slow_cpu, "mixed": _mixed, "tight": _tight,
 }  # fmt: skip
+
+
+def applies(system: str, setting: str) -> bool:
+    """A slow CPU changes nothing for those that never decode there."""
+    return setting != "slow-cpu" or system not in (*GPU_ONLY, "sarathi")
 
 
 def row(system: str, setting: str) -> Mapping[str, Any]:
