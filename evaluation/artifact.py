@@ -20,8 +20,9 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
+from evaluation.experiments.experiment import one_line_errors
 from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.experiments.runner import Point, PointResult, RunPoint, print_error
+from evaluation.experiments.runner import Point, PointResult, RunPoint
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.prepare import measures_settings
@@ -86,6 +87,7 @@ class Rehearsal:
         return self.run(point, label, console)
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 when nothing can run here."""
     console = stdout_console()
@@ -105,15 +107,11 @@ def main(options: Options) -> int:
         text = "no GPU here: nothing is measured in a paper's setting, and --hours has no effect"
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
     with without_traceback(console), LiveSystems(results_dir / "logs", console) as live:
-        try:
-            jobs = make_jobs(chosen, console, live)
-            if options.rehearse and not options.plan:
-                rehearse_faults(jobs, chosen, console, live)
-            # The number of requests is for simulations; measured points have as many as there is time for.
-            status = run_jobs(jobs, replace(chosen, num_requests=None), console, live.run_point)
-        except (ValueError, FileNotFoundError) as error:
-            print_error(error, console)
-            return 2
+        jobs = make_jobs(chosen, console, live)
+        if options.rehearse and not options.plan:
+            rehearse_faults(jobs, chosen, console, live)
+        # The number of requests is for simulations; measured points have as many as there is time for.
+        status = run_jobs(jobs, replace(chosen, num_requests=None), console, live.run_point)
     if options.plan:
         return status
     report = ReportOptions(output=results_dir / "report.html", results_dir=results_dir)

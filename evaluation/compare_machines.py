@@ -20,15 +20,11 @@ from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
 from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
 from evaluation.experiments.options import Folder, experiment_settings
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import print_error, run_experiment
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
-from evaluation.figures.paper_figure import read_run
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.machine import usable_cores
 
 NAME = "machines"
 
@@ -50,28 +46,6 @@ class Options:
     """Results go to machines/<run>/ in this folder."""
     from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
     """Run nothing; print again from the summary.json of this result folder."""
-
-
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
-    try:
-        if options.from_folder is not None:
-            print_machines(read_run(options.from_folder, [NAME]).summary, console)
-            return 0
-        points, refused = make_machine_points(experiment_settings(NAME, options.config))
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(
-        NAME, described, points, run_point, options.results_dir, console, jobs, with_machine_totals
-    )
-    print_machines(outcome.summary, console)
-    for reason in refused:
-        console.print(f"not possible: {reason}", soft_wrap=True)
-    return outcome.print_outcome(console)
 
 
 def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
@@ -104,6 +78,18 @@ def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
 
 def _question(row: FlatRecord) -> tuple[str, ...]:
     return row["machine"], row["model"], f"{row['input_len']:.0f}"
+
+
+EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), with_machine_totals)
+
+
+@one_line_errors
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [EXPERIMENT])
+    points, refused = make_machine_points(experiment_settings(NAME, options.config))
+    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
 
 
 if __name__ == "__main__":

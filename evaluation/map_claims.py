@@ -19,16 +19,11 @@ import tyro
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.claims_map.points import make_map_points
+from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
 from evaluation.experiments.options import Folder, Names, experiment_settings
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import print_error, run_experiment
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.claims_map.show import show_map
-from evaluation.figures.paper_figure import Run, read_run
 from evaluation.results.claims import load_claims
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.provenance import machine_identity
-from swiftllm.machine import usable_cores
 
 NAME = "claims-map"
 
@@ -61,31 +56,23 @@ class Options:
     """Run nothing; draw and print again from the summary.json of this result folder."""
 
 
+EXPERIMENT = Experiment(NAME, lambda run, console: show_map(load_claims(), run, console))
+
+
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
-    claims = load_claims()
-    try:
-        if options.from_folder is not None:
-            show_map(claims, read_run(options.from_folder, [NAME]), console)
-            return 0
-        points = make_map_points(
-            experiment_settings(NAME, options.config),
-            claims,
-            names=options.settings,
-            quick=options.quick,
-            seed=options.seed,
-            trace_dir=options.trace_dir,
-        )
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs)
-    if outcome.summary:
-        show_map(claims, Run(outcome.folder, NAME, outcome.summary, machine_identity()), console)
-    return outcome.print_outcome(console)
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [EXPERIMENT])
+    points = make_map_points(
+        experiment_settings(NAME, options.config),
+        load_claims(),
+        names=options.settings,
+        quick=options.quick,
+        seed=options.seed,
+        trace_dir=options.trace_dir,
+    )
+    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python evaluation/reproduce_adaptive.py [--part map] [--quick] [--help]
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,16 +32,16 @@ from evaluation.experiments.adaptive.latency import (
 )
 from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
+from evaluation.experiments.experiment import Experiment, Show, one_line_errors, show_again
 from evaluation.experiments.options import Folder, Names, experiment_settings
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Complete, Outcome, Point, print_error, run_experiment, unchanged_rows
+from evaluation.experiments.runner import Point, Run, run_experiment
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.adaptive.cases import draw_cases
 from evaluation.figures.adaptive.heat_map import draw_map
 from evaluation.figures.adaptive.latency import draw_latency
 from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
-from evaluation.figures.paper_figure import read_run
-from evaluation.figures.style import save_figure
+from evaluation.figures.style import show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import usable_cores
@@ -48,25 +49,6 @@ from swiftllm.machine import usable_cores
 NAME = "adaptive"
 CAPACITY = f"{NAME}-capacity"
 """Result folder of the throughput of which the loads of part latency are fractions."""
-
-
-Run = Callable[[str, Sequence[Point], Complete], Outcome]
-"""Runs the points of a result folder."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the comparison. ``name`` is its result folder's.
-
-    ``make_points`` and ``complete`` take the experiment file's settings. ``draw`` is None where tables say it all.
-    """
-
-    name: str
-    make_points: Callable[[Mapping[str, Any], Selection, Run], list[Point]]
-    complete: Callable[[Mapping[str, Any]], Complete]
-    print_tables: Callable[[Sequence[FlatRecord], Console], None]
-    draw: Callable[[Sequence[FlatRecord]], Figure] | None = None
-
 
 PartName = Literal["cases", "map", "latency", "wrong-tables"]
 
@@ -112,30 +94,21 @@ class Options:
     """Run nothing; draw and print again from this result folder, of any part."""
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
-
-    def run(name: str, points: Sequence[Point], complete: Complete) -> Outcome:
-        described = {"experiment": name, "simulated": describe_simulated_points(points)}
-        jobs = options.jobs or usable_cores()
-        return run_experiment(name, described, points, run_point, options.results_dir, console, jobs, complete)
-
-    try:
-        if options.from_folder is not None:
-            parts = {part.name: part for part in PARTS.values()}
-            finished = read_run(options.from_folder, list(parts))
-            show(parts[finished.experiment or NAME], finished.summary, finished.folder, console)
-            return 0
-        settings, part = experiment_settings(NAME, options.config), PARTS[options.part]
-        points = part.make_points(settings, selection_of(options, settings), run)
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    outcome = run(part.name, points, part.complete(settings))
-    if outcome.summary:
-        show(part, outcome.summary, outcome.folder, console)
-    return outcome.print_outcome(console)
+    settings, console = experiment_settings(NAME, options.config), stdout_console()
+    experiments = experiments_of(settings["published"])
+    if options.from_folder is not None:
+        return show_again(options.from_folder, list(experiments.values()))
+    selection = selection_of(options, settings)
+    points = {
+        "cases": make_case_points,
+        "map": make_map_points,
+        "latency": functools.partial(latency_points, options, console),
+        "wrong-tables": make_wrong_table_points,
+    }[options.part](settings, selection)
+    return experiments[options.part].run(points, options.results_dir, console, options.jobs)
 
 
 def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
@@ -152,14 +125,9 @@ def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
     )
 
 
-def show(part: Part, summary: Sequence[FlatRecord], folder: Path, console: Console) -> None:
-    part.print_tables(summary, console)
-    if part.draw is not None:
-        png, _ = save_figure(part.draw(summary), folder)
-        console.print(f"figure: {png}", highlight=False, soft_wrap=True)
-
-
-def latency_points(settings: Mapping[str, Any], selection: Selection, run: Run) -> list[Point]:
+def latency_points(
+    options: Options, console: Console, settings: Mapping[str, Any], selection: Selection
+) -> list[Point]:
     """The points under load, once it is known what the cases serve.
 
     Raises:
@@ -167,41 +135,40 @@ def latency_points(settings: Mapping[str, Any], selection: Selection, run: Run) 
     """
     points = make_capacity_points(settings, selection)
     make_latency_points(settings, selection, {point.task.values["case"]: 1.0 for point in points})  # refuse names early
-    capacity = run(CAPACITY, points, unchanged_rows)
+    described = {"experiment": CAPACITY, "simulated": describe_simulated_points(points)}
+    jobs = options.jobs or usable_cores()
+    capacity = run_experiment(CAPACITY, described, points, run_point, options.results_dir, console, jobs)
     if capacity.failed:
         raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
     return make_latency_points(settings, selection, requests_per_s(capacity.summary))
 
 
-PARTS: dict[PartName, Part] = {
-    "cases": Part(
-        NAME,
-        lambda settings, selection, run: make_case_points(settings, selection),
-        lambda settings: with_ratios(settings["published"]),
-        print_cases,
-        draw_cases,
-    ),
-    "map": Part(
-        f"{NAME}-map",
-        lambda settings, selection, run: make_map_points(settings, selection),
-        lambda settings: with_ratios(settings["published"], at=("output_len",), any_of=CPU),
-        print_map,
-        draw_map,
-    ),
-    "latency": Part(
-        f"{NAME}-latency",
-        latency_points,
-        lambda settings: with_latency_ratios(settings["published"]),
-        print_latency,
-        draw_latency,
-    ),
-    "wrong-tables": Part(
-        f"{NAME}-wrong-tables",
-        lambda settings, selection, run: make_wrong_table_points(settings, selection),
-        lambda settings: with_error_ratios(settings["published"]),
-        print_wrong_tables,
-    ),
-}
+def experiments_of(published: Sequence[str]) -> dict[PartName, Experiment]:
+    """The experiment of each part. ``published`` are the papers' systems, to which all are compared."""
+    return {
+        "cases": Experiment(NAME, shows(print_cases, draw_cases), with_ratios(published)),
+        "map": Experiment(
+            f"{NAME}-map", shows(print_map, draw_map), with_ratios(published, at=("output_len",), any_of=CPU)
+        ),
+        "latency": Experiment(
+            f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)
+        ),
+        "wrong-tables": Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), with_error_ratios(published)),
+    }
+
+
+def shows(
+    print_tables: Callable[[Sequence[FlatRecord], Console], None],
+    draw: Callable[[Sequence[FlatRecord]], Figure] | None = None,
+) -> Show:
+    """``draw`` is None where tables say it all."""
+
+    def show(run: Run, console: Console) -> None:
+        print_tables(run.summary, console)
+        if draw is not None:
+            show_figure(draw(run.summary), run.folder, console)
+
+    return show
 
 
 if __name__ == "__main__":

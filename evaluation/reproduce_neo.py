@@ -21,6 +21,7 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.simulator.paper_settings import load_setting
+from evaluation.experiments.experiment import SENSITIVITY, one_line_errors, show_again
 from evaluation.experiments.neo_points import make_neo_points, neo_sweep, with_latencies, with_rates_at_latency
 from evaluation.experiments.options import (
     FigureOptions,
@@ -31,12 +32,11 @@ from evaluation.experiments.options import (
     experiment_settings,
     refuse_unused_options,
 )
-from evaluation.experiments.runner import print_error
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback
 from evaluation.figures.neo_paper import draw_neo
-from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, read_run, show
+from evaluation.figures.paper_figure import PaperFigure
 from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable, hosts_here
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
@@ -89,23 +89,14 @@ class Options(SettingOptions):
     """Run nothing; draw and print again from this result folder."""
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
+    settings, console = experiment_settings("neo", options.config), stdout_console()
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [paper_figure(section, settings).experiment() for section in settings])
     with without_traceback(console), LiveSystems(options.results_dir / "neo-logs", console) as live:
-        try:
-            settings = experiment_settings("neo", options.config)
-            if options.from_folder is not None:
-                figures = {f"neo-{section}": paper_figure(section, settings) for section in settings}
-                run = read_run(options.from_folder, list(figures))
-                show(figures[name_of_figure(run.experiment)], run, console)
-                return 0
-            return run_jobs(
-                neo_jobs(settings, options, console, live), figure_options(options), console, live.run_point
-            )
-        except (ValueError, FileNotFoundError) as error:
-            print_error(error, console)
-            return 2
+        return run_jobs(neo_jobs(settings, options, console, live), figure_options(options), console, live.run_point)
 
 
 def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
@@ -119,17 +110,6 @@ def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
         "throughput",
         complete=with_rates_at_latency,
     )
-
-
-def name_of_figure(experiment: str | None) -> str:
-    """The name of the figure of a result folder's experiment.
-
-    Raises:
-        ValueError: the folder has no provenance, so its experiment is unknown.
-    """
-    if experiment is None:
-        raise ValueError("the folder has no provenance.json, so it is unknown which of NEO's figures it holds")
-    return experiment.removesuffix(SENSITIVITY)
 
 
 def neo_jobs(settings: Mapping[str, Any], options: Options, console: Console, live: LiveSystems) -> list[FigureJob]:

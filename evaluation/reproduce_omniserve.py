@@ -6,6 +6,7 @@ python evaluation/reproduce_omniserve.py --figure http           # MEASURED: ser
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
 from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
@@ -31,18 +33,13 @@ from evaluation.experiments.omniserve.served import (
     run_served_point,
 )
 from evaluation.experiments.options import Folder, Names, experiment_settings
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Complete, Outcome, Point, print_error, run_experiment, unchanged_rows
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.runner import Point, Run, run_experiment
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
-from evaluation.figures.paper_figure import read_run
-from evaluation.figures.style import save_figure
+from evaluation.figures.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
-from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
-from swiftllm.machine import usable_cores
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
 SECTIONS: Mapping[FigureName, str] = {
@@ -104,74 +101,57 @@ class Options:
             raise ValueError(f"--duration {self.duration:g} must be more than 0 seconds")
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
-    try:
-        settings = experiment_settings("omniserve", options.config)
-        if options.from_folder is not None:
-            run = read_run(options.from_folder, [name_of(section) for section in (*settings["figures"], HTTP)])
-            section = (run.experiment or name_of("a10")).removeprefix(name_of(""))
-            if section == HTTP:
-                show_served(settings[HTTP], run.summary, console)
-                return 0
-            show(settings["figures"][section], section, run.summary, run.folder, console)
-            return 0
-        selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
-        sections = dict.fromkeys(SECTIONS[figure] for figure in options.figure if figure != HTTP)
-        points = {section: make_omniserve_points(settings, section, selection) for section in sections}
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    status = run_served(options, settings, selection, console) if HTTP in options.figure else 0
+    settings, console = experiment_settings("omniserve", options.config), stdout_console()
+    experiments = {
+        section: Experiment(name_of(section), functools.partial(show, here, name_of(section)), with_service_ratios)
+        for section, here in settings["figures"].items()
+    }
+    served = Experiment(name_of(HTTP), functools.partial(show_served, settings[HTTP]), with_service_ratios)
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [*experiments.values(), served])
+    selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
+    sections = dict.fromkeys(SECTIONS[figure] for figure in options.figure if figure != HTTP)
+    points = {section: make_omniserve_points(settings, section, selection) for section in sections}
+    status = run_served(served, options, settings, selection, console) if HTTP in options.figure else 0
     for section, here in points.items():
-        described = {"experiment": name_of(section), "simulated": describe_simulated_points(here)}
-        outcome = run_experiment(
-            name_of(section),
-            described,
-            here,
-            run_point,
-            options.results_dir,
-            console,
-            options.jobs or usable_cores(),
-            with_service_ratios,
-        )
-        if outcome.summary:
-            show(settings["figures"][section], section, outcome.summary, outcome.folder, console)
-        status = max(status, outcome.print_outcome(console))
+        status = max(status, experiments[section].run(here, options.results_dir, console, options.jobs))
     return status
 
 
-def run_served(options: Options, settings: Mapping[str, Any], selection: Selection, console: Console) -> int:
-    """Figure http: the machine first, then the systems. Returns the exit status."""
+def run_served(
+    experiment: Experiment, options: Options, settings: Mapping[str, Any], selection: Selection, console: Console
+) -> int:
+    """Figure http: the machine first, then the systems. Returns the exit status.
+
+    Raises:
+        ValueError: there is no model.
+    """
     from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
 
     stop_on_sigterm()
-    try:
-        model = model_folder(options.model)
-    except ValueError as error:
-        print_error(error, console)
-        return 2
-    logs = options.results_dir / name_of(HTTP) / "logs"
+    model, logs = model_folder(options.model), options.results_dir / experiment.name / "logs"
 
-    def run(name: str, points: Sequence[Point], complete: Complete) -> Outcome:
-        described = [{"key": point.key, **point.task.describe()} for point in points]
-        setting = {"experiment": name, "model": model_identity(model), "points": described}
-        return run_experiment(name, setting, points, run_served_point, options.results_dir, console, complete=complete)
+    def described(points: Sequence[Point]) -> dict[str, Any]:
+        tasks = [{"key": point.key, **point.task.describe()} for point in points]
+        return {"model": model_identity(model), "points": tasks}
 
-    alone = run(f"{name_of(HTTP)}-alone", [alone_point(settings, selection, model, logs)], unchanged_rows)
+    name, points = f"{experiment.name}-alone", [alone_point(settings, selection, model, logs)]
+    setting = {"experiment": name, **described(points)}
+    alone = run_experiment(name, setting, points, run_served_point, options.results_dir, console)
     if not alone.summary:
         return alone.print_outcome(console)
-    here = found_here(settings, alone.summary[0])
-    outcome = run(name_of(HTTP), make_served_points(settings, here, selection, model, logs), with_service_ratios)
-    if outcome.summary:
-        show_served(settings[HTTP], outcome.summary, console)
-    return outcome.print_outcome(console)
+    points = make_served_points(settings, found_here(settings, alone.summary[0]), selection, model, logs)
+    return experiment.run(
+        points, options.results_dir, console, configuration=described(points), run_point=run_served_point
+    )
 
 
-def show_served(section: Mapping[str, Any], summary: Sequence[FlatRecord], console: Console) -> None:
-    print_omniserve(section["shows"], summary, console)
-    rows = [(words, bound, found, "yes" if holds else "NO") for words, bound, found, holds in contract(summary)]
+def show_served(section: Mapping[str, Any], run: Run, console: Console) -> None:
+    print_omniserve(section["shows"], run.summary, console)
+    rows = [(words, bound, found, "yes" if holds else "NO") for words, bound, found, holds in contract(run.summary)]
     console.print(table(("what must hold", "bound", "found", "holds"), rows, left=("what must hold", "bound", "found")))
 
 
@@ -180,14 +160,13 @@ def name_of(section: str) -> str:
     return f"omniserve-{section}"
 
 
-def show(section: Mapping[str, Any], name: str, summary: Sequence[FlatRecord], folder: Path, console: Console) -> None:
-    print_omniserve(section["shows"], summary, console)
-    if claims := load_claims(name_of(name)):
-        print_claims(claims, summary, console, with_assumptions=False)
+def show(section: Mapping[str, Any], name: str, run: Run, console: Console) -> None:
+    print_omniserve(section["shows"], run.summary, console)
+    if claims := load_claims(name):
+        print_claims(claims, run.summary, console, with_assumptions=False)
         for line in section.get("differs", ()):
             console.print(f"Why it differs: {line}", highlight=False, markup=False, soft_wrap=True)
-    png, _ = save_figure(draw_omniserve(section, summary), folder)
-    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+    show_figure(draw_omniserve(section, run.summary), run.folder, console)
 
 
 if __name__ == "__main__":

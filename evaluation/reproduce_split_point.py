@@ -20,11 +20,11 @@ from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import one_line_errors
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
-from evaluation.experiments.runner import print_error
 from evaluation.figures.placements.split_search import draw_search
-from evaluation.figures.style import save_figure
+from evaluation.figures.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
@@ -56,15 +56,11 @@ class Options:
     """Results go to split-point/<run>/ in this folder."""
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0, or 2 for invalid options."""
-    console = stdout_console()
-    try:
-        settings = experiment_settings(NAME, options.config)
-        searches, generations = search_rows(settings), generation_rows(settings)
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
+    settings, console = experiment_settings(NAME, options.config), stdout_console()
+    searches, generations = search_rows(settings), generation_rows(settings)
     console.print("[bold]SIMULATED[/]: latency of a layer of OPT-30B, from the paper's own times", soft_wrap=True)
     print_searches(searches, console)
     console.print("[bold]SIMULATED[/]: latency of a generation in seconds, and the layer's part on the GPU")
@@ -77,8 +73,7 @@ def main(options: Options) -> int:
     folder.record_invocation()
     folder.save_summary([*searches, *generations])
     panels = {entry["title"]: measured_operations(settings, name) for name, entry in settings["measured"].items()}
-    png, _ = save_figure(draw_search(panels, settings["split_pieces"]), folder.path)
-    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+    show_figure(draw_search(panels, settings["split_pieces"]), folder.path, console)
     console.print(f"summary and provenance: {folder.path}", highlight=False, soft_wrap=True)
     return 0
 

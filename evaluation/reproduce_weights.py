@@ -20,17 +20,14 @@ from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
 from evaluation.experiments.options import Folder, experiment_settings
 from evaluation.experiments.placements.points import make_weight_points, with_gains
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import print_error, run_experiment
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
-from evaluation.figures.paper_figure import read_run
+from evaluation.experiments.runner import Run
 from evaluation.figures.placements.weights import draw_weights
-from evaluation.figures.style import save_figure
+from evaluation.figures.style import show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.machine import usable_cores
 
 NAME = "weights"
 
@@ -54,35 +51,6 @@ class Options:
     """Run nothing; draw and print again from the summary.json of this result folder."""
 
 
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    console = stdout_console()
-    try:
-        if options.from_folder is not None:
-            run = read_run(options.from_folder, [NAME])
-            print_weights(run.summary, console)
-            show_figure(run.summary, run.folder, console)
-            return 0
-        points, refused = make_weight_points(experiment_settings(NAME, options.config))
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    described = {"experiment": NAME, "simulated": describe_simulated_points(points)}
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(NAME, described, points, run_point, options.results_dir, console, jobs, with_gains)
-    if outcome.summary:
-        print_weights(outcome.summary, console)
-        show_figure(outcome.summary, outcome.folder, console)
-    for reason in refused:
-        console.print(f"not possible: {reason}", soft_wrap=True)
-    return outcome.print_outcome(console)
-
-
-def show_figure(rows: Sequence[FlatRecord], folder: Path, console: Console) -> None:
-    png, _ = save_figure(draw_weights(rows), folder)
-    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
-
-
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each machine, model, weights, lengths and run."""
     lines = [
@@ -104,6 +72,23 @@ def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
     console.print("[bold]SIMULATED[/]: output tokens per second; 4-bit products are as fast as assumed")
     console.print("placed: boundaries that are resident / streamed / on the CPU")
     console.print(table(titles, lines, left=("GPU", "host", "model", "weights", "in/out", "run", "placed")))
+
+
+def show(run: Run, console: Console) -> None:
+    print_weights(run.summary, console)
+    show_figure(draw_weights(run.summary), run.folder, console)
+
+
+EXPERIMENT = Experiment(NAME, show, with_gains)
+
+
+@one_line_errors
+def main(options: Options) -> int:
+    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [EXPERIMENT])
+    points, refused = make_weight_points(experiment_settings(NAME, options.config))
+    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rich.table import Table
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
+from evaluation.experiments.experiment import Experiment, one_line_errors
 from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.profile_check import (
@@ -32,14 +33,13 @@ from evaluation.experiments.profile_check import (
     mean_machine,
     operation_errors,
 )
-from evaluation.experiments.runner import Point, PointResult, print_error, run_experiment
+from evaluation.experiments.runner import Point, PointResult, Run
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.figures.style import save_figure
 from evaluation.figures.validation import draw_validation
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.provenance import machine_identity
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 
@@ -199,36 +199,36 @@ def print_operations(errors: Sequence[OperationError], console: Console) -> None
     console.print(table)
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Returns the exit status: 0 when every run is finished, whatever the errors; 2 for invalid options."""
-    console = stdout_console()
-    try:
-        wanted = FigureOptions(
-            model=options.model,
-            systems=options.systems,
-            workloads=options.workloads,
-            num_requests=options.num_requests,
-            output_lens=(options.output_len,),
-            repeats=options.repeats,
-        )
-        plan = make_measured_plan("fig5", wanted)
-        # One group per repeat, since the spread is reported.
-        points = [replace(point, group=point.key) for point in make_measured_points(plan)]
-    except (ValueError, FileNotFoundError) as error:
-        print_error(error, console)
-        return 2
-    described = {**describe_measured_plan(plan, points), "experiment": "validate"}
-    pairs = PairRunner(MachineProfiles())
-    outcome = run_experiment("validate", described, points, pairs.run_pair, options.results_dir, console)
-    compared = comparison(outcome.summary)
-    if compared:
-        errors = operation_errors(points[0].task.engine)
-        print_operations(errors, console)
-        report = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
-        write_atomically(outcome.folder / "comparison.json", to_json(report))
-        save_figure(draw_validation(outcome.summary, machine_identity(), AIM), outcome.folder)
-    print_comparison(compared, console)
-    return outcome.print_outcome(console)
+    wanted = FigureOptions(
+        model=options.model,
+        systems=options.systems,
+        workloads=options.workloads,
+        num_requests=options.num_requests,
+        output_lens=(options.output_len,),
+        repeats=options.repeats,
+    )
+    plan = make_measured_plan("fig5", wanted)
+    # One group per repeat, since the spread is reported.
+    points = [replace(point, group=point.key) for point in make_measured_points(plan)]
+
+    def show(run: Run, console: Console) -> None:
+        compared = comparison(run.summary)
+        if compared:
+            errors = operation_errors(points[0].task.engine)
+            print_operations(errors, console)
+            report = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
+            write_atomically(run.folder / "comparison.json", to_json(report))
+            save_figure(draw_validation(run.summary, run.machine, AIM), run.folder)
+        print_comparison(compared, console)
+
+    run_pair = PairRunner(MachineProfiles()).run_pair
+    described = describe_measured_plan(plan, points)
+    return Experiment("validate", show).run(
+        points, options.results_dir, stdout_console(), configuration=described, run_point=run_pair
+    )
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

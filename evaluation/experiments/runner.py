@@ -65,12 +65,17 @@ unchanged_rows: Complete = list
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of an experiment: folder, summary (finished points only), labels of failed points."""
+class Run:
+    """A run of an experiment: its folder, the rows of finished points, the machine, labels of failed points.
+
+    ``experiment`` is its name, None if the folder has no provenance.
+    """
 
     folder: Path
-    summary: list[FlatRecord]
-    failed: list[str]
+    experiment: str | None
+    summary: Sequence[FlatRecord]
+    machine: Mapping[str, Any]
+    failed: Sequence[str] = ()
 
     def print_outcome(self, console: Console) -> int:
         """Print the failures and the folder. Returns the exit status: 0 when every point is finished."""
@@ -99,7 +104,7 @@ def run_experiment(
     jobs: int = 1,
     complete: Complete = unchanged_rows,
     run_alone: RunPoint | None = None,
-) -> Outcome:
+) -> Run:
     """Run all points that are not finished yet and write the summary.
 
     ``run_point`` must be picklable if there are concurrent points. ``run_alone`` replaces it for the others.
@@ -132,7 +137,8 @@ def run_experiment(
     finished = summarise(folder, points)
     summary = complete(finished) if finished else []
     folder.save_summary(summary)
-    return Outcome(folder.path, summary, [point.label for point in points if point.label in failed])
+    failed_in_order = [point.label for point in points if point.label in failed]
+    return Run(folder.path, name, summary, folder.identity["machine"], failed_in_order)
 
 
 def run_unfinished_points(

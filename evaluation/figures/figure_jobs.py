@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import stdout_console
+from evaluation.experiments.experiment import SENSITIVITY, one_line_errors, show_again
 from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import (
     FigureOptions,
@@ -18,8 +19,7 @@ from evaluation.experiments.options import (
     make_measured_plan,
     refuse_unused_options,
 )
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point, RunPoint, print_error, run_experiment
+from evaluation.experiments.runner import Point, RunPoint
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import (
     Sweep,
@@ -28,13 +28,12 @@ from evaluation.experiments.simulated_sweeps import (
     make_simulated_points,
     make_sweep,
 )
-from evaluation.figures.paper_figure import SENSITIVITY, PaperFigure, Run, read_run, show
+from evaluation.figures.paper_figure import PaperFigure
 from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
 from evaluation.results.progress import format_s
-from evaluation.results.provenance import machine_identity
 from swiftllm.machine import Card, first_card
 from swiftllm.systems import find_system
 
@@ -55,20 +54,14 @@ class FigureJob:
     measured: SettingMeasurement | None = None
 
 
+@one_line_errors
 def reproduce(figure: PaperFigure, options: FigureOptions) -> int:
-    """Run the unfinished points, draw, print. Returns the exit status: 0 when every point is finished, 2 for invalid
-    options."""
+    """Run the unfinished points, draw, print. Returns the exit status: 0 when every point is finished."""
+    if options.from_folder is not None:
+        return show_again(options.from_folder, [figure.experiment()])
     console = stdout_console()
     with without_traceback(console), LiveSystems(options.results_dir / figure.name / "logs", console) as live:
-        try:
-            if options.from_folder is not None:
-                show(figure, read_run(options.from_folder, [figure.name]), console)
-                return 0
-            job = make_job(figure, options, console, live)
-            return run_jobs([job], options, console, live.run_point)
-        except (ValueError, FileNotFoundError, ConnectionError) as error:
-            print_error(error, console)
-            return 2
+        return run_jobs([make_job(figure, options, console, live)], options, console, live.run_point)
 
 
 @contextlib.contextmanager
@@ -103,25 +96,14 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
     for number, job in enumerate(jobs, start=1):
         if len(jobs) > 1:
             console.rule(f"{number} of {len(jobs)}: {job.figure.title}", align="left")
-        points, configuration = list(job.points), {"experiment": job.name, **job.configuration}
+        points, configuration = list(job.points), dict(job.configuration)
         if job.measured is not None:
             half = job.measured.described(plans[job.name])
             points += half.points
             configuration["torch"] = half.configuration
-        outcome = run_experiment(
-            job.name,
-            configuration,
-            points,
-            run_point,
-            options.results_dir,
-            console,
-            options.num_jobs,
-            job.figure.complete,
-            run_alone=run_alone,
+        status |= job.figure.experiment(job.name).run(
+            points, options.results_dir, console, options.jobs, configuration, run_alone=run_alone
         )
-        if outcome.summary:
-            show(job.figure, Run(outcome.folder, job.name, outcome.summary, machine_identity()), console)
-        status |= outcome.print_outcome(console)
     return status
 
 

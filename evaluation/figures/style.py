@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -14,6 +15,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
+
+if TYPE_CHECKING:
+    from rich.console import Console  # a machine that has little more than torch draws, too
 
 # The hues of Okabe and Ito, distinct for every common kind of colour vision, and distinct in lightness for grey prints.
 COLOURS = {
@@ -142,3 +146,16 @@ def save_figure(figure: plt.Figure, folder: Path, name: str = "figure") -> list[
     figure.savefig(pdf, metadata={"CreationDate": None})
     plt.close(figure)
     return [png, pdf]
+
+
+def show_figure(figure: plt.Figure, folder: Path, console: Console) -> None:
+    """Write a figure into a run's folder, and say where it is.
+
+    Raises:
+        ValueError: the folder cannot be written to.
+    """
+    try:
+        png, _ = save_figure(figure, folder)
+    except OSError as error:
+        raise ValueError(f"cannot write the figure: {error}; copy the folder to a writable place") from None
+    console.print(f"figure: {png}", highlight=False, soft_wrap=True)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.experiments.claims_map.points import REFERENCE, mappable
+from evaluation.experiments.runner import Run
 from evaluation.figures.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.figures.claims_map.heat_map import STAR, draw_map
 from evaluation.figures.overview import AGREES
-from evaluation.figures.paper_figure import Run
-from evaluation.figures.style import FigureText, save_figure
+from evaluation.figures.style import FigureText, show_figure
 from evaluation.figures.words import length_notes
 from evaluation.results.claims import Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
@@ -31,7 +31,7 @@ COLUMNS = {
 
 
 def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:
-    """Draw the figure and write the table into the run's folder; print the table.
+    """Print the table; draw the figure and write the table into the run's folder.
 
     Raises:
         ValueError: no point of a mapped claim is finished, or the folder cannot be written to.
@@ -41,19 +41,15 @@ def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:
     left_out = [
         f"{claim.section}, {where_of(claim)}: {why_not_mapped(claim)}." for claim in claims if not mappable(claim)
     ]
-    try:
-        png, _ = save_figure(draw_map(items, figure_text(run.summary)), run.folder)
-        lines = "".join(f"- {line}\n" for line in left_out)
-        columns = [(name, title, "{}") for name, title in COLUMNS.items()]
-        write_atomically(run.folder / "claims.md", f"{markdown_table(rows, columns)}\nNot mapped:\n\n{lines}")
-    except OSError as error:
-        raise ValueError(f"cannot write the figure: {error}; copy the folder to a writable place") from None
     console.print(f"SIMULATED; cells: those within {AGREES:.0%} of the claim; {STAR}: the machine of our figures")
     console.print(printed_table(rows))
     console.print("Not mapped:")
     for line in left_out:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"figure: {png}", highlight=False, soft_wrap=True)
+    show_figure(draw_map(items, figure_text(run.summary)), run.folder, console)
+    lines = "".join(f"- {line}\n" for line in left_out)
+    columns = [(name, title, "{}") for name, title in COLUMNS.items()]
+    write_atomically(run.folder / "claims.md", f"{markdown_table(rows, columns)}\nNot mapped:\n\n{lines}")
 
 
 def table_row(item: MappedClaim) -> dict[str, str]:

@@ -1,0 +1,67 @@
+"""What a command does with its points: it shows what is finished, and says what is not."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
+from evaluation.experiments.runner import Point, PointResult, Run
+
+
+def run_task(point: Point, label: str, console: Console) -> PointResult:
+    if point.task is None:
+        raise RuntimeError("no task")
+    return PointResult({"system": point.task, "backend": "simulated", "output_tokens_per_s": 2.0, "failed": 0}, [])
+
+
+def run(tmp_path: Path, tasks: Sequence[str | None]) -> tuple[int, list[Run], str]:
+    """The exit status, the runs that were shown, and what was printed."""
+    shown: list[Run] = []
+    further = {"more": 1}
+    experiment = Experiment("x", lambda run, _: shown.append(run), lambda rows: [row | further for row in rows])
+    console = Console(file=io.StringIO(), width=200)
+    points = [Point(f"p{number}", f"p{number}", f"point {number}", task) for number, task in enumerate(tasks)]
+    status = experiment.run(points, tmp_path, console, configuration={}, run_point=run_task, refused=["too large"])
+    return status, shown, console.file.getvalue()
+
+
+def test_finished_points_are_shown_with_their_further_fields_and_failures_are_said(tmp_path: Path) -> None:
+    status, (shown,), printed = run(tmp_path, ["a", None])
+    assert status == 1 and [(row["system"], row["more"]) for row in shown.summary] == [("a", 1)]
+    assert list(shown.failed) == ["point 1"] and shown.experiment == "x"
+    assert "failed: point 1, see errors/" in printed and "not possible: too large" in printed
+    assert json.loads((shown.folder / "provenance.json").read_text())["configuration"] == {"experiment": "x"}
+
+
+def test_nothing_is_shown_of_a_run_without_a_finished_point(tmp_path: Path) -> None:
+    status, shown, printed = run(tmp_path, [None])
+    assert status == 1 and not shown and "failed: point 0" in printed
+
+
+def test_a_folder_is_shown_again_by_its_own_experiment(tmp_path: Path) -> None:
+    _, (shown,), _ = run(tmp_path, ["a"])
+    again: list[tuple[str, Run]] = []
+    experiments = [Experiment(name, lambda run, console, name=name: again.append((name, run))) for name in ("w", "x")]
+    assert show_again(shown.folder, experiments) == 0
+    ((name, run_again),) = again
+    assert name == "x" and run_again.summary == shown.summary
+    with pytest.raises(ValueError, match="holds results of x, not of w"):
+        show_again(shown.folder, experiments[:1])
+    (shown.folder / "provenance.json").unlink()
+    with pytest.raises(ValueError, match="unknown which of w, x it holds"):
+        show_again(shown.folder, experiments)
+    assert show_again(shown.folder, experiments[:1]) == 0  # a folder without provenance is taken at its word
+
+
+def test_an_invalid_option_ends_as_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    @one_line_errors
+    def main(options: str) -> int:
+        raise ValueError(f"no {options} here")
+
+    assert main("gpu") == 2 and capsys.readouterr().out == "error: no gpu here\n"
