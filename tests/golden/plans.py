@@ -111,7 +111,7 @@ WORKLOADS = {
     ),
     "lost-hosts": Workload(
         num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), longest_prompt=40, longest_output=30,
-        max_num_seqs=16, max_num_batched_tokens=32, iterations=200, best_effort_share=0.5,
+        max_num_seqs=16, max_num_batched_tokens=32, iterations=150, best_effort_share=0.5,
     ),
     "all-on-cpu": Workload(
         num_gpu_blocks=4, num_cpu_blocks=2500, max_num_batched_tokens=2048, at_once=40, iterations=40,

@@ -233,9 +233,7 @@ def test_bytes_that_are_sent_make_room_for_more(monkeypatch: pytest.MonkeyPatch)
     """Twenty times what may wait to be sent; the peer has answered nothing."""
     monkeypatch.setattr("swiftllm.remote.channel.MAX_QUEUED_BYTES", 64)
     here, there = socket.socketpair()
-    channel = Channel(here, "peer")
-
-    posted = []
+    channel, posted = Channel(here, "peer"), []
 
     def post() -> None:
         for number in range(20):

@@ -225,7 +225,6 @@ def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
     [
         (16, 256, True, "which fit"),  # 12.5 GiB are the 16-bit weights, 3.6 the 4-bit ones
         (6, 9.5, True, "which fit"),
-        (6, 6.8, False, "which fit"),  # 12.8 GiB, half a GiB of which is headroom
         (6, 4, False, "which fit"),
         (3, 4, False, "with --weights-gpu-memory auto"),
         (3, 11, True, "with --weights-gpu-memory auto"),
