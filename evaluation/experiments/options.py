@@ -15,7 +15,6 @@ from evaluation.experiments.measured_sweeps import MeasuredPlan, WorkloadPlan
 from evaluation.results.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
 from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
-from swiftllm.machine import usable_cores
 
 if TYPE_CHECKING:
     from evaluation.replay.server import Server
@@ -81,10 +80,6 @@ class CommonOptions:
     """Results go to <figure>/<run>/ in this folder. Running the same command again continues an interrupted run."""
     from_folder: FromFolder = None
     """Run nothing; draw and print again from the summary.json of this result folder."""
-
-    @property
-    def num_jobs(self) -> int:
-        return self.jobs or usable_cores()
 
 
 @dataclass(frozen=True)
