@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
 from evaluation.experiments.experiment import one_line_errors
-from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.experiments.options import FigureOptions, ResultsDir, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.live.live_systems import LiveSystems
@@ -61,7 +59,7 @@ class Options:
     is installed, a failing point, an interruption, the report. Shows that all parts work, and measures nothing."""
     jobs: int | None = None
     """Simulated points to run in parallel; by default one per usable core."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to <figure>/<run>/ in this folder; a rehearsal's to rehearsal/<figure>/<run>/."""
 
 

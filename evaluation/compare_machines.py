@@ -8,21 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
 from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
-from evaluation.experiments.options import Folder, experiment_settings
+from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 
@@ -38,13 +35,12 @@ class Options:
     results/machines/<run>/. Running the same command again continues an interrupted run.
     """
 
-    jobs: int | None = None
-    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    jobs: Jobs = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/machines.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to machines/<run>/ in this folder."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; print again from the summary.json of this result folder."""
 
 

@@ -29,7 +29,7 @@ from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
-from evaluation.experiments.options import HttpOptions, parse_urls
+from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
 from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
@@ -57,8 +57,7 @@ class Options(HttpOptions):
     """Folder of the served model; its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
     workload: str | None = None
     """Take lengths from this trace (configs/experiments/workloads.yaml); by default --input-len, --output-len."""
-    trace_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Folder with trace files, searched before the cache."""
+    trace_dir: TraceDir = None
     input_len: int = 128
     """Average prompt tokens without --workload; uniform within 10%."""
     output_len: int = 128

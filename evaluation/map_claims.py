@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated
 
-import tyro
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.claims_map.points import make_map_points
 from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
-from evaluation.experiments.options import Folder, Names, experiment_settings
+from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
 from evaluation.figures.claims_map.show import show_map
 from evaluation.results.claims import load_claims
 from evaluation.results.paths import RESULTS_DIR
@@ -44,15 +41,13 @@ class Options:
     """Fewer requests, so less time; some ratios then differ much from those of the figures."""
     seed: int = 0
     """Seed of the lengths."""
-    jobs: int | None = None
-    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched before the cache."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    jobs: Jobs = None
+    trace_dir: TraceDir = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/claims-map.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to claims-map/<run>/ in this folder."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; draw and print again from the summary.json of this result folder."""
 
 

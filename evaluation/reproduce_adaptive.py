@@ -9,14 +9,12 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -33,7 +31,7 @@ from evaluation.experiments.adaptive.latency import (
 from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
 from evaluation.experiments.experiment import Experiment, Show, one_line_errors, show_again
-from evaluation.experiments.options import Folder, Names, experiment_settings
+from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, Run, run_experiment
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
@@ -82,15 +80,13 @@ class Options:
     """Switch off one of the ideas of adaptive, to see what it is worth."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: int | None = None
-    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched before the cache."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    jobs: Jobs = None
+    trace_dir: TraceDir = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/adaptive.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to adaptive/<run>/ or adaptive-<part>/<run>/ in this folder."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; draw and print again from this result folder, of any part."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
@@ -25,10 +24,14 @@ from evaluation.experiments.experiment import SENSITIVITY, one_line_errors, show
 from evaluation.experiments.neo_points import make_neo_points, neo_sweep, with_latencies, with_rates_at_latency
 from evaluation.experiments.options import (
     FigureOptions,
-    Folder,
+    File,
+    FromFolder,
+    Jobs,
     Names,
     Range,
+    ResultsDir,
     SettingOptions,
+    TraceDir,
     experiment_settings,
     refuse_unused_options,
 )
@@ -73,19 +76,17 @@ class Options(SettingOptions):
     repeats: int = 1
     """How many times to run every point, with consecutive seeds. Tables show medians; figures also show
     the lowest and the highest repeat."""
-    jobs: int | None = None
-    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
+    jobs: Jobs = None
     sensitivity: Range = None
     """Instead of Figure 9, show how its ratios depend on an assumption.
     cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
     gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched before the cache."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    trace_dir: TraceDir = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/neo.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to neo-fig<figure>/<run>/ in this folder."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; draw and print again from this result folder."""
 
 

@@ -10,7 +10,6 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
@@ -32,7 +31,16 @@ from evaluation.experiments.omniserve.served import (
     make_served_points,
     run_served_point,
 )
-from evaluation.experiments.options import Folder, Names, experiment_settings
+from evaluation.experiments.options import (
+    File,
+    Folder,
+    FromFolder,
+    Jobs,
+    Names,
+    ResultsDir,
+    TraceDir,
+    experiment_settings,
+)
 from evaluation.experiments.runner import Point, Run, run_experiment
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
@@ -83,17 +91,15 @@ class Options:
     """Seconds of every point, virtual ones but for http; by default from the experiment file."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: int | None = None
-    """Points to run in parallel; by default one per usable core. The results do not depend on it."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched before the cache."""
+    jobs: Jobs = None
+    trace_dir: TraceDir = None
     model: Folder = None
     """Folder of the model that figure http serves; by default SmolLM2-135M-Instruct."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/omniserve.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to omniserve-<figure>/<run>/ in this folder."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; draw and print again from this result folder."""
 
     def __post_init__(self) -> None:

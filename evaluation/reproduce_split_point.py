@@ -8,20 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.experiment import one_line_errors
-from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.figures.placements.split_search import draw_search
 from evaluation.figures.style import show_figure
@@ -50,9 +47,9 @@ class Options:
     Results, figure and provenance go to results/split-point/<run>/.
     """
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    config: File = None
     """Experiment file to use instead of configs/experiments/split-point.yaml."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to split-point/<run>/ in this folder."""
 
 

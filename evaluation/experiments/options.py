@@ -15,7 +15,6 @@ from evaluation.experiments.measured_sweeps import MeasuredPlan, WorkloadPlan
 from evaluation.results.paths import EXPERIMENTS_DIR, RESULTS_DIR, model_folder
 from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
-from swiftllm.machine import usable_cores
 
 if TYPE_CHECKING:
     from evaluation.replay.server import Server
@@ -26,8 +25,17 @@ Backend = Literal["simulated", "torch", "http"]
 
 SettingName = Literal["small", "apex-t4", "apex-a10", "neo-t4", "neo-a10"]
 
+# Options that many commands have. A command adds a docstring where the text names its own files.
 Names = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME ...")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+ResultsDir = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+FromFolder = Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")]
+TraceDir = Annotated[Folder, tyro.conf.arg(help="Folder with trace files, searched before the cache.")]
+Jobs = Annotated[
+    int | None,
+    tyro.conf.arg(help="Points to run in parallel; by default one per usable core. The results do not depend on it."),
+]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
 
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
@@ -65,18 +73,13 @@ class CommonOptions:
     """Instead of the figure, show how its ratios depend on an assumption (simulated).
     cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
     gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
-    trace_dir: Folder = None
-    """Folder with trace files, searched before the cache."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    trace_dir: TraceDir = None
+    config: File = None
     """Experiment file; by default the figure's own in configs/experiments."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to <figure>/<run>/ in this folder. Running the same command again continues an interrupted run."""
-    from_folder: Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")] = None
+    from_folder: FromFolder = None
     """Run nothing; draw and print again from the summary.json of this result folder."""
-
-    @property
-    def num_jobs(self) -> int:
-        return self.jobs or usable_cores()
 
 
 @dataclass(frozen=True)

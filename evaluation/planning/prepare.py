@@ -22,7 +22,7 @@ from evaluation.planning.setting_points import (
     setting_point_maker,
 )
 from evaluation.replay.child import ChildEnded
-from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card
+from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card, usable_cores
 
 REHEARSAL_SCALE = 0.1
 """Factor for the lengths of a rehearsal."""
@@ -97,7 +97,8 @@ def prepare(
     measuring = Measuring(local, vllm, max(STALL_TIMEOUT_S, options.stall_timeout_s))
     profiled = profile_settings(local, live)
     make_point = setting_point_maker(measuring)
-    planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), options.num_jobs)
+    jobs = options.jobs or usable_cores()
+    planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), jobs)
     return SettingMeasurement(planner, measuring)
 
 

@@ -34,6 +34,7 @@ def bases(
     at: Collection[str],
     any_of: Collection[str] = (),
     best: pd.Series | None = None,
+    lines: pd.Series | None = None,
 ) -> pd.Series:
     """For each line the number of the line that it is compared with, or nothing.
 
@@ -43,12 +44,14 @@ def bases(
         any_of: fields in which they are equal too, but for lines that have None there: those do not depend on the
             field, and count at each of its values.
         best: of several lines the one where this is highest; the first of equals.
+        lines: whether a line is compared at all; by default all are.
 
     Raises:
         ValueError: several lines fit, and ``best`` does not choose.
     """
     keys = frame[[*at, *any_of]]
-    pairs = keys.reset_index(names="line").merge(
+    mine = keys if lines is None else keys[lines]
+    pairs = mine.reset_index(names="line").merge(
         keys[to].reset_index(names="base"), on=list(at), suffixes=("", " of base")
     )
     for field in any_of:

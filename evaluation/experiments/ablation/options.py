@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from evaluation.experiments.options import Folder, Names, check_counts, flags
+from evaluation.experiments.options import Folder, Names, ResultsDir, check_counts, flags
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.config import DeviceName, DtypeName, LoadFormat
 
@@ -57,7 +54,7 @@ class Options:
     """Seed of the prompts, and of simulated lengths."""
     jobs: int | None = None
     """Rows to simulate in parallel; by default one per usable core. The results do not depend on it."""
-    results_dir: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = RESULTS_DIR
+    results_dir: ResultsDir = RESULTS_DIR
     """Results go to ablation/<run>/ in this folder."""
 
     @property

@@ -43,6 +43,7 @@ def with_service_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     frame = frame_of(rows, ("system", "baseline", *PLACE, *METRICS))
     is_baseline, one_host = frame["system"] == frame["baseline"], frame["cpu_hosts"] == 1
     controlled, is_alone = frame["admission_control"].astype(bool), frame["best_effort"].isna()
+    beside = ~is_alone
     attained, tokens = frame["slo_attainment"].astype(float), frame["best_effort_tokens_per_s"]
 
     def place(who: str, *others: str) -> list[str]:
@@ -50,14 +51,15 @@ def with_service_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
         return [who, *(field for field in PLACE if field not in others)]
 
     baseline = bases(frame, is_baseline, place("baseline"))
-    on_one_host = bases(frame, one_host, place("system", "cpu_hosts")).mask(one_host)
-    uncontrolled = bases(frame, ~controlled, place("system", "admission_control")).where(controlled)
-    alone = bases(frame, is_alone, place("system", "best_effort"))
-    alone = alone.fillna(bases(frame, is_alone & one_host, place("system", "best_effort", "cpu_hosts")))
-    alone = alone.fillna(bases(frame, is_alone & is_baseline, place("baseline", "best_effort")))
-    alone = alone.fillna(
-        bases(frame, is_alone & is_baseline & one_host, place("baseline", "best_effort", "cpu_hosts"))
-    ).mask(is_alone)
+    on_one_host = bases(frame, one_host, place("system", "cpu_hosts"), lines=~one_host)
+    uncontrolled = bases(frame, ~controlled, place("system", "admission_control"), lines=controlled)
+    alone = bases(frame, is_alone, place("system", "best_effort"), lines=beside)
+    for to, fields in (
+        (is_alone & one_host, place("system", "best_effort", "cpu_hosts")),
+        (is_alone & is_baseline, place("baseline", "best_effort")),
+        (is_alone & is_baseline & one_host, place("baseline", "best_effort", "cpu_hosts")),
+    ):
+        alone = alone.fillna(bases(frame, to, fields, lines=beside))
     return with_columns(
         rows,
         best_effort_over_baseline=over(tokens, baseline),

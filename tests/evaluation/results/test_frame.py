@@ -40,3 +40,4 @@ def test_several_rows_that_fit_are_an_error_unless_the_best_is_asked_for() -> No
     with pytest.raises(ValueError, match=r"several rows to compare with at \{'case': 'a'\}"):
         bases(frame, anyone, ["case"])
     assert list(bases(frame, anyone, ["case"], best=frame["rate"])) == [1, 1, 1]
+    assert bases(frame, anyone, ["case"], lines=~anyone).isna().all()  # nor where none is compared

@@ -37,6 +37,14 @@ def test_points_lost_to_best_effort_by_the_same_system_else_the_baseline() -> No
     assert with_service_ratios([row("omniserve", 0.99), alone, own])[0]["points_over_alone"] == pytest.approx(1.0)
 
 
+def test_two_rows_of_one_place_are_no_matter_where_none_is_compared_with_them() -> None:
+    both, queued, baseline = with_service_ratios(
+        [row("omniserve", tokens=150.0), row("omniserve", tokens=200.0, panel="queued"), row("sarathi")]
+    )
+    assert (both["best_effort_over_baseline"], queued["best_effort_over_baseline"]) == (1.5, 2.0)
+    assert baseline["best_effort_over_baseline"] == 1.0 and both["best_effort_over_one_host"] is None
+
+
 def test_over_one_host_and_over_no_admission_control() -> None:
     rows = [row("omniserve"), row("omniserve", tokens=300.0, cpu_hosts=5, latency_sensitive_tpot_s_p50=0.2)]
     one, five = with_service_ratios(rows)
