@@ -18,9 +18,8 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.experiment import one_line_errors
 from evaluation.experiments.options import FigureOptions, ResultsDir, experiment_settings
-from evaluation.experiments.runner import Point, PointResult, RunPoint
+from evaluation.experiments.runner import Point, PointResult, RunPoint, one_line_errors
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.prepare import measures_settings

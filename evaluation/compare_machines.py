@@ -17,9 +17,10 @@ from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
+from evaluation.experiments.experiment import Experiment, show_again
 from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
 from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
+from evaluation.experiments.runner import one_line_errors
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from apex.cli.parser import parse_options
 from apex.source_tree import IS_SOURCE_TREE
-from evaluation.experiments.runner import print_error
+from evaluation.experiments.runner import one_line_errors
 from evaluation.figures.overview import LIMITS, overview
 from evaluation.figures.report_tables import Table, columns_of, make_table
 from evaluation.results.claims import Comparison, compare_claims, load_claims
@@ -232,21 +232,17 @@ def render(sections: Sequence[Section]) -> str:
     return environment.get_template("report.html.j2").render(content)
 
 
+@one_line_errors
 def main(options: Options) -> int:
     """Write the page. Returns the exit status: 2 when there is nothing to show."""
-    console = Console()
     folders = list(dict.fromkeys(map(Path.resolve, options.folders))) or latest_folders(options.results_dir)
-    try:
-        if not folders:
-            command = "make fig5" if IS_SOURCE_TREE else evaluation_command("reproduce_fig5")
-            raise ValueError(f"no results in {options.results_dir}: type `{command}` first, or name result folders")
-        sections = [read_section(folder) for folder in folders]
-    except ValueError as error:
-        print_error(error, console)
-        return 2
+    if not folders:
+        command = "make fig5" if IS_SOURCE_TREE else evaluation_command("reproduce_fig5")
+        raise ValueError(f"no results in {options.results_dir}: type `{command}` first, or name result folders")
+    sections = [read_section(folder) for folder in folders]
     write_atomically(options.output, render(sections))
     shown = ", ".join(f"{section.experiment}/{section.run}" for section in sections)
-    console.print(f"{options.output}: {shown}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"{options.output}: {shown}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

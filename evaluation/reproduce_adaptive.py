@@ -30,10 +30,10 @@ from evaluation.experiments.adaptive.latency import (
 )
 from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
-from evaluation.experiments.experiment import Experiment, Show, one_line_errors, show_again
+from evaluation.experiments.experiment import Experiment, Show, show_again
 from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point, Run, run_experiment
+from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.adaptive.cases import draw_cases
 from evaluation.figures.adaptive.heat_map import draw_map

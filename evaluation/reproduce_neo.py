@@ -20,7 +20,7 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.experiment import SENSITIVITY, one_line_errors, show_again
+from evaluation.experiments.experiment import SENSITIVITY, show_again
 from evaluation.experiments.neo_points import make_neo_points, neo_sweep, with_latencies, with_rates_at_latency
 from evaluation.experiments.options import (
     FigureOptions,
@@ -35,6 +35,7 @@ from evaluation.experiments.options import (
     experiment_settings,
     refuse_unused_options,
 )
+from evaluation.experiments.runner import one_line_errors
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback

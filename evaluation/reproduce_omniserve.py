@@ -21,7 +21,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
+from evaluation.experiments.experiment import Experiment, show_again
 from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
@@ -41,7 +41,7 @@ from evaluation.experiments.options import (
     TraceDir,
     experiment_settings,
 )
-from evaluation.experiments.runner import Point, Run, run_experiment
+from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
 from evaluation.figures.style import show_figure

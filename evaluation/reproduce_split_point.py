@@ -17,9 +17,9 @@ from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import one_line_errors
 from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
+from evaluation.experiments.runner import one_line_errors
 from evaluation.figures.placements.split_search import draw_search
 from evaluation.figures.style import show_figure
 from evaluation.results.claims import load_claims, print_claims

@@ -23,7 +23,7 @@ from rich.table import Table
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation.experiments.experiment import Experiment, one_line_errors
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import FigureOptions, make_measured_plan
 from evaluation.experiments.profile_check import (
@@ -33,7 +33,7 @@ from evaluation.experiments.profile_check import (
     mean_machine,
     operation_errors,
 )
-from evaluation.experiments.runner import Point, PointResult, Run
+from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.figures.style import save_figure

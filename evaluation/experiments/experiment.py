@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from rich.console import Console
 
 from apex.cli.output import stdout_console
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Complete, Point, Run, RunPoint, print_error, run_experiment, unchanged_rows
+from evaluation.experiments.runner import Complete, Point, Run, RunPoint, run_experiment, unchanged_rows
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
@@ -23,8 +22,6 @@ SENSITIVITY = "_sensitivity"
 
 Show = Callable[[Run, Console], None]
 """Prints a run's rows and draws its figure into its folder; ValueError where it cannot."""
-
-Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
@@ -89,20 +86,6 @@ def show_again(folder: Path, experiments: Sequence[Experiment]) -> int:
     name = (run.experiment or experiments[0].name).removesuffix(SENSITIVITY)
     by_name[name].show(run, stdout_console())
     return 0
-
-
-def one_line_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """A command whose invalid options and missing files end as one line, with exit status 2."""
-
-    @functools.wraps(main)
-    def command(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
-        try:
-            return main(*args, **kwargs)
-        except (ValueError, FileNotFoundError, ConnectionError) as error:
-            print_error(error, stdout_console())
-            return 2
-
-    return command
 
 
 def read_run(folder: Path, wanted: Sequence[str]) -> Run:

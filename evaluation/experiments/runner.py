@@ -6,6 +6,7 @@ processes. A point's result never depends on the number of processes.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from rich.console import Console
 
@@ -92,6 +93,23 @@ def print_failure(text: str, console: Console) -> None:
 def print_error(error: object, console: Console) -> None:
     """Print why nothing was run. Callers then return exit status 2."""
     console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def one_line_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """A command whose invalid options and missing files end as one line, with exit status 2."""
+
+    @functools.wraps(main)
+    def command(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (ValueError, FileNotFoundError, ConnectionError) as error:
+            print_error(error, stdout_console())
+            return 2
+
+    return command
 
 
 def run_experiment(

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from evaluation.experiments.experiment import SENSITIVITY, one_line_errors, show_again
+from evaluation.experiments.experiment import SENSITIVITY, show_again
 from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
 from evaluation.experiments.options import (
     FigureOptions,
@@ -19,7 +19,7 @@ from evaluation.experiments.options import (
     make_measured_plan,
     refuse_unused_options,
 )
-from evaluation.experiments.runner import Point, RunPoint
+from evaluation.experiments.runner import Point, RunPoint, one_line_errors
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import (
     Sweep,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, one_line_errors, show_again
-from evaluation.experiments.runner import Point, PointResult, Run
+from evaluation.experiments.experiment import Experiment, show_again
+from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 
 
 def run_task(point: Point, label: str, console: Console) -> PointResult:
