@@ -64,14 +64,14 @@ def test_a_server_that_counts_only_at_the_end():
         exchange.chunk("abc")
         time.sleep(0.1)
         exchange.chunk("def")
-        time.sleep(0.1)
+        time.sleep(1.0)
         exchange.chunk("", "length")  # closes the stream, carries no token
         exchange.done(6)
 
     record = only_record(two_chunks)
     assert record.completed and record.output_len == 6
     assert record.token_times_s[0] == record.token_times_s[2] and record.token_times_s[3] == record.token_times_s[5]
-    assert 0.09 <= record.token_times_s[-1] - record.token_times_s[0] < 0.19
+    assert 0.09 <= record.token_times_s[-1] - record.token_times_s[0] < 0.9
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_slow_first_token_is_the_time_to_first_token():
 
     result, _ = replayed(slow, (4, 2, 0.0))
     metrics = compute_metrics(result.records, result.wall_s)
-    assert 0.3 <= metrics["ttft_s_mean"] < 0.6 and metrics["tpot_s_mean"] < 0.1
+    assert metrics["ttft_s_mean"] >= 0.3 and metrics["tpot_s_mean"] < 0.3
     assert metrics["lane_busy_fraction"] is None and metrics["cpu_busy_fraction"] is None
 
 

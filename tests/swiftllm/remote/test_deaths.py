@@ -16,6 +16,7 @@ from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
 from swiftllm.engine.engine import Engine
+from swiftllm.remote.frames import SILENCE_S
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
@@ -73,7 +74,7 @@ def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], pr
     start_s = time.monotonic()
     end_host()
     assert remote(engine).channel.wait_dead(5.0)
-    assert time.monotonic() - start_s < 0.5
+    assert time.monotonic() - start_s < SILENCE_S  # not because nothing was heard
     there = on_host(engine, 1)
     engine.step()
     assert recomputed == [there]
