@@ -63,8 +63,11 @@ class Cohorts:
         self.leaving[request.request_id] = request
 
     def advance(self, result: StepResult) -> tuple[list[Request], list[Request]]:
-        """Move on. Returns the members of cohorts that have their token, and the requests that left, which rest."""
-        left = [self.leaving.pop(request_id) for request_id in result.left]
+        """Move on. Returns the members of cohorts that have their token, and the requests that left, which rest.
+
+        Whoever is to leave is out before the cohort's next boundary, so none of them is a member at the end.
+        """
+        left = [self.leaving.pop(request_id) for request_id in sorted(result.left)]  # a set's order differs by process
         done: list[Request] = []
         for cohort_id, cohort in list(self._by_id.items()):
             if result.left:
@@ -73,10 +76,7 @@ class Cohorts:
                 cohort.boundary = result.boundaries[cohort_id]
                 continue
             del self._by_id[cohort_id]
-            left += [r for r in self.leaving.values() if r.cohort_id == cohort_id]
             done += cohort.members
-        for request in done:
-            self.leaving.pop(request.request_id, None)
         return done, left
 
     def dissolve(self) -> list[Request]:
