@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -37,6 +38,8 @@ from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import IterationRecorder, StatusPage
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 READ = ["GET", "HEAD"]  # some load balancers send HEAD
 
@@ -89,6 +92,8 @@ def lifespan_of(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(work()) for work in works]
+        for task in tasks:
+            task.add_done_callback(log_failure)
         try:
             yield
         finally:
@@ -97,6 +102,12 @@ def lifespan_of(
             await asyncio.gather(*tasks, return_exceptions=True)
 
     return lifespan
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Nothing awaits such a task before the server ends, so its error would not be seen until then."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a background task of the server has failed, and serving goes on without it", exc_info=error)
 
 
 def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
