@@ -56,7 +56,7 @@ def build_system(
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))
-        hardware = this_machine(config, backend)
+        platform = this_machine(config, backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
         table = with_copies(table, plan.placement, plan.stream_s)
         details = {
@@ -66,7 +66,7 @@ def build_system(
             **placed,
             "cpu_attention_gbps": cpu_attention_gbps(table, backend),
         }
-        return build(system, hardware, (PerfModel(table, backend.num_layers), strategy), details)
+        return build(system, platform, (PerfModel(table, backend.num_layers), strategy), details)
 
 
 def open_backend(

@@ -42,7 +42,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Platform:
     """What a system runs on, real or simulated: a backend, the blocks of its two pools, and what it serves."""
 
     backend: Backend
@@ -56,20 +56,20 @@ class Hardware:
 
 
 def build(
-    system: System, hardware: Hardware, predictions: Sequence[Any] = (), details: Mapping[str, Any] | None = None
+    system: System, platform: Platform, predictions: Sequence[Any] = (), details: Mapping[str, Any] | None = None
 ) -> Engine:
     """An engine of a system. ``predictions``: what it needs, if any; ``details`` are part of its description."""
-    backend, policy = hardware.backend, system.policy(*predictions)
+    backend, policy = platform.backend, system.policy(*predictions)
     return Engine(
-        Residents(hardware.limits, hardware.kv, backend.now, policy.rules),
+        Residents(platform.limits, platform.kv, backend.now, policy.rules),
         policy,
         Executor(backend, backend.holds_weights),
         backend,
-        vocab_size=hardware.vocab_size,
-        eos_token_ids=hardware.eos_token_ids,
-        tokenizer=hardware.tokenizer,
-        description={"system": system.name, **hardware.description, **(details or {})},
-        hosts=hardware.hosts,
+        vocab_size=platform.vocab_size,
+        eos_token_ids=platform.eos_token_ids,
+        tokenizer=platform.tokenizer,
+        description={"system": system.name, **platform.description, **(details or {})},
+        hosts=platform.hosts,
     )
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from apex.cli.comparison import Comparison
 from apex.cli.errors import input_errors
 from apex.cli.flags import (
     BestEffortFlags,
@@ -25,6 +24,7 @@ from apex.cli.flags import (
     check_output_folder,
     running_engine,
 )
+from apex.cli.systems_command import SystemsCommand
 from apex.cli.validate import optional_module
 from apex.perf.online import OPERATIONS
 from apex.placement.budget import Workload
@@ -50,7 +50,7 @@ class BenchRun:
 
 
 @dataclass(frozen=True)
-class Bench(Comparison):
+class Bench(SystemsCommand):
     """Measure throughput offline: requests of one size, all there from the start.
 
     With --best-effort-requests there are two classes, each of one size.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from apex.cli.comparison import Comparison
 from apex.cli.errors import input_errors
 from apex.cli.flags import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
 from apex.cli.output import stdout_console
+from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
@@ -30,7 +30,7 @@ Weights = Literal["auto", "int4"]
 
 
 @dataclass(frozen=True)
-class Simulate(Comparison):
+class Simulate(SystemsCommand):
     """Predict throughput and latency on hardware that is not here: real scheduling, simulated times.
 
     For example:

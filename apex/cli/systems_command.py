@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 
-class Comparison(ConfigFile):
+class SystemsCommand(ConfigFile):
     """A command that compares systems. It declares these options, with defaults and help of its own."""
 
     system: tuple[str, ...]

@@ -10,7 +10,7 @@ from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.systems import Hardware, build, find_system
+from swiftllm.systems import Platform, build, find_system
 
 
 class _NoWork:
@@ -49,7 +49,7 @@ def idle_engine(num_layers: int, requests: int) -> Engine:
     backend = _NoWork(num_layers)
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
-    engine = build(find_system("swiftllm"), Hardware(backend, limits, kv, {}, vocab_size=1))
+    engine = build(find_system("swiftllm"), Platform(backend, limits, kv, {}, vocab_size=1))
     endless = SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True)
     for i in range(requests):
         engine.add(engine.make_request(str(i), (0,), endless))

@@ -13,7 +13,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.systems import Hardware, build, find_system
+from swiftllm.systems import Platform, build, find_system
 
 
 def build_simulated(
@@ -82,4 +82,4 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    return build(found, Hardware(backend, limits, kv, description, vocab_size), predictions)
+    return build(found, Platform(backend, limits, kv, description, vocab_size), predictions)

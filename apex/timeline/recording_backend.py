@@ -15,7 +15,7 @@ from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import IterationPlan, LaneItem, StepResult, Swap
 from swiftllm.core.request import Request
 from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
-from swiftllm.engine.executor import Cohort, Executor
+from swiftllm.engine.executor import CohortRun, Executor
 
 
 @dataclass(eq=False)
@@ -217,7 +217,7 @@ class RecordingBackend:
         self.outstanding[index] = ticket
         return ticket
 
-    def adopt_cohort(self, cohort: Cohort, requests: Sequence[Request]) -> None:
+    def adopt_cohort(self, cohort: CohortRun, requests: Sequence[Request]) -> None:
         """Wrap a cohort that was opened before recording began, and its ticket."""
         cohort.batch = batch = self._tagged(cohort.batch, requests)
         if cohort.ticket is not None:

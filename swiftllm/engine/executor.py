@@ -17,7 +17,7 @@ from swiftllm.engine.backend import Backend, Batch, Ticket
 
 
 @dataclass(eq=False)
-class Cohort:
+class CohortRun:
     """A cohort under way. ``boundary`` is the one it crosses next, ``ticket`` the attention that precedes it.
 
     ``submission`` ranks the tickets by time: the CPU worker serves them in this order. ``rule`` and ``crossings_left``
@@ -79,13 +79,13 @@ class Executor:
         """
         self.backend = backend
         self.may_step = may_step
-        self._cohorts: dict[int, Cohort] = {}
+        self._cohorts: dict[int, CohortRun] = {}
         self._plan = IterationPlan()
         self._submissions = itertools.count(1)
         self._at_work = _AtWork()
 
     @property
-    def cohorts(self) -> tuple[Cohort, ...]:
+    def cohorts(self) -> tuple[CohortRun, ...]:
         """Those under way between iterations, the oldest first."""
         return tuple(self._cohorts.values())
 
@@ -142,25 +142,25 @@ class Executor:
                     cohort.ticket.wait()
         self._cohorts.clear()
 
-    def _cohort(self, plan: CohortPlan, lane: Batch | None) -> Cohort:
+    def _cohort(self, plan: CohortPlan, lane: Batch | None) -> CohortRun:
         """The cohort under way, or a new one, with its rule for this iteration."""
         cohort = self._cohorts.get(plan.cohort_id)
         if cohort is None:
             request_ids = tuple(request.request_id for request in plan.requests)
             with self._at_work.on(request_ids):
-                cohort = self._cohorts[plan.cohort_id] = Cohort(self.backend.open_cohort(plan.requests), request_ids)
+                cohort = self._cohorts[plan.cohort_id] = CohortRun(self.backend.open_cohort(plan.requests), request_ids)
         cohort.rule = RIDE if lane is None and plan.rule.rides else plan.rule  # without a lane waiting delays nothing
         cohort.crossings_left = cohort.rule.most
         return cohort
 
-    def _boards(self, cohort: Cohort, run: _Run) -> bool:
+    def _boards(self, cohort: CohortRun, run: _Run) -> bool:
         """Whether a cohort at the lane's boundary crosses it with the lane; its ticket is waited for if need be."""
         if cohort.crossings_left <= 0 or not (cohort.rule.waits or cohort.is_ready):
             return False
         self._wait(cohort, run)
         return True
 
-    def _steps_now(self, cohort: Cohort, next_of_lane: int) -> bool:
+    def _steps_now(self, cohort: CohortRun, next_of_lane: int) -> bool:
         """Whether a cohort crosses its boundary on its own before the lane goes on to the boundary ``next_of_lane``."""
         if cohort.rule.waits:
             return True
@@ -168,12 +168,12 @@ class Executor:
             return False
         return self.may_step(cohort.boundary) and cohort.is_ready
 
-    def _step(self, cohort: Cohort, run: _Run) -> None:
+    def _step(self, cohort: CohortRun, run: _Run) -> None:
         """Let the cohort cross its boundary without the lane, once its ticket is ready."""
         self._wait(cohort, run)
         self._cross(cohort.boundary, None, [cohort], run)
 
-    def _advance(self, cohorts: Sequence[Cohort], end_s: float, run: _Run) -> None:
+    def _advance(self, cohorts: Sequence[CohortRun], end_s: float, run: _Run) -> None:
         """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
 
         It ends late by one ticket at most, since at least one cohort crosses a boundary. Tickets are waited for in the
@@ -189,7 +189,7 @@ class Executor:
             if self.backend.now() >= end_s:
                 break
 
-    def _wait(self, cohort: Cohort, run: _Run) -> None:
+    def _wait(self, cohort: CohortRun, run: _Run) -> None:
         """Wait for the cohort's ticket, and take out requests that leave: now nothing uses their blocks.
 
         The seconds count as waiting, not as work of the lane.
@@ -206,7 +206,7 @@ class Executor:
             if cohort.request_ids:
                 cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
 
-    def _cross(self, boundary: int, lane: Batch | None, cohorts: Sequence[Cohort], run: _Run) -> None:
+    def _cross(self, boundary: int, lane: Batch | None, cohorts: Sequence[CohortRun], run: _Run) -> None:
         """Let lane and cohorts cross a boundary together, and submit the next tickets of the cohorts."""
         batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
         if not batches:

@@ -16,7 +16,7 @@ from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
 from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.systems import Hardware, System, build
+from swiftllm.systems import Platform, System, build
 
 
 def make_backend(
@@ -43,8 +43,8 @@ def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLi
     return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, longest)
 
 
-def this_machine(config: EngineConfig, backend: TorchBackend) -> Hardware:
-    """The hardware that a backend stands for. The backend reads the block tables of its two pools from here.
+def this_machine(config: EngineConfig, backend: TorchBackend) -> Platform:
+    """The platform that a backend stands for. The backend reads the block tables of its two pools from here.
 
     Raises:
         ValueError: there is no KV cache at all.
@@ -74,7 +74,7 @@ def this_machine(config: EngineConfig, backend: TorchBackend) -> Hardware:
         "cpu_threads": backend.cores.cpu_threads,
         "lane": backend.cores.describe_lane(),
     }
-    return Hardware(
+    return Platform(
         backend,
         limits,
         kv,

@@ -9,7 +9,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.systems import Hardware, build, find_system
+from swiftllm.systems import Platform, build, find_system
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 from tests.reference.fake_hosts import BackendOfHosts, FakeHosts
 
@@ -57,5 +57,5 @@ def fake_engine(
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
     predictions = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.needs_predictions else ()
-    hardware = Hardware(backend, limits, kv, {}, VOCABULARY, [EOS], hosts=hosts)
-    return build(found, hardware, predictions)
+    platform = Platform(backend, limits, kv, {}, VOCABULARY, [EOS], hosts=hosts)
+    return build(found, platform, predictions)

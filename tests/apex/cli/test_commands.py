@@ -19,9 +19,9 @@ import swiftllm
 from apex.cli import main
 from apex.cli.bench import correction_line
 from apex.cli.commands import COMMANDS
-from apex.cli.comparison import figures_table
 from apex.cli.flags import SystemName
 from apex.cli.profile import attention_rate, key_figures
+from apex.cli.systems_command import figures_table
 from apex.cli.validate import OPTIONAL_VERBS
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.strategy import StrategyConfig
