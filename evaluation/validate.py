@@ -226,9 +226,9 @@ def main(options: Options) -> int:
 
     run_pair = PairRunner(MachineProfiles()).run_pair
     described = describe_measured_plan(plan, points)
-    return Experiment("validate", show).run(
-        points, options.results_dir, stdout_console(), configuration=described, run_point=run_pair
-    )
+    experiment = Experiment("validate", show, run_point=run_pair, describe=lambda points: described)
+    console = stdout_console()
+    return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
