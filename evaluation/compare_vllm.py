@@ -39,9 +39,10 @@ from evaluation.figures.servers import (
     results_table,
     with_ratios,
 )
-from evaluation.replay.bench_serve import BenchFailed, bench_serve
-from evaluation.replay.launch import LaunchedServer, ServerCommand, launched_server, stop_on_sigterm
-from evaluation.replay.vllm import READY_TIMEOUT_S, how_to_install, vllm_command, vllm_path
+from evaluation.measure.bench_serve import BenchFailed, bench_serve
+from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.vllm import READY_TIMEOUT_S, how_to_install, vllm_command, vllm_path
 from evaluation.results.folder import markdown_table
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity

@@ -45,6 +45,7 @@ from evaluation.experiments.runner import Point, Run, one_line_errors, run_exper
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
 from evaluation.figures.style import show_figure
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -135,8 +136,6 @@ def run_served(
     Raises:
         ValueError: there is no model.
     """
-    from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
-
     stop_on_sigterm()
     model, logs = model_folder(options.model), options.results_dir / experiment.name / "logs"
 

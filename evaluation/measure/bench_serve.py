@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from evaluation.replay.server import Server
+from evaluation.measure.server import Server
 
 TIMEOUT_S = 900.0
 
