@@ -36,6 +36,7 @@ from evaluation.experiments.runner import Point, Run
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
 from evaluation.figures.style import show_figure
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
@@ -129,8 +130,6 @@ def served_points(results_dir: Path, settings: Mapping[str, Any], selection: Sel
     Raises:
         ValueError: the machine's throughput could not be measured.
     """
-    from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
-
     stop_on_sigterm()
     logs, name = results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
     alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))

@@ -17,7 +17,7 @@ from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
 
 if TYPE_CHECKING:
-    from evaluation.replay.server import Server
+    from evaluation.measure.server import Server
 
 # To add a backend: name it here, make its points in evaluation/figures/paper_figure.py, run them in
 # evaluation/experiments/points.py.
@@ -299,7 +299,7 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
         ValueError: an option is not valid here; the message says what is.
         ServerNotReady: a server does not answer; the message says what to start.
     """
-    from evaluation.replay.server import connect_server  # the HTTP client is needed only here
+    from evaluation.measure.server import connect_server  # the HTTP client is needed only here
 
     if not options.url:
         raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.replay.records import RequestRecord, RequestSummary
-from evaluation.replay.child import ChildEnded
+from evaluation.measure.child import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES
 from evaluation.results.progress import RunProgress

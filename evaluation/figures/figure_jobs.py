@@ -29,7 +29,7 @@ from evaluation.experiments.simulated_sweeps import (
     make_sweep,
 )
 from evaluation.figures.paper_figure import PaperFigure
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
