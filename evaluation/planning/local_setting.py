@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
+from evaluation.results.provenance import model_identity
 from swiftllm.config import DtypeName, EngineConfig, LoadFormat
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
@@ -90,6 +91,18 @@ class LocalSetting:
             "max_gpu_blocks": self.fit.max_gpu_blocks,
             "cpu_kv_gb": round(blocks * self.fit.bytes_per_block / GB, 1),
             "max_model_len": self.engine.max_model_len,
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """The setting for the identity of a run: everything that decides its numbers."""
+        return {
+            "title": self.title,
+            "pools": self.pools,
+            "card": None if self.card is None else asdict(self.card),
+            "weights": self.weights,
+            "model": model_identity(Path(self.engine.model)),
+            "engine": {name: value for name, value in asdict(self.engine).items() if name != "model"},
+            "differences": list(self.differences),
         }
 
 

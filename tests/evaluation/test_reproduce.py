@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
 from evaluation.experiments import points
 from evaluation.experiments import runner as experiment
-from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.figures.figure_jobs import make_job, measured_options
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.jobs import make_job, measured_options
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 

@@ -14,8 +14,8 @@ from typing import Any
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.experiments.neo_points import neo_sweep
 from evaluation.experiments.paper_settings import simulated_task
+from evaluation.experiments.papers.sensitivity import with_cpu_bandwidth
 from evaluation.experiments.runner import Point
-from evaluation.experiments.sensitivity import with_cpu_bandwidth
 from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_sweep_points, point_names
 from evaluation.results.claims import Claim
 from evaluation.traces.workloads import Lengths

@@ -9,7 +9,7 @@ import pytest
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
-from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.papers.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_point import build_engine
 from evaluation.experiments.simulated_sweeps import make_simulated_points, make_sweep
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace

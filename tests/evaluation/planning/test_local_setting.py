@@ -9,7 +9,8 @@ import pytest
 
 from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.simulated_sweeps import make_sweep
 from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, Choices, LocalSetting, local_setting
