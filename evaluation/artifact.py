@@ -21,9 +21,9 @@ from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce
 from evaluation.experiments.options import FigureOptions, ResultsDir, experiment_settings
 from evaluation.experiments.runner import Point, PointResult, RunPoint, one_line_errors
 from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import LiveSystems
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.planning.prepare import measures_settings
-from evaluation.replay.launch import stop_on_sigterm
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR

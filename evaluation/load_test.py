@@ -32,8 +32,8 @@ from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
-from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
-from evaluation.replay.server import Server, connect_server
+from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -177,9 +177,10 @@ def main(options: Options, console: Console | None = None) -> int:
                 trace = load_trace(options.workload, options.trace_dir)
             servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
             for command in commands:
-                console.print(f"starting {command.name} ...")
                 log = options.results_dir / NAME / "logs" / f"{command.name}.log"
-                servers.append(stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S)).server)
+                servers.append(
+                    stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S, console)).server
+                )
             points = make_points(options, servers, model, trace)
         except (ValueError, OSError) as error:
             print(f"{NAME}: {error}", file=sys.stderr)

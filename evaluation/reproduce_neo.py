@@ -41,7 +41,7 @@ from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback
 from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import PaperFigure
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable, hosts_here
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
 from evaluation.results.paths import RESULTS_DIR
@@ -110,7 +110,7 @@ def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
         lambda run: draw_neo(shows, run.summary, run.folder, run.machine),
         "output_tokens_per_s",
         "throughput",
-        complete=with_rates_at_latency,
+        derive=with_rates_at_latency,
     )
 
 

@@ -33,9 +33,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import httpx
 
 from apex.cli.parser import parse_options
-from evaluation.replay.launch import free_port, stop_on_sigterm
-from evaluation.replay.server import connect_server
-from evaluation.replay.soak_requests import RequestSource, Unexpected, plain_request, send_request
+from evaluation.measure.server import connect_server, free_port
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.soak_requests import RequestSource, Unexpected, plain_request, send_request
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
 from swiftllm.server.service.service import ServiceLimits

@@ -20,8 +20,7 @@ from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
-    from evaluation.replay.launch import LaunchedServer
-    from evaluation.replay.server import Server
+    from evaluation.measure.server import LaunchedServer, Server
 
 FRESH_TOKENS = 2
 WIDE_REQUESTS = 34
@@ -86,10 +85,10 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         ServerEnded: the launched server ended while requests were running.
         NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
-    from evaluation.replay.http import (
+    from evaluation.measure.http import (
         replay_workload,  # imported late: only points that really run need the HTTP client
     )
-    from evaluation.replay.server import connect_server, still_running
+    from evaluation.measure.server import connect_server, still_running
 
     task: HttpTask = point.task
     ended = task.launched.ended if task.launched else still_running

@@ -17,7 +17,7 @@ from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 from swiftllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from evaluation.replay.server import Server
+    from evaluation.measure.server import Server
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 import yaml
@@ -17,7 +17,7 @@ from evaluation.traces.workloads import select_by_workload
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
 
 if TYPE_CHECKING:
-    from evaluation.replay.server import Server
+    from evaluation.measure.server import Server
 
 # To add a backend: name it here, make its points in evaluation/figures/paper_figure.py, run them in
 # evaluation/experiments/points.py.
@@ -37,6 +37,33 @@ Jobs = Annotated[
     tyro.conf.arg(help="Points to run in parallel; by default one per usable core. The results do not depend on it."),
 ]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of every command that runs experiments."""
+
+    LAST_IN_HELP: ClassVar = ("trace_dir", "jobs", "config", "results_dir", "from_folder")
+
+    jobs: int | None = None
+    """Simulated points to run in parallel; by default one per usable core. The results do not depend on it."""
+    config: File = None
+    """Experiment file; by default the command's own in configs/experiments."""
+    results_dir: ResultsDir = RESULTS_DIR
+    """Results go to <experiment>/<run>/ in this folder. Running the same command again continues an interrupted run."""
+    from_folder: FromFolder = None
+    """Run nothing; draw and print again from this result folder."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("jobs",))
+
+
+@dataclass(frozen=True)
+class TraceOptions(RunOptions):
+    """Options of experiments that read request traces."""
+
+    trace_dir: TraceDir = None
+
 
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
 
@@ -272,7 +299,7 @@ def connect_servers(options: FigureOptions) -> tuple[Server, ...]:
         ValueError: an option is not valid here; the message says what is.
         ServerNotReady: a server does not answer; the message says what to start.
     """
-    from evaluation.replay.server import connect_server  # the HTTP client is needed only here
+    from evaluation.measure.server import connect_server  # the HTTP client is needed only here
 
     if not options.url:
         raise ValueError("--backend http needs a running server: --url NAME=http://127.0.0.1:8000")

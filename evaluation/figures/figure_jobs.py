@@ -29,7 +29,7 @@ from evaluation.experiments.simulated_sweeps import (
     make_sweep,
 )
 from evaluation.figures.paper_figure import PaperFigure
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
@@ -101,9 +101,9 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
             half = job.measured.described(plans[job.name])
             points += half.points
             configuration["torch"] = half.configuration
-        status |= job.figure.experiment(job.name).run(
-            points, options.results_dir, console, options.jobs, configuration, run_alone=run_alone
-        )
+        experiment = replace(job.figure.experiment(job.name), describe=lambda _, described=configuration: described)
+        run = experiment.run(points, options.results_dir, options.jobs, run_alone=run_alone, console=console)
+        status |= run.print_outcome(console)
     return status
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import Sweep
-from evaluation.live.launched_point import LaunchedTask
+from evaluation.measure.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.planning.predictions import Prediction, predict
 from evaluation.planning.request_counts import counts_within

@@ -22,7 +22,7 @@ from evaluation.results.provenance import fingerprint, source_hash
 from swiftllm.files import cache_dir, write_atomically
 
 if TYPE_CHECKING:
-    from evaluation.live.launched_point import LaunchedTask
+    from evaluation.measure.launched_point import LaunchedTask
 
 
 @dataclass(frozen=True)

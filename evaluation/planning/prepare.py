@@ -11,7 +11,8 @@ from rich.console import Console
 from evaluation.experiments.options import FigureOptions
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.child import ChildEnded
+from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
 from evaluation.planning.panels import panels_for_rehearsal, panels_here
 from evaluation.planning.plan import Plan, Planner, ProfiledSetting
@@ -21,7 +22,6 @@ from evaluation.planning.setting_points import (
     describe_setting_points,
     setting_point_maker,
 )
-from evaluation.replay.child import ChildEnded
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card, usable_cores
 
 REHEARSAL_SCALE = 0.1
@@ -122,7 +122,7 @@ def vllm_here(systems: Sequence[str], local: Sequence[LocalSetting], console: Co
     """The ``vllm`` command of this machine, if the systems have it; says what stands in for it where it is missing."""
     if VLLM not in systems:
         return None
-    from evaluation.replay.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
+    from evaluation.measure.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
 
     device = local[0].engine.device
     program = vllm_program(device)

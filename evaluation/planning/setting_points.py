@@ -11,7 +11,7 @@ from evaluation.experiments.paper_settings import clip_lengths
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_sweeps import MakePoint, Panel, Sweep, point_names
 from evaluation.experiments.torch_point import TorchTask
-from evaluation.live.launched_point import LaunchedTask
+from evaluation.measure.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.results.provenance import cpu_kernels, model_identity
 from evaluation.traces.workloads import Lengths

@@ -207,7 +207,10 @@ def markdown_cell(value: Any, form: str) -> str:
 def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
     """The records as Markdown. ``columns`` are (name, title, format); by default those of ``table_columns``."""
     columns = table_columns(records) if columns is None else columns
-    rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
-    for record in records:
-        rows.append([markdown_cell(record.get(name), form) for name, _, form in columns])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = [[markdown_cell(record.get(name), form) for name, _, form in columns] for record in records]
+    return "".join(f"{line}\n" for line in markdown_lines([title for _, title, _ in columns], rows))
+
+
+def markdown_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]

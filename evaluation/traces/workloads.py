@@ -40,20 +40,16 @@ class WorkloadSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ValueError(f"num_requests={self.num_requests} must be at least 1")
-        if self.scale <= 0:
-            raise ValueError(f"scale={self.scale} must be above 0")
-        if self.output_len is not None and self.output_len <= 0:
-            raise ValueError(f"output_len={self.output_len} must be above 0")
+        for name in ("num_requests", "concurrency"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name}={count} must be at least 1")
+        for name in ("scale", "output_len", "request_rate"):
+            if (size := getattr(self, name)) is not None and size <= 0:
+                raise ValueError(f"{name}={size} must be above 0")
         if (self.arrivals == "poisson") != (self.request_rate is not None):
             raise ValueError("request_rate goes with Poisson arrivals, and only with them")
-        if self.request_rate is not None and self.request_rate <= 0:
-            raise ValueError(f"request_rate={self.request_rate} must be above 0")
         if (self.arrivals == "closed-loop") != (self.concurrency is not None):
             raise ValueError("concurrency goes with a closed loop, and only with it")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency={self.concurrency} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.figures import figure_jobs
-from evaluation.live import launched_point
+from evaluation.measure import launched_point
 from evaluation.planning import local_setting, prepare
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec

@@ -17,7 +17,7 @@ from evaluation.artifact import Options, Rehearsal, RehearsedFailure, main, make
 from evaluation.experiments.options import FigureOptions, experiment_settings
 from evaluation.experiments.runner import Point
 from evaluation.figures import figure_jobs
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import EngineHere, LiveSystems
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, RTX_3060, T4, NamedMachine, on_machine, simulated_profile
 
@@ -42,8 +42,8 @@ def few_figures(tmp_path, monkeypatch) -> Path:
 
     monkeypatch.setattr("apex.perf.profile_cache.load_or_measure", load)
     monkeypatch.setattr("apex.systems.load_or_measure", load)
-    monkeypatch.setattr(artifact, "LiveSystems", partial(LiveSystems, in_process=True))
-    monkeypatch.setattr("evaluation.replay.vllm.vllm_program", lambda device: None)
+    monkeypatch.setattr(artifact, "LiveSystems", partial(LiveSystems, make_engine=EngineHere))
+    monkeypatch.setattr("evaluation.measure.vllm.vllm_program", lambda device: None)
 
     def few(figure, config=None):
         settings = experiment_settings(figure, config)

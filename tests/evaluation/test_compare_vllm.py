@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from evaluation import compare_vllm
-from evaluation.compare_vllm import Options, System, main, make_points, make_systems
-from evaluation.figures.servers import median_rows, with_ratios
-from evaluation.replay.launch import ServerCommand
+from evaluation.compare_vllm import Options, System, main, make_points, make_systems, median_rows, with_ratios
+from evaluation.measure.server import ServerCommand
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
-from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect_server
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import connect_server
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow

@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from evaluation.replay.soak_requests import (
+from evaluation.measure.soak_requests import (
     KINDS,
     QUEUE_FULL,
     SERVED,

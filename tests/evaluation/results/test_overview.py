@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.figures.overview import overview, verdict
-from evaluation.results.claims import Claim
+from evaluation.results.claims import Claim, overview, verdict
 
 CLAIM = Claim("fig5", "5.2", "T4", "osc", "output_tokens_per_s", ("apex", "vllm"), 1.96, True, "apex-t4")
 

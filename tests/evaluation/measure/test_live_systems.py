@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,10 @@ import pytest
 from rich.console import Console
 
 from evaluation.experiments.runner import Point, PointResult, by_session, run_experiment
-from evaluation.live import live_systems
-from evaluation.live.launched_point import LaunchedTask
-from evaluation.live.live_systems import EngineProcess, LiveSystems
-from evaluation.replay.child import still_alive
+from evaluation.measure import live_systems
+from evaluation.measure.child import still_alive
+from evaluation.measure.launched_point import LaunchedTask
+from evaluation.measure.live_systems import EngineHere, EngineInChild, LiveSystems
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
 from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
@@ -57,10 +56,6 @@ class HangingTask:
         raise AssertionError("it came back")
 
 
-def processes_of(engines: EngineProcess) -> list[int]:
-    return [engines.child.pid]
-
-
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -76,31 +71,22 @@ def wait_until_gone(pid: int) -> bool:
     return not is_running(pid)
 
 
-@pytest.fixture
-def engines() -> Iterator[EngineProcess]:
-    process = EngineProcess()
-    yield process
-    process.stop()
-
-
-def test_a_session_has_one_process_and_the_next_another(engines):
-    seen = []
-    for session in ("a", "a", "b"):
-        with pytest.raises(AttributeError):
-            engines.run_point(broken_point(session), "", QUIET)
-        seen += processes_of(engines)
-    assert len(seen) == 3 and seen[0] == seen[1] != seen[2]
-    assert not is_running(seen[0]), "two engines would share the card's memory"
-    engines.stop()
-    assert not is_running(seen[2])
-    engines.stop()  # without a process
+def test_a_session_has_one_process_and_the_next_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(EngineInChild, "run_point", lambda self, *_: self.child.call(os.getpid, limit_s=WAIT_S))
+    with LiveSystems(tmp_path, QUIET) as live:
+        seen = [live.run_point(broken_point(session), "", QUIET) for session in ("a", "a", "b")]
+        assert seen[0] == seen[1] != seen[2] == live.held.child.pid
+        assert not is_running(seen[0]), "two engines would share the card's memory"
+        live.stop()
+        assert not is_running(seen[2])
+        live.stop()  # without a process
 
 
 def test_an_error_in_a_point_ends_its_process(tmp_path):
     with LiveSystems(tmp_path, QUIET) as live:
         with pytest.raises(AttributeError):
             live.run_point(broken_point("a"), "", QUIET)
-        assert live.engines.child is None, "what is left of an engine may hold the card's memory"
+        assert live.held is None, "what is left of an engine may hold the card's memory"
 
 
 def test_a_process_that_dies_or_hangs_is_a_failed_point_and_the_next_runs_in_a_fresh_one(tmp_path):
@@ -125,7 +111,7 @@ def test_a_process_that_dies_or_hangs_is_a_failed_point_and_the_next_runs_in_a_f
             if point.key == "killed":
                 os.kill(used["second"], signal.SIGKILL)
             result = live.run_point(point, label, console)
-            (used[point.key],) = processes_of(live.engines)
+            used[point.key] = live.held.child.pid
             return result
 
         outcome = run_experiment("x", {}, made, run, tmp_path, console)
@@ -145,9 +131,9 @@ def test_an_interrupt_ends_the_process(tmp_path):
     seen: list[int] = []
 
     def interrupt(live: LiveSystems) -> None:
-        while live.engines.child is None:
+        while live.held is None:
             time.sleep(0.01)
-        seen.extend(processes_of(live.engines))
+        seen.append(live.held.child.pid)
         _thread.interrupt_main()
 
     config = EngineConfig(str(tmp_path / "a folder that the engine never gets to look for"))
@@ -155,18 +141,18 @@ def test_an_interrupt_ends_the_process(tmp_path):
         threading.Thread(target=interrupt, args=(live,), daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             live.run_point(live_point("swiftllm", config), "", QUIET)
-        assert live.engines.child is None and not is_running(seen[0])
+        assert live.held is None and not is_running(seen[0])
 
 
 def test_a_killed_harness_takes_its_engine_along():
     code = (
         "import io, os, time\n"
         "from rich.console import Console\n"
-        "from evaluation.live.live_systems import EngineProcess\n"
+        "from evaluation.measure.live_systems import EngineInChild\n"
         "from evaluation.experiments.runner import Point\n"
-        "engines = EngineProcess()\n"
-        "try: engines.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"
-        "except AttributeError: print(engines.child.pid, flush=True)\n"
+        "engine = EngineInChild()\n"
+        "try: engine.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"
+        "except AttributeError: print(engine.child.pid, flush=True)\n"
         "time.sleep(600)"
     )
     harness = subprocess.Popen([sys.executable, "-c", code], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
@@ -203,7 +189,7 @@ def test_profiles_are_measured_once_for_each_engine(tmp_path, monkeypatch):
 
     monkeypatch.setattr(live_systems, "profile_of", profile_of)
     small, large = (EngineConfig("m", num_gpu_blocks=blocks) for blocks in (54, 80))
-    with LiveSystems(tmp_path, QUIET, in_process=True) as live:
+    with LiveSystems(tmp_path, QUIET, EngineHere) as live:
         first = live.profile(small)
         assert live.profile(small) is first and live.profile(large)[1] == 3.0
     assert asked == [small, large]
@@ -214,12 +200,12 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
     happened = []
 
     @contextlib.contextmanager
-    def launched(command, log, ready_timeout_s):
+    def launched(command, log, ready_timeout_s, console):
         happened.append(f"start {log.stem}")
         yield log.stem
         happened.append(f"stop {log.stem}")
 
-    class Engines:
+    class Engine:
         def run_point(self, point, label, console):
             happened.append(f"engine {point.key}")
             return PointResult({}, [])
@@ -229,7 +215,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
             return None, 0.0
 
         def stop(self):
-            happened.append("engines stopped")
+            happened.append("engine stopped")
 
     def run_launched(point, running, label, console):
         happened.append(f"{point.key} on {running}")
@@ -237,7 +223,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
             raise RuntimeError("no luck")
         return PointResult({}, [])
 
-    monkeypatch.setattr("evaluation.replay.launch.launched_server", launched)
+    monkeypatch.setattr("evaluation.measure.server.launched_server", launched)
     monkeypatch.setattr(live_systems, "run_launched_point", run_launched)
     monkeypatch.setattr(live_systems, "server_command", lambda task: None)
     config = EngineConfig("m")
@@ -245,8 +231,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
     def served(key: str, session: str) -> Point:
         return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}, 9.0), session=(session, "vllm"))
 
-    with LiveSystems(tmp_path, QUIET) as live:
-        live.engines = Engines()
+    with LiveSystems(tmp_path, QUIET, Engine) as live:
         for point in (served("1", "a"), served("2", "a"), served("3", "b")):
             live.run_point(point, "", QUIET)
         live.run_point(live_point("neo", config), "", QUIET)
@@ -254,11 +239,10 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
             live.run_point(served("fails", "b"), "", QUIET)
         live.run_point(served("4", "b"), "", QUIET)
         live.profile(config)
-    stopped = "engines stopped"
     assert happened == [
-        stopped, "start a-vllm", "1 on a-vllm", stopped, "2 on a-vllm", stopped, "stop a-vllm", "start b-vllm",
-        "3 on b-vllm", "stop b-vllm", "engine neo", stopped, "start b-vllm", "fails on b-vllm", stopped, "stop b-vllm",
-        stopped, "start b-vllm", "4 on b-vllm", "stop b-vllm", "profile", stopped,
+        "start a-vllm", "1 on a-vllm", "2 on a-vllm", "stop a-vllm", "start b-vllm", "3 on b-vllm", "stop b-vllm",
+        "engine neo", "engine stopped", "start b-vllm", "fails on b-vllm", "stop b-vllm", "start b-vllm",
+        "4 on b-vllm", "stop b-vllm", "profile", "engine stopped",
     ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
-from evaluation.replay.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
+from evaluation.measure.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Workload
 from swiftllm.core.request import ServiceClass

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,3 +72,8 @@ def session_stats(session: int) -> dict[int, list[str]]:
 def describe_status(status: int) -> str:
     """An exit status of a process in words; a negative one is a signal."""
     return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def stop_on_sigterm() -> None:
+    """Make SIGTERM exit this program with clean-up, as Ctrl-C does, so that what it started is stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.replay.child import Child, ChildEnded
-from evaluation.replay.sessions import session_stats
+from evaluation.measure.child import Child, ChildEnded
+from evaluation.measure.sessions import session_stats
 
 LIMIT_S = 120.0
 

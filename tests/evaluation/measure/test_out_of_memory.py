@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from evaluation.experiments.runner import run_experiment
-from evaluation.live.live_systems import EngineHolder, LiveSystems
-from evaluation.live.out_of_memory import advice, explained
+from evaluation.measure.live_systems import EngineHere, LiveSystems
+from evaluation.measure.out_of_memory import advice, explained
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory
 from tests.apex.replay.fake_engine import FakeEngine
@@ -88,8 +88,7 @@ def test_the_others_go_on_with_an_engine_of_their_own(model, tmp_path, when):
 
     made = [live_point(system, config(model, 200_000)) for system in ("swiftllm", "neo", "apex")]
     console = Console(file=io.StringIO())
-    with LiveSystems(tmp_path / "logs", console, in_process=True) as live:
-        live.engines = EngineHolder(factory)
+    with LiveSystems(tmp_path / "logs", console, lambda: EngineHere(factory)) as live:
         outcome = run_experiment("x", {}, made, live.run_point, tmp_path, console)
     assert outcome.failed == ["neo"] and [row["system"] for row in outcome.summary] == ["swiftllm", "apex"]
     told = (outcome.folder / "errors" / "neo.txt").read_text()

@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from evaluation.replay.sessions import describe_status, end_session, start_session
+from evaluation.measure.sessions import describe_status, end_session, start_session
 
 Answer = TypeVar("Answer")
 PR_SET_PDEATHSIG = 1
@@ -50,7 +50,7 @@ class Child:
         """``name`` is what errors call it."""
         self.name = name
         self._connection, theirs = Pipe()
-        code = f"from evaluation.replay.child import serve; serve({theirs.fileno()}, {os.getpid()})"
+        code = f"from evaluation.measure.child import serve; serve({theirs.fileno()}, {os.getpid()})"
         with theirs:
             self._process = start_session(
                 [sys.executable, "-c", code],

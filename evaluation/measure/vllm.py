@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.simulator.calibrated_profile import ITEMSIZES
-from evaluation.replay.launch import ServerCommand
+from evaluation.measure.server import ServerCommand
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.model.config import ModelConfig
 

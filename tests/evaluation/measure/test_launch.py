@@ -10,10 +10,9 @@ import sys
 
 import pytest
 
-from evaluation.replay.http import replay_workload
-from evaluation.replay.launch import ServerCommand, ServerEnded, launched_server
-from evaluation.replay.server import ServerNotReady
-from evaluation.replay.sessions import end_session, session_stats
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import ServerCommand, ServerEnded, ServerNotReady, launched_server
+from evaluation.measure.sessions import end_session, session_stats
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
@@ -109,7 +108,7 @@ def test_interrupting_twice_leaves_nothing_behind(tmp_path):
         f"subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     )
     measuring = (
-        "import sys; from pathlib import Path; from evaluation.replay.launch import ServerCommand, launched_server\n"
+        "import sys; from pathlib import Path; from evaluation.measure.server import ServerCommand, launched_server\n"
         f"with launched_server(ServerCommand('slow', (sys.executable, '-c', {server!r})), Path(sys.argv[1])): pass"
     )
     log = tmp_path / "log"

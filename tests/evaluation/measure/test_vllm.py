@@ -11,10 +11,10 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from evaluation.replay import vllm
-from evaluation.replay.http import replay_workload
-from evaluation.replay.launch import launched_server
-from evaluation.replay.vllm import (
+from evaluation.measure import vllm
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import launched_server
+from evaluation.measure.vllm import (
     how_to_install,
     servable_folder,
     vllm_command,

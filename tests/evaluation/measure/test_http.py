@@ -9,8 +9,8 @@ import time
 import pytest
 
 from apex.replay.metrics import compute_metrics
-from evaluation.replay.http import HttpReplay, replay_workload, spread_over
-from evaluation.replay.server import Server, ServerNotReady, connect_server
+from evaluation.measure.http import HttpReplay, replay_workload, spread_over
+from evaluation.measure.server import Server, ServerNotReady, connect_server
 from swiftllm.core.request import ServiceClass
 from tests.evaluation.fake_server import FakeServer, token_by_token
 from tests.evaluation.http_replay import only_record, replayed, workload

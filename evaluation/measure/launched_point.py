@@ -18,7 +18,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.machine import first_card
 
 if TYPE_CHECKING:
-    from evaluation.replay.launch import LaunchedServer, ServerCommand
+    from evaluation.measure.server import LaunchedServer, ServerCommand
 
 REQUEST_TIMEOUT_S = 24 * 3600.0
 """A request waits as long as the replay takes: all come at once."""
@@ -40,7 +40,7 @@ class LaunchedTask:
 
 
 def server_command(task: LaunchedTask) -> ServerCommand:
-    from evaluation.replay.vllm import vllm_command  # the HTTP client is needed only here
+    from evaluation.measure.vllm import vllm_command  # the HTTP client is needed only here
 
     engine = task.engine
     return vllm_command(
