@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting
-from evaluation.experiments.grid import Grid, Panel
+from evaluation.experiments.grid import Grid, Panel, values_of
 from evaluation.experiments.places import workload_of
 from swiftllm.machine import Card
 
@@ -59,7 +59,7 @@ def on_hosts_here(grid: Grid, host_bytes: int) -> Grid:
     """
     panels = []
     for panel in grid.panels:
-        hosts = [host for host in swept(panel, "host") if has_memory(host, host_bytes)]
+        hosts = [host for host in values_of(panel, "host") if has_memory(host, host_bytes)]
         if hosts or "host" not in panel:
             panels.append({**panel, "host": hosts} if hosts else panel)
     if not panels:
@@ -78,9 +78,9 @@ def panels_for_rehearsal(grid: Grid) -> Grid:
         few: dict[str, Any] = {
             "num_requests": min(panel["num_requests"], REHEARSED_REQUESTS),
             "scale": REHEARSAL_SCALE,
-            "request_rate": [rate * REHEARSAL_FASTER for rate in ends(swept(panel, "request_rate"))],
-            "output_len": ends(swept(panel, "output_len")),
-            "host": swept(panel, "host")[:1],
+            "request_rate": [rate * REHEARSAL_FASTER for rate in ends(values_of(panel, "request_rate"))],
+            "output_len": ends(values_of(panel, "output_len")),
+            "host": values_of(panel, "host")[:1],
         }
         few = {name: value for name, value in few.items() if value}
         panels.setdefault((panel["panel"], workload_of(panel)), {**panel, **few})
@@ -92,12 +92,6 @@ def panels_for_rehearsal(grid: Grid) -> Grid:
 def of_single_cards(grid: Grid) -> list[Panel]:
     """The panels whose settings need no more GPUs than the one that an engine uses."""
     return [panel for panel in grid.panels if load_setting(panel["setting"]).tensor_parallel == 1]
-
-
-def swept(panel: Panel, field: str) -> Sequence[Any]:
-    """The values of a field in a panel; none where it has no such field."""
-    value = panel.get(field, ())
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def ends(values: Sequence[float]) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.grid import Grid, Place, values_of
 from evaluation.experiments.options import given
 from evaluation.experiments.papers.sensitivity import Assumption, Variation, check_blocks
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
@@ -45,7 +45,7 @@ def figure_grid(
     for system in systems or ():
         find_system(system)
     for panel in grid.panels:
-        if panel["baseline"] not in (systems or panel["system"]):
+        if panel["baseline"] not in (systems or values_of(panel, "system")):
             raise ValueError(f"ratios are to {panel['baseline']}: add it to --systems")
     changes = given(system=systems and tuple(systems), num_requests=num_requests, trace_dir=trace_dir)
     return grid.with_(**changes, repeats=repeats or 1, seed=range(seed, seed + (repeats or 1)))

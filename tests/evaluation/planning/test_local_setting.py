@@ -11,7 +11,7 @@ from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.simulated_sweeps import make_sweep
+from evaluation.experiments.papers.points import figure_grid
 from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, Choices, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here
@@ -31,11 +31,11 @@ def cache(tmp_path, monkeypatch):
 
 
 def fig5():
-    return make_sweep(experiment_settings("fig5")["simulated"])
+    return figure_grid(experiment_settings("fig5")["simulated"])
 
 
 def settings_on(card: Card, wanted: str | None = None) -> set[str]:
-    return {panel.setting.name for panel in panels_here(fig5(), wanted, card, "apex").panels}
+    return {panel["setting"] for panel in panels_here(fig5(), wanted, card, "apex").panels}
 
 
 def on_card(card: Card | None, host_gib: float = 256.0, **options) -> LocalSetting:
@@ -186,9 +186,9 @@ def test_a_rehearsal_takes_no_card_and_keeps_the_heads_ratio():
 
 
 def test_figures_without_a_panel_for_the_card_say_which_they_have():
-    fig7 = make_sweep(experiment_settings("fig7")["simulated"])
+    fig7 = figure_grid(experiment_settings("fig7")["simulated"])
     with pytest.raises(NotApplicable, match=r"no panel for Tesla T4, 16 GB; it has apex-a10"):
         panels_here(fig7, None, T4, "apex")
     with pytest.raises(NotApplicable, match="no panel for apex-t4; it has apex-a10"):
         panels_here(fig7, "apex-t4", A10G, "apex")
-    assert {panel.setting.name for panel in panels_here(fig7, "neo-a10", T4, "apex").panels} == {"neo-a10"}
+    assert {panel["setting"] for panel in panels_here(fig7, "neo-a10", T4, "apex").panels} == {"neo-a10"}
