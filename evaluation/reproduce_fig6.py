@@ -37,7 +37,7 @@ class Options(FigureOptions):
     """
 
 
-main = figure_command(Options, lambda options: [FIGURE], lambda *chosen: [make_job(FIGURE, *chosen)], "fig6/logs")
+main = figure_command(Options, lambda options: [FIGURE], lambda *chosen: [make_job(FIGURE, *chosen)])
 
 if __name__ == "__main__":
     sys.exit(main())

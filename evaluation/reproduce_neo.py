@@ -111,7 +111,7 @@ def jobs(options: Options, console: Console, live: LiveSystems) -> list[FigureJo
 
 
 main = figure_command(
-    Options, lambda options: list(figures_of(experiment_settings("neo", options.config)).values()), jobs, "neo-logs"
+    Options, lambda options: list(figures_of(experiment_settings("neo", options.config)).values()), jobs
 )
 
 if __name__ == "__main__":

@@ -74,13 +74,12 @@ class SimulatedTask:
 
 def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Simulated points for the run's identity: everything that decides their numbers."""
-    return [_described(point.key, point.task) for point in points]
+    return [{"key": point.key, **describe_task(point.task)} for point in points]
 
 
-def _described(key: str, task: SimulatedTask) -> dict[str, Any]:
+def describe_task(task: SimulatedTask) -> dict[str, Any]:
     remote = task.hardware.remote_hosts
     return {
-        "key": key,
         "system": task.system,
         "setting": task.values.get("setting"),
         "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from apex.cli.output import number, table
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.paper_settings import clip_lengths
 from evaluation.experiments.papers.points import point_names
@@ -171,25 +170,25 @@ def print_settings(settings: Iterable[LocalSetting], console: Console) -> None:
 
 def print_plan(figure: str, plan: Plan, console: Console) -> None:
     """The points of a figure with their SIMULATED throughput and time, and the total."""
-    table = Table(title=f"Plan of {figure}: points to measure", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time"):
-        left = title in ("panel", "setting", "workload", "system")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    titles = ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time")
+    lines = []
     for point, prediction in zip(plan.points, plan.predictions, strict=True):
-        lengths, values = point.task.lengths, point.task.values
-        rate, seconds = prediction.output_tokens_per_s, prediction.wall_s
-        table.add_row(
-            values["panel"],
-            values["setting"],
-            lengths.spec.name,
-            f"{lengths.mean_output_tokens:.0f}",
-            "" if lengths.spec.request_rate is None else f"{lengths.spec.request_rate:g}",
-            f"{point.task.system} (server)" if is_server(point) else point.task.system,
-            str(lengths.spec.num_requests),
-            "?" if rate is None else f"{rate:.1f}",
-            "?" if seconds is None else format_s(seconds),
+        lengths, values, rate = point.task.lengths, point.task.values, point.task.lengths.spec.request_rate
+        lines.append(
+            (
+                values["panel"],
+                values["setting"],
+                lengths.spec.name,
+                f"{lengths.mean_output_tokens:.0f}",
+                "" if rate is None else f"{rate:g}",
+                f"{point.task.system} (server)" if is_server(point) else point.task.system,
+                str(lengths.spec.num_requests),
+                number(prediction.output_tokens_per_s, ".1f"),
+                "-" if prediction.wall_s is None else format_s(prediction.wall_s),
+            )
         )
-    console.print(table)
+    print_line(console, f"Plan of {figure}: points to measure")
+    console.print(table(titles, lines, left=("panel", "setting", "workload", "system")))
     starts = f"{len(plan.start_s)} starts of engines and servers in {format_s(sum(plan.start_s.values()))}"
     predicted = f"predicted from this machine's own profile: {format_s(plan.total_s)} with {starts}"
     print_line(console, f"{len(plan.points)} points, {predicted}")

@@ -14,7 +14,7 @@ from evaluation.experiments.papers.small_model import with_output_lens
 from evaluation.experiments.places import setting_of
 from evaluation.measure.child import ChildEnded
 from evaluation.measure.live_systems import LiveSystems
-from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
+from evaluation.planning.local_setting import LocalSetting, local_setting
 from evaluation.planning.panels import on_hosts_here, panels_for_rehearsal, panels_here
 from evaluation.planning.plan import VLLM, Planner, ProfiledSetting
 from evaluation.results.progress import print_line
@@ -63,28 +63,12 @@ def prepare(
     places = here.places()
     papers = {setting.name: setting for setting in map(setting_of, places)}
     host_bytes = available_host_bytes()
-    local = {name: local_setting(setting, card, host_bytes, choices_of(options)) for name, setting in papers.items()}
+    local = {name: local_setting(setting, card, host_bytes, options) for name, setting in papers.items()}
     systems = {place["system"] for place in places}
     vllm = vllm_here(systems, local, console) if with_server else None
     stall_timeout_s = max(STALL_TIMEOUT_S, options.stall_timeout_s)
     jobs = options.jobs or usable_cores()
     return Planner(here, profile_settings(local, live), vllm, stall_timeout_s, figure.row, jobs)
-
-
-def choices_of(options: FigureOptions) -> Choices:
-    return Choices(
-        model=None if options.model is None else str(options.model),
-        load_format=options.load_format,
-        pools="card" if options.all_gpu_blocks else "papers",
-        num_gpu_blocks=options.num_gpu_blocks,
-        num_layers=options.num_layers,
-        on_cpu=options.device == "cpu",
-        dtype=options.dtype,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        cpu_threads=options.cpu_threads,
-        cpu_kernel=options.cpu_kernel,
-        tiny=options.rehearse,
-    )
 
 
 def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], console: Console) -> Path | None:

@@ -17,6 +17,7 @@ from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.latency import crossing, with_rates_at_latency
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
 from evaluation.experiments.places import setting_of
 from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
@@ -141,7 +142,9 @@ def test_every_claim_has_its_machine_and_points():
         # One length and rate of each panel suffice.
         first = {"output_len": slice(0, 1), "request_rate": slice(0, 2 if figure != "7" else 1)}
         panels = [{k: v[first[k]] if k in first else v for k, v in panel.items()} for panel in section["panels"]]
-        points = simulated_points(figure_grid(section | {"panels": panels}, num_requests=8), ROW_AT_LATENCY)
+        points = simulated_points(
+            figure_grid(section | {"panels": panels}, FigureOptions(num_requests=8)), ROW_AT_LATENCY
+        )
         there = {(p.task.values["setting"], p.task.lengths.spec.name, p.task.system) for p in points}
         for claim in claims:
             assert {(claim.setting, claim.workload, system) for system in claim.systems} <= there

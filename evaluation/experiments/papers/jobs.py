@@ -12,7 +12,6 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import SENSITIVITY, Main, Options, command
-from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.options import FigureOptions, refuse_unused_options
@@ -49,13 +48,12 @@ def figure_command(
     options_type: type[Options],
     figures: Callable[[Options], Sequence[PaperFigure]],
     make_jobs: Callable[[Options, Console, LiveSystems], Sequence[FigureJob]],
-    logs: str,
 ) -> Main[Options]:
-    """The ``main`` of a command of figures. ``logs`` is its folder in that of the results."""
+    """The ``main`` of a command of figures. ``make_jobs`` makes the points of those that the options choose."""
 
     def run(options: Options) -> int:
         console = stdout_console()
-        with without_traceback(console), LiveSystems(options.results_dir / logs, console) as live:
+        with without_traceback(console), LiveSystems(options.results_dir / "logs", console) as live:
             return run_jobs(make_jobs(options, console, live), options, console, live.run_point)
 
     return command(options_type, lambda options: [figure.experiment() for figure in figures(options)], run=run)
@@ -169,7 +167,7 @@ def make_job(
         chosen = replace(options, num_requests=measured_requests(options))
         try:
             if in_setting:
-                measured = prepare(chosen_grid(section, chosen), chosen, live, console, figure, with_server)
+                measured = prepare(figure_grid(section, chosen), chosen, live, console, figure, with_server)
             else:
                 here, configuration[backend] = small_points(figure.name, chosen)
                 points += here
@@ -182,27 +180,12 @@ def make_job(
 
 
 def simulated_half(figure: PaperFigure, section: Mapping[str, Any], options: FigureOptions) -> list[Point]:
-    grid = chosen_grid(section, options)
+    grid = figure_grid(section, options)
     if options.setting not in (None, "small"):
         grid = panels_here(grid, options.setting, None, figure.paper)
     if options.sensitivity is None:
         return simulated_points(grid, figure.row)
     return sensitivity_points(grid, parse_sensitivity(options.sensitivity), figure.row)
-
-
-def chosen_grid(section: Mapping[str, Any], options: FigureOptions) -> Grid:
-    """The panels of a section with the papers' settings, as the options choose."""
-    return figure_grid(
-        section,
-        variant=None if options.sensitivity is None else "sensitivity",
-        gpu=options.gpu,
-        systems=options.systems,
-        workloads=options.workloads,
-        num_requests=options.num_requests,
-        seed=options.seed,
-        repeats=options.repeats,
-        trace_dir=options.trace_dir,
-    )
 
 
 def measured_requests(options: FigureOptions) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.grid import Grid, Place, values_of
 from evaluation.experiments.options import given
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.sensitivity import Assumption, Variation, check_blocks
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
 from evaluation.experiments.runner import Point
@@ -21,34 +21,25 @@ ROW_AT_LATENCY = (*ROW, "at_latency_s", "point")
 """With the latency (seconds) at which curves are compared, and the point's key, which names the file of its records."""
 
 
-def figure_grid(
-    section: Mapping[str, Any],
-    *,
-    variant: str | None = None,
-    gpu: str | None = None,
-    systems: Sequence[str] | None = None,
-    workloads: Sequence[str] | None = None,
-    num_requests: int | None = None,
-    seed: int = 0,
-    repeats: int | None = None,
-    trace_dir: Path | None = None,
-) -> Grid:
+def figure_grid(section: Mapping[str, Any], options: FigureOptions) -> Grid:
     """The grid of a section of an experiment file, as the options choose. Repeats have consecutive seeds, since nothing
     else in a simulation is random.
 
     Raises:
         ValueError: an option is not valid here; the message says what is.
     """
+    variant = None if options.sensitivity is None else "sensitivity"
     grid = Grid.read(section, FIELDS | {*ROW_AT_LATENCY}, variant, notes=("shows",))
-    grid = grid.only("workload", workloads, workload_of)
-    grid = grid.only("gpu", gpu and [gpu], lambda panel: load_setting(panel["setting"]).gpus)
-    for system in systems or ():
+    grid = grid.only("workload", options.workloads, workload_of)
+    grid = grid.only("gpu", options.gpu and [options.gpu], lambda panel: load_setting(panel["setting"]).gpus)
+    for system in options.systems or ():
         find_system(system)
     for panel in grid.panels:
-        if panel["baseline"] not in (systems or values_of(panel, "system")):
+        if panel["baseline"] not in (options.systems or values_of(panel, "system")):
             raise ValueError(f"ratios are to {panel['baseline']}: add it to --systems")
-    changes = given(system=systems and tuple(systems), num_requests=num_requests, trace_dir=trace_dir)
-    return grid.with_(**changes, repeats=repeats or 1, seed=range(seed, seed + (repeats or 1)))
+    chosen = given(system=options.systems, num_requests=options.num_requests, trace_dir=options.trace_dir)
+    repeats = options.repeats or 1
+    return grid.with_(**chosen, repeats=repeats, seed=range(options.seed, options.seed + repeats))
 
 
 def simulated_points(grid: Grid, row: Collection[str] = ROW) -> list[Point]:

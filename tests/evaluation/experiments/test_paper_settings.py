@@ -9,6 +9,7 @@ import pytest
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_point import build_engine
@@ -75,11 +76,11 @@ def test_a_sweep_has_every_combination_once():
         {"panel": "b", "setting": "apex-a10", "input_len": 100, "num_requests": 4, "output_len": [10, 20, 30]},
     ]
     settings = {"system": ["swiftllm", "apex"], "baseline": "swiftllm", "panels": panels}
-    points = simulated_points(figure_grid(settings))
+    points = simulated_points(figure_grid(settings, FigureOptions()))
     assert len({point.key for point in points}) == len(points) == 2 * 2 + 3 * 2
     assert all(point.concurrent for point in points)
     assert [point.cost for point in points[4::2]] == sorted(point.cost for point in points[4::2])
-    only = simulated_points(figure_grid(settings, gpu="a10", systems=("swiftllm",), num_requests=7))
+    only = simulated_points(figure_grid(settings, FigureOptions(gpu="a10", systems=("swiftllm",), num_requests=7)))
     assert len(only) == 3 and {len(point.task.lengths.rows) for point in only} == {7}
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.points import run_point
 
@@ -28,7 +29,9 @@ def rates(grid: Grid) -> list[dict[str, float]]:
 
 def panel_of(figure: str, index: int, num_requests: int, systems: tuple[str, ...]) -> Grid:
     section = {**experiment_settings(figure)["simulated"], "baseline": systems[0]}
-    return Grid(figure_grid(section, systems=systems, num_requests=num_requests).panels[index : index + 1])
+    return Grid(
+        figure_grid(section, FigureOptions(systems=systems, num_requests=num_requests)).panels[index : index + 1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.claims_map.points import Machine, make_map_points, mappable, plane
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.places import setting_of
 from evaluation.experiments.simulated_point import describe_simulated_points
@@ -55,7 +56,7 @@ def test_the_own_machine_gives_the_points_of_the_figure() -> None:
         if point.task.num_gpu_blocks == own.gpu_blocks
         and point.task.values["reference_cpu_gb_s"] in (None, own.cpu_gb_s)
     ]
-    assert described(here) == described(simulated_points(figure_grid(section, seed=3)))
+    assert described(here) == described(simulated_points(figure_grid(section, FigureOptions(seed=3))))
 
 
 def test_every_mappable_claim_has_points() -> None:
