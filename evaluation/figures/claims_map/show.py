@@ -8,7 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.experiments.claims_map.points import REFERENCE, mappable
+from evaluation.experiments.axes import REFERENCE
+from evaluation.experiments.claims_map.points import mappable
 from evaluation.experiments.runner import Run
 from evaluation.figures.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.figures.claims_map.heat_map import STAR, draw_map
