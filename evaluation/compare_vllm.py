@@ -269,7 +269,7 @@ def main(options: Options, console: Console | None = None) -> int:
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
         outcome = run_experiment(
-            NAME, configuration, points, servers.run_point, options.results_dir, console, complete=with_ratios
+            NAME, configuration, points, servers.run_point, options.results_dir, console, derive=with_ratios
         )
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:

@@ -18,8 +18,6 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation.experiments.adaptive.bandwidth_map import CPU, make_map_points
 from evaluation.experiments.adaptive.cases import Selection, make_case_points
 from evaluation.experiments.adaptive.latency import (
@@ -30,19 +28,15 @@ from evaluation.experiments.adaptive.latency import (
 )
 from evaluation.experiments.adaptive.ratios import with_ratios
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
-from evaluation.experiments.experiment import Experiment, Show, show_again
-from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.experiment import Experiment, Show, command
+from evaluation.experiments.options import Names, TraceOptions, experiment_settings
+from evaluation.experiments.runner import Point, Run
 from evaluation.figures.adaptive.cases import draw_cases
 from evaluation.figures.adaptive.heat_map import draw_map
 from evaluation.figures.adaptive.latency import draw_latency
 from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
 from evaluation.figures.style import show_figure
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
-from swiftllm.machine import usable_cores
 
 NAME = "adaptive"
 CAPACITY = f"{NAME}-capacity"
@@ -52,7 +46,7 @@ PartName = Literal["cases", "map", "latency", "wrong-tables"]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TraceOptions):
     """The scheduler `adaptive` beside the papers' schedulers, SIMULATED (predicted times, no GPU needed).
 
     The cases and all constants come from configs/experiments/adaptive.yaml. Results, figure and provenance go to
@@ -80,31 +74,6 @@ class Options:
     """Switch off one of the ideas of adaptive, to see what it is worth."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: Jobs = None
-    trace_dir: TraceDir = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/adaptive.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to adaptive/<run>/ or adaptive-<part>/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from this result folder, of any part."""
-
-
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    settings, console = experiment_settings(NAME, options.config), stdout_console()
-    experiments = experiments_of(settings["published"])
-    if options.from_folder is not None:
-        return show_again(options.from_folder, list(experiments.values()))
-    selection = selection_of(options, settings)
-    points = {
-        "cases": make_case_points,
-        "map": make_map_points,
-        "latency": functools.partial(latency_points, options, console),
-        "wrong-tables": make_wrong_table_points,
-    }[options.part](settings, selection)
-    return experiments[options.part].run(points, options.results_dir, console, options.jobs)
 
 
 def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
@@ -121,9 +90,7 @@ def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
     )
 
 
-def latency_points(
-    options: Options, console: Console, settings: Mapping[str, Any], selection: Selection
-) -> list[Point]:
+def latency_points(options: Options, settings: Mapping[str, Any], selection: Selection) -> list[Point]:
     """The points under load, once it is known what the cases serve.
 
     Raises:
@@ -131,24 +98,29 @@ def latency_points(
     """
     points = make_capacity_points(settings, selection)
     make_latency_points(settings, selection, {point.task.values["case"]: 1.0 for point in points})  # refuse names early
-    described = {"experiment": CAPACITY, "simulated": describe_simulated_points(points)}
-    jobs = options.jobs or usable_cores()
-    capacity = run_experiment(CAPACITY, described, points, run_point, options.results_dir, console, jobs)
+    capacity = Experiment(CAPACITY).run(points, options.results_dir, options.jobs)
     if capacity.failed:
         raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
     return make_latency_points(settings, selection, requests_per_s(capacity.summary))
 
 
-def experiments_of(published: Sequence[str]) -> dict[PartName, Experiment]:
-    """The experiment of each part. ``published`` are the papers' systems, to which all are compared."""
-    return {
-        "cases": Experiment(NAME, shows(print_cases, draw_cases), with_ratios(published)),
-        "map": Experiment(
-            f"{NAME}-map", shows(print_map, draw_map), with_ratios(published, at=("output_len",), any_of=CPU)
-        ),
-        "latency": Experiment(f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)),
-        "wrong-tables": Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), with_error_ratios(published)),
-    }
+def experiments(options: Options) -> list[Experiment]:
+    """The experiment of each part."""
+    settings = experiment_settings(NAME, options.config)
+    published: Sequence[str] = settings["published"]  # the papers' systems, to which all are compared
+
+    def points(make: Callable[[Mapping[str, Any], Selection], list[Point]]) -> Callable[[Options], list[Point]]:
+        return lambda options: make(settings, selection_of(options, settings))
+
+    on_map = with_ratios(published, at=("output_len",), any_of=CPU)
+    latency = points(functools.partial(latency_points, options))
+    wrong_tables = points(make_wrong_table_points)
+    return [
+        Experiment(NAME, shows(print_cases, draw_cases), points(make_case_points), with_ratios(published)),
+        Experiment(f"{NAME}-map", shows(print_map, draw_map), points(make_map_points), on_map),
+        Experiment(f"{NAME}-latency", shows(print_latency, draw_latency), latency, with_latency_ratios(published)),
+        Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), wrong_tables, with_error_ratios(published)),
+    ]
 
 
 def shows(
@@ -165,5 +137,7 @@ def shows(
     return show
 
 
+main = command(Options, experiments, lambda options: [NAME if options.part == "cases" else f"{NAME}-{options.part}"])
+
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

@@ -110,7 +110,7 @@ def paper_figure(section: str, settings: Mapping[str, Any]) -> PaperFigure:
         lambda run: draw_neo(shows, run.summary, run.folder, run.machine),
         "output_tokens_per_s",
         "throughput",
-        complete=with_rates_at_latency,
+        derive=with_rates_at_latency,
     )
 
 

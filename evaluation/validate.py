@@ -250,9 +250,9 @@ def main(options: Options) -> int:
         print_comparison(compared, console)
 
     described, run = describe_measured_plan(plan, points), functools.partial(run_pair, MachineProfiles())
-    return Experiment("validate", show).run(
-        points, options.results_dir, stdout_console(), configuration=described, run_point=run
-    )
+    experiment = Experiment("validate", show, run_point=run, describe=lambda points: described)
+    console = stdout_console()
+    return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

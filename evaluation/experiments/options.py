@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 import yaml
@@ -37,6 +37,33 @@ Jobs = Annotated[
     tyro.conf.arg(help="Points to run in parallel; by default one per usable core. The results do not depend on it."),
 ]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of every command that runs experiments."""
+
+    LAST_IN_HELP: ClassVar = ("trace_dir", "jobs", "config", "results_dir", "from_folder")
+
+    jobs: int | None = None
+    """Simulated points to run in parallel; by default one per usable core. The results do not depend on it."""
+    config: File = None
+    """Experiment file; by default the command's own in configs/experiments."""
+    results_dir: ResultsDir = RESULTS_DIR
+    """Results go to <experiment>/<run>/ in this folder. Running the same command again continues an interrupted run."""
+    from_folder: FromFolder = None
+    """Run nothing; draw and print again from this result folder."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("jobs",))
+
+
+@dataclass(frozen=True)
+class TraceOptions(RunOptions):
+    """Options of experiments that read request traces."""
+
+    trace_dir: TraceDir = None
+
 
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
 

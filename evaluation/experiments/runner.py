@@ -59,10 +59,10 @@ class PointResult:
 RunPoint = Callable[[Point, str, Console], PointResult]
 """Runs a point. Arguments: the point, the label for its progress bar, the console."""
 
-Complete = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
+Derive = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
 """Adds fields to the rows of a summary that are computed from all rows together."""
 
-unchanged_rows: Complete = list
+unchanged_rows: Derive = list
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def run_experiment(
     results_dir: Path,
     console: Console | None = None,
     jobs: int = 1,
-    complete: Complete = unchanged_rows,
+    derive: Derive = unchanged_rows,
     run_alone: RunPoint | None = None,
 ) -> Run:
     """Run all points that are not finished yet and write the summary.
@@ -153,7 +153,7 @@ def run_experiment(
         console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(128 + signal.SIGINT) from None
     finished = summarise(folder, points)
-    summary = complete(finished) if finished else []
+    summary = derive(finished) if finished else []
     folder.save_summary(summary)
     failed_in_order = [point.label for point in points if point.label in failed]
     return Run(folder.path, name, summary, folder.identity["machine"], failed_in_order)

@@ -101,9 +101,9 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
             half = job.measured.described(plans[job.name])
             points += half.points
             configuration["torch"] = half.configuration
-        status |= job.figure.experiment(job.name).run(
-            points, options.results_dir, console, options.jobs, configuration, run_alone=run_alone
-        )
+        experiment = replace(job.figure.experiment(job.name), describe=lambda _, described=configuration: described)
+        run = experiment.run(points, options.results_dir, options.jobs, run_alone=run_alone, console=console)
+        status |= run.print_outcome(console)
     return status
 
 

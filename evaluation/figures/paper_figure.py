@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.runner import Complete, Run, unchanged_rows
+from evaluation.experiments.runner import Derive, Run, unchanged_rows
 from evaluation.experiments.sensitivity import varied_in
 from evaluation.figures.apex_paper import draw_sensitivity
 from evaluation.figures.style import show_figure
@@ -24,7 +24,7 @@ class PaperFigure:
 
     ``metric`` is the metric of its sensitivity plots, ``what`` that metric in words. ``backends`` run by default
     on a machine without a GPU; with one, a paper's setting is measured, too.
-    ``complete`` adds fields that are computed from all rows together.
+    ``derive`` adds fields that are computed from all rows together.
     """
 
     name: str
@@ -33,11 +33,11 @@ class PaperFigure:
     metric: str
     what: str
     backends: tuple[str, ...] = ("simulated",)
-    complete: Complete = unchanged_rows
+    derive: Derive = unchanged_rows
 
     def experiment(self, name: str | None = None) -> Experiment:
         """The experiment that runs and shows the figure; ``name`` is that of its result folder."""
-        return Experiment(name or self.name, functools.partial(show, self), self.complete)
+        return Experiment(name or self.name, functools.partial(show, self), derive=self.derive)
 
 
 def show(figure: PaperFigure, run: Run, console: Console) -> None:

@@ -13,7 +13,7 @@ from evaluation.experiments.adaptive.cases import (
     chosen_systems,
     seed_of,
 )
-from evaluation.experiments.runner import Complete, Point
+from evaluation.experiments.runner import Derive, Point
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
 
@@ -77,7 +77,7 @@ def make_latency_points(
     return points
 
 
-def with_latency_ratios(published: Sequence[str]) -> Complete:
+def with_latency_ratios(published: Sequence[str]) -> Derive:
     """Adds to each row its latencies over those of each ``published`` system at the same load, named as in ``RATIOS``
     with the system's name; None where that did not run."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evaluation.experiments.runner import Complete
+from evaluation.experiments.runner import Derive
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
 
 
-def with_ratios(published: Sequence[str], at: Sequence[str] = ("case",), any_of: Sequence[str] = ()) -> Complete:
+def with_ratios(published: Sequence[str], at: Sequence[str] = ("case",), any_of: Sequence[str] = ()) -> Derive:
     """Adds to each row ``fraction_of_bound``, ``best_published`` (the fastest of these systems at the row's place) and
     ``ratio_to_best_published``; None where none of these ran. A row without tokens has ratios of 0.
 

@@ -18,7 +18,7 @@ from evaluation.experiments.adaptive.cases import (
     seed_of,
 )
 from evaluation.experiments.adaptive.ratios import with_ratios
-from evaluation.experiments.runner import Complete, Point
+from evaluation.experiments.runner import Derive, Point
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
@@ -64,7 +64,7 @@ def error_words(error: Mapping[str, Any]) -> tuple[str, ...]:
     return f"x{error['actual_over_believed']:g}", "corrected" if error["online_correction"] else "uncorrected"
 
 
-def with_error_ratios(published: Sequence[str]) -> Complete:
+def with_error_ratios(published: Sequence[str]) -> Derive:
     """As ``with_ratios`` under the same error; also ``ratio_to_right_table``: throughput over that of the same system
     with a right table."""
     to_best = with_ratios(published, any_of=ERROR)
