@@ -28,7 +28,7 @@ from rich.table import Table
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import check_counts
-from evaluation.experiments.runner import Point, print_failure, run_experiment
+from evaluation.experiments.runner import Point, one_line_errors, print_failure, run_experiment
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.style import FigureText, save_figure
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
@@ -242,20 +242,17 @@ def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
     return save_figure(throughput_figure([half]), folder)[0]
 
 
+@one_line_errors
 def main(options: Options, console: Console | None = None) -> int:
     """Measure, print, draw. Returns the exit status: 0 when everything was measured and no request failed."""
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
-    try:
-        model = model_folder(options.model)
-        if options.bench_serve and not options.vllm.is_file():
-            raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
-        systems = make_systems(options, model)
-        points = make_points(options, systems, model)
-    except ValueError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
+    model = model_folder(options.model)
+    if options.bench_serve and not options.vllm.is_file():
+        raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
+    systems = make_systems(options, model)
+    points = make_points(options, systems, model)
     if not options.vllm.is_file():
         text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)

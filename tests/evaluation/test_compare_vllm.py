@@ -106,8 +106,8 @@ def test_a_ratio_is_to_vllm_on_as_many_cores_in_the_same_round():
 )
 def test_options_that_do_not_fit_end_as_one_line(tmp_path, model, two_cores, capsys, changes, words):
     assert main(replace(options(tmp_path, model), **changes)) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    told = capsys.readouterr().out
+    assert words in told and told.count("\n") == 1
 
 
 def fake_systems(_, model):
