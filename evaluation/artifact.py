@@ -18,9 +18,10 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.options import FigureOptions, ResultsDir, experiment_settings
+from evaluation.experiments.options import ResultsDir, experiment_settings
+from evaluation.experiments.papers.jobs import FigureJob, make_job, run_jobs, without_traceback
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.runner import Point, PointResult, RunPoint, one_line_errors
-from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.planning.prepare import measures_settings
@@ -107,8 +108,7 @@ def main(options: Options) -> int:
         jobs = make_jobs(chosen, console, live)
         if options.rehearse and not options.plan:
             rehearse_faults(jobs, chosen, console, live)
-        # The number of requests is for simulations; measured points have as many as there is time for.
-        status = run_jobs(jobs, replace(chosen, num_requests=None), console, live.run_point)
+        status = run_jobs(jobs, chosen, console, live.run_point)
     if options.plan:
         return status
     report = ReportOptions(output=results_dir / "report.html", results_dir=results_dir)
@@ -144,7 +144,7 @@ def rehearse_faults(jobs: list[FigureJob], options: FigureOptions, console: Cons
     console.rule("rehearsal of a failing point and of an interruption", align="left")
     rehearsal = Rehearsal(live.run_point)
     try:
-        run_jobs(jobs[:1], replace(options, num_requests=None), console, rehearsal.run_point)
+        run_jobs(jobs[:1], options, console, rehearsal.run_point)
     except SystemExit as stopped:
         console.print(f"interrupted as rehearsed (exit status {stopped.code}); now the same command again")
 

@@ -19,7 +19,7 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Derive, Point, Run, RunPoint, one_line_errors, run_experiment, unchanged_rows
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
@@ -103,6 +103,7 @@ def command(
     options_type: type[Options],
     experiments: Callable[[Options], Sequence[Experiment]],
     chosen: Callable[[Options], Sequence[str]] | None = None,
+    run: Callable[[Options], int] | None = None,
 ) -> Main[Options]:
     """The ``main`` of a command that runs experiments, or with ``--from`` shows a finished run of one of them.
 
@@ -112,6 +113,7 @@ def command(
     Args:
         experiments: all experiments of the command.
         chosen: names of those to run, in this order; by default all.
+        run: runs them in another way, to the exit status.
     """
 
     @one_line_errors
@@ -120,12 +122,14 @@ def command(
         known = {experiment.name: experiment for experiment in experiments(options)}
         if options.from_folder is not None:
             return show_again(options.from_folder, list(known.values()))
+        if run is not None:
+            return run(options)
         names = list(known) if chosen is None else list(dict.fromkeys(chosen(options)))
         points = {name: known[name].points(options) for name in names}
         console, status = stdout_console(), 0
         for name, here in points.items():
-            run = known[name].run(here, options.results_dir, options.jobs, console=console)
-            status |= run.print_outcome(console)
+            finished = known[name].run(here, options.results_dir, options.jobs, console=console)
+            status |= finished.print_outcome(console)
         return status
 
     return main

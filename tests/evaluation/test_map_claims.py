@@ -12,7 +12,7 @@ from evaluation import map_claims
 PLANE = {
     "cpu_attention_gb_s": [25],
     "gpu_pools": [1],
-    "panels": [{"figure": "fig5", "setting": "apex-t4", "workload": "osc", "num_requests": 12, "output_lens": [50]}],
+    "panels": [{"figure": "fig5", "setting": "apex-t4", "workload": "osc", "num_requests": 12, "output_len": [50]}],
 }
 
 

@@ -5,25 +5,22 @@ A machine of the plane is a setting with another speed of CPU attention and anot
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import PaperSetting
-from evaluation.experiments.neo_points import neo_sweep
-from evaluation.experiments.paper_settings import simulated_task
+from evaluation.experiments.axes import REFERENCE
+from evaluation.experiments.grid import Grid, Panel, Place, values_of
+from evaluation.experiments.papers.points import point_names
+from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
 from evaluation.experiments.runner import Point
-from evaluation.experiments.sensitivity import with_cpu_bandwidth
-from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_sweep_points, point_names
 from evaluation.results.claims import Claim
-from evaluation.traces.workloads import Lengths
 from swiftllm.systems import systems
 
+KNOWN = FIELDS | {"figure"}
 METRIC = "output_tokens_per_s"
-REFERENCE = "neo"
-"""The system whose CPU attention gives a cell its speed."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,6 @@ class Machine:
     def of(cls, setting: PaperSetting) -> Machine:
         """The setting as it is."""
         return cls(setting.cpu_attention_gb_s(REFERENCE), setting.num_gpu_blocks)
-
-    def applied(self, setting: PaperSetting, system: str) -> PaperSetting:
-        """The setting on this machine, as ``system`` sees it: its kernel is faster or slower by the same factor."""
-        own = Machine.of(setting)
-        if self.gpu_blocks != own.gpu_blocks:
-            setting = setting.with_figures("claims map", num_gpu_blocks=self.gpu_blocks)
-        rate = setting.cpu_attention_gb_s(system)
-        if self.cpu_gb_s == own.cpu_gb_s or rate is None:
-            return setting
-        return with_cpu_bandwidth(setting, rate * self.cpu_gb_s / own.cpu_gb_s)
 
 
 def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]) -> list[Machine]:
@@ -85,57 +72,47 @@ def make_map_points(
         settings: the experiment file.
         claims: those of all figures; they name the systems of a panel.
         names: settings to map; by default all of the experiment file.
-        quick: ``quick_num_requests`` of every panel.
+        quick: the variant of this name of every panel.
 
     Raises:
         ValueError: a setting has no panel; the message lists those that have.
     """
-    panels = [panel for raw in settings["panels"] for panel in _panels(raw, quick)]
-    known = list(dict.fromkeys(panel.setting.name for panel in panels))
+    panels = Grid.read({"panels": settings["panels"]}, KNOWN, "quick" if quick else None).panels
+    on_hosts = [{**panel, "host": host} for panel in panels for host in values_of(panel, "host") or [None]]
+    known = list(dict.fromkeys(setting_of(panel).name for panel in on_hosts))
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"no panel in setting {', '.join(unknown)}; there are {', '.join(known)}")
     points = []
-    for panel in panels:
-        systems = _systems(panel, claims)
-        if not systems or panel.setting.name not in (names or known):
+    for panel in on_hosts:
+        setting, systems = setting_of(panel), _systems(panel, claims)
+        if not systems or setting.name not in (names or known):
             continue
-        sweep = Sweep(systems, systems[-1], (panel,), seed, trace_dir=trace_dir)
-        own = Machine.of(panel.setting)
-        for machine in plane(panel.setting, settings["cpu_attention_gb_s"], settings["gpu_pools"]):
-            here = tuple(s for s in systems if machine.cpu_gb_s == own.cpu_gb_s or panel.setting.kernel_of(s))
-            points += make_sweep_points(replace(sweep, systems=here), functools.partial(_point, machine))
+        own = Machine.of(setting)
+        machines = [
+            {"reference_cpu_gb_s": cpu_gb_s, "num_gpu_blocks": None if blocks == own.gpu_blocks else blocks}
+            for cpu_gb_s, blocks in map(astuple, plane(setting, settings["cpu_attention_gb_s"], settings["gpu_pools"]))
+        ]
+        chosen = {"repeats": 1, "seed": seed, "trace_dir": trace_dir, "system": systems, "baseline": systems[-1]}
+        places = Grid(({"machine": machines, **panel, **chosen},)).places(concerns)
+        points += [_point(place, own) for place in places]
     return points
-
-
-def _panels(raw: Mapping[str, Any], quick: bool) -> list[Panel]:
-    """A panel of the experiment file, once for each of its hosts; its letter is the name of its figure."""
-    shared = {key: value for key, value in raw.items() if key not in ("figure", "quick_num_requests")}
-    number = raw["quick_num_requests"] if quick else raw["num_requests"]
-    named = {**shared, "panel": raw["figure"], "num_requests": number}
-    return list(neo_sweep({"panels": [named], "systems": [REFERENCE], "baseline": REFERENCE}).panels)
 
 
 def _systems(panel: Panel, claims: Sequence[Claim]) -> tuple[str, ...]:
     """The systems of the claims about a panel."""
-    about = [c for c in claims if mappable(c) and (c.figure, c.setting) == (panel.panel, panel.setting.name)]
-    about = [claim for claim in about if claim.workload in (None, panel.workload_name)]
+    where = (panel["figure"], setting_of(panel).name)
+    about = [claim for claim in claims if mappable(claim) and (claim.figure, claim.setting) == where]
+    about = [claim for claim in about if claim.workload in (None, workload_of(panel))]
     return tuple(dict.fromkeys(system for claim in about for system in claim.systems))
 
 
-def _point(machine: Machine, sweep: Sweep, panel: Panel, lengths: Lengths, system: str) -> Point:
-    own, offloads = Machine.of(panel.setting), panel.setting.kernel_of(system) is not None
-    values = {
-        "figure": panel.panel,
-        "baseline": sweep.baseline,
-        "reference_cpu_gb_s": machine.cpu_gb_s if offloads else None,
-        "own_cpu_gb_s": own.cpu_gb_s,
-        "own_gpu_blocks": own.gpu_blocks,
-    }
-    setting = machine.applied(panel.setting, system)
-    tag, words = f"blocks{machine.gpu_blocks}", f"{machine.gpu_blocks} GPU blocks"
-    if offloads:
-        tag, words = f"cpu{machine.cpu_gb_s:.4g}-{tag}", f"CPU {machine.cpu_gb_s:.0f} GB/s, {words}"
-    parts, titles = ["map", panel.panel, setting.name], [setting.title]
-    key, group, label = point_names(parts, titles, lengths, system, sweep.repeats, (tag, words))
-    task = simulated_task(setting, system, lengths, values)
+def _point(place: Place, own: Machine) -> Point:
+    setting, lengths, cpu_gb_s = setting_of(place), lengths_of(place), place["reference_cpu_gb_s"]
+    tag, words = f"blocks{setting.num_gpu_blocks}", f"{setting.num_gpu_blocks} GPU blocks"
+    if cpu_gb_s is not None:
+        tag, words = f"cpu{cpu_gb_s:.4g}-{tag}", f"CPU {cpu_gb_s:.0f} GB/s, {words}"
+    parts, titles = ["map", place["figure"], setting.name], [setting.title]
+    key, group, label = point_names(parts, titles, lengths, place, (tag, words))
+    row = ("figure", "baseline", "reference_cpu_gb_s")
+    task = simulate(place, row, lengths, own_cpu_gb_s=own.cpu_gb_s, own_gpu_blocks=own.gpu_blocks)
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))

@@ -8,7 +8,7 @@ from apex.perf.model import PerfModel
 from evaluation.experiments.adaptive.cases import Selection
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.simulated_point import describe_simulated_points
 
 SETTINGS = experiment_settings("adaptive")
 

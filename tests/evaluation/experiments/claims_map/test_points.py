@@ -7,10 +7,13 @@ import pytest
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.claims_map.points import Machine, make_map_points, mappable, plane
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.simulated_sweeps import describe_simulated_points, make_simulated_points, make_sweep
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import figure_grid, simulated_points
+from evaluation.experiments.places import setting_of
+from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.results.claims import load_claims
 
-PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_lens": [50]}
+PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_len": [50]}
 SETTINGS = {"cpu_attention_gb_s": [25], "gpu_pools": [1, 2], "panels": [{"figure": "fig5", **PANEL}]}
 
 
@@ -22,15 +25,14 @@ def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
     assert Machine.of(setting) in machines and len(machines) == 4 * 3
 
 
-def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting() -> None:
+def test_kernels_keep_their_relative_speed() -> None:
     setting = load_setting("apex-a10")
-    here = Machine(25.0, 3300)
-    assert here.applied(setting, "neo").cpu_attention_gb_s("neo") == pytest.approx(25.0)
+    place = {"setting": "apex-a10", "reference_cpu_gb_s": 25.0, "num_gpu_blocks": 3300}
+    neo, apex, vllm = (setting_of({**place, "system": system}) for system in ("neo", "apex", "vllm"))
+    assert neo.cpu_attention_gb_s("neo") == pytest.approx(25.0)
     times = setting.cpu_attention_gb_s("apex") / setting.cpu_attention_gb_s("neo")
-    assert here.applied(setting, "apex").cpu_attention_gb_s("apex") == pytest.approx(25.0 * times) and times > 1.1
-    assert here.applied(setting, "vllm").num_gpu_blocks == 3300
-    for system in ("vllm", "neo", "apex"):
-        assert Machine.of(setting).applied(setting, system) == setting
+    assert apex.cpu_attention_gb_s("apex") == pytest.approx(25.0 * times) and times > 1.1
+    assert vllm.num_gpu_blocks == 3300
 
 
 def test_gpu_only_systems_run_once_for_each_pool() -> None:
@@ -45,9 +47,7 @@ def test_the_own_machine_gives_the_points_of_the_figure() -> None:
     def described(points: list) -> list:
         return sorted(({**entry, "key": ""} for entry in describe_simulated_points(points)), key=str)
 
-    sweep = make_sweep(
-        {"systems": ["vllm", "neo", "apex"], "baseline": "neo", "panels": [{"panel": "a", **PANEL}]}, seed=3
-    )
+    section = {"system": ["vllm", "neo", "apex"], "baseline": "neo", "panels": [{"panel": "a", **PANEL}]}
     own = Machine.of(load_setting("apex-t4"))
     points = make_map_points(SETTINGS, load_claims(), seed=3)
     here = [
@@ -56,7 +56,7 @@ def test_the_own_machine_gives_the_points_of_the_figure() -> None:
         if point.task.num_gpu_blocks == own.gpu_blocks
         and point.task.values["reference_cpu_gb_s"] in (None, own.cpu_gb_s)
     ]
-    assert described(here) == described(make_simulated_points(sweep))
+    assert described(here) == described(simulated_points(figure_grid(section, FigureOptions(seed=3))))
 
 
 def test_every_mappable_claim_has_points() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.results.folder import FlatRecord
@@ -23,7 +23,8 @@ class Assumption:
 
     ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the field of its value.
     ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
-    ``concerns`` says whether a system depends on it. A system that does not runs once, with an empty field.
+    The field is an axis of ``evaluation/experiments/axes.py``. A system that does not depend on it runs once, with an
+    empty field.
     """
 
     name: str
@@ -32,8 +33,6 @@ class Assumption:
     unit: str
     column: str
     tag: str
-    concerns: Callable[[PaperSetting, str], bool]
-    replaced: Callable[[PaperSetting, float], PaperSetting]
 
     @property
     def axis(self) -> str:
@@ -48,22 +47,18 @@ class Variation:
     values: tuple[float, ...]
 
 
-def with_cpu_bandwidth(setting: PaperSetting, gb_s: float) -> PaperSetting:
-    return replace(setting, cpu_bandwidth_gb_s=gb_s)
-
-
-def with_gpu_blocks(setting: PaperSetting, num_blocks: float) -> PaperSetting:
-    """The setting with a GPU pool of ``num_blocks`` KV blocks.
+def check_blocks(variation: Variation, settings: Iterable[PaperSetting]) -> None:
+    """Check that a varied GPU pool holds the longest request of each setting.
 
     Raises:
-        ValueError: the setting's longest request needs more blocks.
+        ValueError: a setting's longest request needs more blocks.
     """
-    if num_blocks < setting.min_gpu_blocks:
-        raise ValueError(
-            f"--sensitivity gpu_blocks: {setting.title} needs {setting.min_gpu_blocks} blocks for its longest request; "
-            "begin there, or choose another machine with --gpu"
-        )
-    return setting.with_figures("--sensitivity gpu_blocks", num_gpu_blocks=int(num_blocks))
+    for setting in settings:
+        if variation.assumption == GPU_BLOCKS and variation.values[0] < setting.min_gpu_blocks:
+            raise ValueError(
+                f"--sensitivity gpu_blocks: {setting.title} needs {setting.min_gpu_blocks} blocks for its longest "
+                "request; begin there, or choose another machine with --gpu"
+            )
 
 
 CPU_BANDWIDTH = Assumption(
@@ -73,8 +68,6 @@ CPU_BANDWIDTH = Assumption(
     unit="GB/s of CPU attention",
     column="CPU GB/s",
     tag="cpu",
-    concerns=lambda setting, system: setting.kernel_of(system) is not None,
-    replaced=with_cpu_bandwidth,
 )
 GPU_BLOCKS = Assumption(
     name="gpu_blocks",
@@ -83,8 +76,6 @@ GPU_BLOCKS = Assumption(
     unit="KV blocks of 16 tokens on the GPU",
     column="blocks",
     tag="blocks",
-    concerns=lambda setting, system: True,
-    replaced=with_gpu_blocks,
 )
 ASSUMPTIONS = {assumption.name: assumption for assumption in (CPU_BANDWIDTH, GPU_BLOCKS)}
 
