@@ -34,7 +34,7 @@ import httpx
 from apex.cli.parser import parse_options
 from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
-from evaluation.measure.soak_requests import RequestSource, Unexpected, plain_request, send_request
+from evaluation.measure.soak_requests import RequestSource, Unexpected, send_request
 from evaluation.results.paths import REPO_ROOT
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
@@ -190,7 +190,7 @@ async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, re
     }
     report.problems += [problem for problem, happened in faults.items() if happened]
     try:
-        await send_request(client, plain_request(source))
+        await send_request(client, source.request("plain"))
     except (Unexpected, httpx.HTTPError) as error:
         report.problems.append(f"the server no longer serves: {error}")
 

@@ -51,8 +51,11 @@ class RequestSource:
 
     def next_request(self) -> SoakRequest:
         """A request of a random kind, drawn by the weights in KINDS."""
-        (kind,) = self.rng.choices(list(KINDS), list(KINDS.values()))
-        return kind(self)
+        (kind,) = self.rng.choices(list(KINDS), [kind.weight for kind in KINDS.values()])
+        return self.request(kind)
+
+    def request(self, kind: str) -> SoakRequest:
+        return SoakRequest(kind, ends=KINDS[kind].ends, **KINDS[kind].draw(self))
 
     def prompt(self, length: int | None = None) -> list[int]:
         return self.rng.choices(range(self.vocab_size), k=length or self.rng.randint(1, MAX_PROMPT_TOKENS))
@@ -64,58 +67,27 @@ class RequestSource:
         wanted = {"max_tokens": self.rng.randint(1, MAX_OUTPUT_TOKENS), "ignore_eos": True}
         return {"model": self.model, "prompt": self.prompt(), **wanted, **how, **of_class, **others}
 
-    def body(self, **others: Any) -> bytes:
-        return packed(self.fields(**others))
+    def asked(self, **fields: Any) -> dict[str, Any]:
+        """A request whose number of tokens is not checked, as fields of a SoakRequest."""
+        return {"body": packed(self.fields(**fields))}
+
+    def served(self, outputs: int = 1, **fields: Any) -> dict[str, Any]:
+        """A request that must get ``outputs`` times its tokens, as fields of a SoakRequest."""
+        drawn = self.fields(**fields)
+        return {"body": packed(drawn), "tokens": outputs * drawn["max_tokens"]}
+
+    def plain(self) -> dict[str, Any]:
+        prompt = self.rng.choice([self.prompt(), "tell me why", TWO_PROMPTS])
+        return self.served(2 if prompt is TWO_PROMPTS else 1, prompt=prompt)
+
+    def malformed(self) -> dict[str, Any]:
+        whole = packed(self.fields())
+        broken = [b"", whole[: self.rng.randrange(len(whole))], b"[1, 2", b"\xff\xfe", packed({"model": self.model})]
+        return {"body": self.rng.choice([*broken, *(packed(self.fields(**fields)) for fields in WRONG_FIELDS)])}
 
 
 def packed(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields).encode()
-
-
-def served(kind: str, fields: Mapping[str, Any], outputs: int = 1) -> SoakRequest:
-    """A request that must get ``outputs`` times its tokens."""
-    return SoakRequest(kind, packed(fields), tokens=outputs * fields["max_tokens"])
-
-
-def plain_request(source: RequestSource) -> SoakRequest:
-    prompt = source.rng.choice([source.prompt(), "tell me why", TWO_PROMPTS])
-    return served("plain", source.fields(prompt=prompt), 2 if prompt is TWO_PROMPTS else 1)
-
-
-def several_outputs_request(source: RequestSource) -> SoakRequest:
-    return served("several outputs", source.fields(n=3), 3)
-
-
-def stream_request(source: RequestSource) -> SoakRequest:
-    return served("stream", source.fields(stream=True, stream_options={"include_usage": True}))
-
-
-def left_stream_request(source: RequestSource) -> SoakRequest:
-    after = source.rng.randint(1, 4)
-    return SoakRequest("stream, hung up", source.body(stream=True), (HUNG_UP, SERVED), hang_up_after=after)
-
-
-def left_plain_request(source: RequestSource) -> SoakRequest:
-    return SoakRequest("plain, hung up", source.body(), (HUNG_UP, SERVED), hang_up_s=source.rng.uniform(0.0, 0.1))
-
-
-def hurried_request(source: RequestSource) -> SoakRequest:
-    body = source.body(timeout=HURRY_S, stream=source.rng.random() < 0.5)
-    return SoakRequest("deadline", body, (SERVED, "504 deadline", "stream: deadline"))
-
-
-def too_long_request(source: RequestSource) -> SoakRequest:
-    prompt = source.prompt(source.max_model_len + source.rng.randint(0, 50))
-    return SoakRequest("too long", source.body(prompt=prompt), ("400 context_length_exceeded",))
-
-
-def wrong_model_request(source: RequestSource) -> SoakRequest:
-    return SoakRequest("wrong model", source.body(model="another"), ("404 model_not_found",))
-
-
-def outside_vocabulary_request(source: RequestSource) -> SoakRequest:
-    prompt = [source.vocab_size + source.rng.randrange(1000)]
-    return SoakRequest("unknown token", source.body(prompt=prompt), ("400 request_refused",))
 
 
 WRONG_FIELDS: tuple[dict[str, Any], ...] = (
@@ -124,29 +96,38 @@ WRONG_FIELDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def malformed_request(source: RequestSource) -> SoakRequest:
-    whole = source.body()
-    broken = [b"", whole[: source.rng.randrange(len(whole))], b"[1, 2", b"\xff\xfe", packed({"model": source.model})]
-    wrong = source.rng.choice([*broken, *(source.body(**fields) for fields in WRONG_FIELDS)])
-    return SoakRequest("malformed", wrong, ("400 invalid_value",))
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request: how often it comes, its fields, and how it may end."""
+
+    weight: float
+    draw: Callable[[RequestSource], dict[str, Any]]
+    ends: tuple[str, ...] = (SERVED,)
 
 
-def wrong_path_request(source: RequestSource) -> SoakRequest:
-    return SoakRequest("wrong path", b"{}", ("404 None",), path="/v1/nothing")
-
-
-KINDS: dict[Callable[[RequestSource], SoakRequest], float] = {
-    plain_request: 28,
-    stream_request: 28,
-    several_outputs_request: 4,
-    left_stream_request: 12,
-    left_plain_request: 8,
-    hurried_request: 4,
-    too_long_request: 4,
-    wrong_model_request: 3,
-    outside_vocabulary_request: 2,
-    malformed_request: 6,
-    wrong_path_request: 1,
+LEFT = (HUNG_UP, SERVED)
+KINDS = {
+    "plain": Kind(28, RequestSource.plain),
+    "stream": Kind(28, lambda s: s.served(stream=True, stream_options={"include_usage": True})),
+    "several outputs": Kind(4, lambda s: s.served(3, n=3)),
+    "stream, hung up": Kind(12, lambda s: s.asked(stream=True) | {"hang_up_after": s.rng.randint(1, 4)}, LEFT),
+    "plain, hung up": Kind(8, lambda s: s.asked() | {"hang_up_s": s.rng.uniform(0.0, 0.1)}, LEFT),
+    "deadline": Kind(
+        4,
+        lambda s: s.asked(timeout=HURRY_S, stream=s.rng.random() < 0.5),
+        (SERVED, "504 deadline", "stream: deadline"),
+    ),
+    "too long": Kind(
+        4,
+        lambda s: s.asked(prompt=s.prompt(s.max_model_len + s.rng.randint(0, 50))),
+        ("400 context_length_exceeded",),
+    ),
+    "wrong model": Kind(3, lambda s: s.asked(model="another"), ("404 model_not_found",)),
+    "unknown token": Kind(
+        2, lambda s: s.asked(prompt=[s.vocab_size + s.rng.randrange(1000)]), ("400 request_refused",)
+    ),
+    "malformed": Kind(6, RequestSource.malformed, ("400 invalid_value",)),
+    "wrong path": Kind(1, lambda s: {"body": b"{}", "path": "/v1/nothing"}, ("404 None",)),
 }
 
 
