@@ -28,9 +28,12 @@ from evaluation.planning.prepare import measures_settings
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.progress import print_line
 from swiftllm.machine import first_card
 
 FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)
+SHARED = ("all_gpu_blocks", "plan", "rehearse", "jobs")
+"""Options that mean the same to each figure."""
 REHEARSED_REQUESTS = 32
 """Requests of every simulated point of a rehearsal."""
 FAILS_AFTER, STOPS_AFTER = 1, 3
@@ -92,18 +95,15 @@ def main(options: Options) -> int:
     results_dir = options.results_dir / "rehearsal" if options.rehearse else options.results_dir
     chosen = FigureOptions(
         setting=options.gpu and f"apex-{options.gpu}",
-        all_gpu_blocks=options.all_gpu_blocks,
-        plan=options.plan,
-        rehearse=options.rehearse,
         num_requests=REHEARSED_REQUESTS if options.rehearse else None,
-        jobs=options.jobs,
         results_dir=results_dir,
+        **{name: getattr(options, name) for name in SHARED},
     )
     if measures_settings(chosen, first_card()):
         chosen = replace(chosen, hours=options.hours)
     else:
         text = "no GPU here: nothing is measured in a paper's setting, and --hours has no effect"
-        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, text, "yellow")
     with without_traceback(console), LiveSystems(results_dir / "logs", console) as live:
         jobs = make_jobs(chosen, console, live)
         if options.rehearse and not options.plan:
@@ -128,13 +128,7 @@ def make_jobs(options: FigureOptions, console: Console, live: LiveSystems) -> li
     ]
     neo = reproduce_neo.Options(
         setting=options.setting and options.setting.replace("apex-", "neo-"),
-        hours=options.hours,
-        all_gpu_blocks=options.all_gpu_blocks,
-        plan=options.plan,
-        rehearse=options.rehearse,
-        num_requests=options.num_requests,
-        jobs=options.jobs,
-        results_dir=options.results_dir,
+        **{name: getattr(options, name) for name in ("hours", "num_requests", "results_dir", *SHARED)},
     )
     return jobs + reproduce_neo.neo_jobs(experiment_settings("neo"), neo, console, live)
 
