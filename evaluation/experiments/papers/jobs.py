@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +43,18 @@ class FigureJob:
     measured: Planner | None = None
 
 
-def figure_command(
+def figure_command(options_type: type[FigureOptions], figure: PaperFigure) -> Main:
+    """The ``main`` of a command of a figure."""
+
+    def jobs(options: FigureOptions, console: Console, live: LiveSystems) -> list[FigureJob]:
+        return [make_job(figure, options, console, live)]
+
+    return figures_command(options_type, lambda options: [figure], jobs)
+
+
+def figures_command(
     options_type: type[Options],
-    figures: Callable[[Options], Sequence[PaperFigure]],
+    figures: Callable[[Options], Iterable[PaperFigure]],
     make_jobs: Callable[[Options, Console, LiveSystems], Sequence[FigureJob]],
 ) -> Main:
     """The ``main`` of a command of figures. ``make_jobs`` makes the points of those that the options choose."""
