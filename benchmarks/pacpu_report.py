@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.pacpu_cases import HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
-from evaluation.figures.style import FAINT, INK, FigureText, figure_style, set_words, tidy_axes
+from evaluation.plots.style import FAINT, INK, FigureText, figure_style, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
 from pacpu import PREFETCHES
 

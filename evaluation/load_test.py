@@ -25,13 +25,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import stdout_console, table
+from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
 from evaluation.experiments.runner import Point, run_experiment
-from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.plots.table import LATENCY_COLUMNS
 from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
 from evaluation.replay.server import Server, connect_server
 from evaluation.results.folder import FlatRecord
@@ -143,7 +143,7 @@ COLUMNS = (
 
 
 def results_table(summary: Sequence[FlatRecord]) -> Table:
-    rows = [[r["load"], r["system"], *(format_cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
+    rows = [[r["load"], r["system"], *(number(r[field], form) for _, field, form in COLUMNS)] for r in summary]
     return table(("load", "server", *(title for title, _, _ in COLUMNS)), rows, left=("load", "server"))
 
 

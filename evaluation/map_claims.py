@@ -12,14 +12,13 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 
-
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.claims_map.points import make_map_points
+from evaluation.experiments.claims_map.show import show_map
 from evaluation.experiments.experiment import Experiment, show_again
 from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
 from evaluation.experiments.runner import one_line_errors
-from evaluation.figures.claims_map.show import show_map
 from evaluation.results.claims import load_claims
 from evaluation.results.paths import RESULTS_DIR
 

@@ -29,17 +29,22 @@ from evaluation.experiments.adaptive.latency import (
     with_latency_ratios,
 )
 from evaluation.experiments.adaptive.ratios import with_ratios
+from evaluation.experiments.adaptive.show import (
+    draw_cases,
+    draw_latency,
+    draw_map,
+    print_cases,
+    print_latency,
+    print_map,
+    print_wrong_tables,
+)
 from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
 from evaluation.experiments.experiment import Experiment, Show, show_again
 from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
-from evaluation.figures.adaptive.cases import draw_cases
-from evaluation.figures.adaptive.heat_map import draw_map
-from evaluation.figures.adaptive.latency import draw_latency
-from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import usable_cores
@@ -146,9 +151,7 @@ def experiments_of(published: Sequence[str]) -> dict[PartName, Experiment]:
         "map": Experiment(
             f"{NAME}-map", shows(print_map, draw_map), with_ratios(published, at=("output_len",), any_of=CPU)
         ),
-        "latency": Experiment(
-            f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)
-        ),
+        "latency": Experiment(f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)),
         "wrong-tables": Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), with_error_ratios(published)),
     }
 

@@ -13,9 +13,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import FigureOptions
-from evaluation.figures.apex_paper import draw_fig6
 from evaluation.figures.figure_jobs import reproduce
 from evaluation.figures.paper_figure import PaperFigure
+from evaluation.plots.apex_paper import draw_fig6
 
 FIGURE = PaperFigure(
     "fig6",

@@ -39,11 +39,11 @@ from evaluation.experiments.runner import one_line_errors
 from evaluation.experiments.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_sweeps import describe_simulated_points
 from evaluation.figures.figure_jobs import FigureJob, run_jobs, without_traceback
-from evaluation.figures.neo_paper import draw_neo
 from evaluation.figures.paper_figure import PaperFigure
 from evaluation.live.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable, hosts_here
 from evaluation.planning.prepare import SettingMeasurement, measures_settings, prepare
+from evaluation.plots.neo_paper import draw_neo
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import first_card, host_memory_bytes
 

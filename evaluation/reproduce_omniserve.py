@@ -31,6 +31,7 @@ from evaluation.experiments.omniserve.served import (
     make_served_points,
     run_served_point,
 )
+from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
 from evaluation.experiments.options import (
     File,
     Folder,
@@ -42,9 +43,7 @@ from evaluation.experiments.options import (
     experiment_settings,
 )
 from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
-from evaluation.figures.omniserve.draw import draw_omniserve
-from evaluation.figures.omniserve.tables import print_omniserve
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity

@@ -19,9 +19,9 @@ from apex.cli.output import number, stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
+from evaluation.experiments.placements.show import draw_search
 from evaluation.experiments.runner import one_line_errors
-from evaluation.figures.placements.split_search import draw_search
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR

@@ -20,9 +20,9 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.experiment import Experiment, show_again
 from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
 from evaluation.experiments.placements.points import make_weight_points, with_gains
+from evaluation.experiments.placements.show import draw_weights
 from evaluation.experiments.runner import Run, one_line_errors
-from evaluation.figures.placements.weights import draw_weights
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR
 

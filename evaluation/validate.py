@@ -36,8 +36,8 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.figures.style import save_figure
 from evaluation.figures.validation import draw_validation
+from evaluation.plots.style import save_figure
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.config import EngineConfig

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from apex.cli.output import table
-from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
-from evaluation.figures.style import FigureText, save_figure
-from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from apex.cli.output import number, table
+from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
+from evaluation.plots.style import FigureText, save_figure
+from evaluation.plots.table import LATENCY_COLUMNS
 from evaluation.results.folder import FlatRecord, median_record
 from evaluation.results.frame import bases, frame_of, over, with_columns
 from swiftllm.machine import cpu_model
@@ -69,10 +69,8 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
     cells = []
     for row in middle:
         mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
-        by_round = " ".join(
-            format_cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"])
-        )
-        figures = [format_cell(row[field], form) for _, field, form in COLUMNS]
+        by_round = " ".join(number(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"]))
+        figures = [number(row[field], form) for _, field, form in COLUMNS]
         cells.append([str(row["cores"]), row["system"], *figures, by_round])
     titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
     return table(titles, cells, left=("system",))
@@ -81,12 +79,12 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
 def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
     """Bars of the medians, one panel per number of cores. Returns the path of the figure."""
     first = middle[0]
-    panels = []
+    systems, panels = tuple(dict.fromkeys(row["system"] for row in middle)), []
     for cores in sorted({row["cores"] for row in middle}):
         mine = tuple(row for row in middle if row["cores"] == cores)
         label = f"{first['num_requests']} requests at once, {first['input_len']:.0f} in / {first['output_len']:.0f} out"
-        panels.append(BarPanel(cores_text(cores), "", (Group(label, mine),)))
-    systems = tuple(dict.fromkeys(row["system"] for row in middle))
+        groups = [(label, rate_bars(mine, systems, BASELINE))]
+        panels.append(BarPanel(cores_text(cores), "", groups, "output tokens/s, measured"))
     text = FigureText(
         "This engine's servers and vLLM's CPU build, over HTTP",
         f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds, "
@@ -94,5 +92,4 @@ def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
         f"Above the bars: ratio to vLLM on as many cores, or tokens/s. {BASELINE}: its default, which computes on all "
         "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
     )
-    half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
-    return save_figure(throughput_figure([half]), folder)[0]
+    return save_figure(throughput_figure([Half(panels, systems, text)]), folder)[0]

@@ -7,11 +7,12 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from evaluation.figures.style import FAINT, FigureText, figure_legend, figure_style, set_words, system_colour, tidy_axes
+from evaluation.plots.style import FAINT, FigureText, legend, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord
 
 MARKERS = "osD^vP"
-SIZE = (6.6, 6.4)
+WIDTH, HEIGHT = 6.6, 4.6
+"""Inches, of the figure and of its axes."""
 
 
 def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], aim: float) -> plt.Figure:
@@ -28,31 +29,20 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any], a
         "Vertical: SIMULATED from profiles measured right before and after the run. "
         f"Band: within {aim:.0%} of the measured rate.",
     )
-    with figure_style():
-        figure, ax = plt.subplots(figsize=SIZE)
-        bottom, top = set_words(figure, text, *SIZE)
-        rates = [
-            record[name] for record in records for name in ("output_tokens_per_s", "simulated_output_tokens_per_s")
-        ]
-        ends = (0.0, 1.1 * max(rates))
-        ax.fill_between(ends, [(1 - aim) * x for x in ends], [(1 + aim) * x for x in ends], color="#E8E8E8", zorder=0)
-        ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
-        for record in records:
-            ax.plot(
-                record["output_tokens_per_s"],
-                record["simulated_output_tokens_per_s"],
-                MARKERS[workloads.index(record["workload"]) % len(MARKERS)],
-                color=system_colour(record["system"]),
-                markersize=6,
-                alpha=0.85,
-                markeredgewidth=0,
-            )
-        for place, workload in enumerate(workloads):
-            ax.plot([], [], MARKERS[place % len(MARKERS)], color=FAINT, label=workload, linestyle="none")
-        ax.legend(loc="upper left", frameon=False)
-        figure_legend(figure, systems, *SIZE)
-        ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
-        tidy_axes(ax)
-        ax.grid(axis="x", color="#E2E2E2", linewidth=0.7)
-        figure.subplots_adjust(left=0.11, right=0.97, bottom=bottom + 0.08, top=top - 0.02)
+    rates = [record[name] for record in records for name in ("output_tokens_per_s", "simulated_output_tokens_per_s")]
+    ends = (0.0, 1.1 * max(rates))
+    figure, axes = sheet(text, width=WIDTH, height=HEIGHT, below=0.5, above=0.2)
+    ax = axes[0, 0]
+    ax.fill_between(ends, [(1 - aim) * x for x in ends], [(1 + aim) * x for x in ends], color="#E8E8E8", zorder=0)
+    ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
+    for record in records:
+        marker = MARKERS[workloads.index(record["workload"]) % len(MARKERS)]
+        pair = record["output_tokens_per_s"], record["simulated_output_tokens_per_s"]
+        ax.plot(*pair, marker, color=system_colour(record["system"]), markersize=6, alpha=0.85, markeredgewidth=0)
+    for place, workload in enumerate(workloads):
+        ax.plot([], [], MARKERS[place % len(MARKERS)], color=FAINT, label=workload, linestyle="none")
+    ax.legend(loc="upper left", frameon=False)
+    legend(figure, systems)
+    ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
+    tidy_axes(ax, grid="both")
     return figure

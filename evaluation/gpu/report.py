@@ -177,7 +177,7 @@ def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
     """Measured bars with the simulated rate as a line across each."""
     from matplotlib import pyplot as plt
 
-    from evaluation.figures.style import FAINT, figure_style, system_colour, tidy_axes
+    from evaluation.plots.style import FAINT, figure_style, system_colour, tidy_axes
 
     by_case: dict[str, list[dict[str, Any]]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""Ratios between the rows of a summary, in pandas.
+"""Groups of the rows of a summary, and ratios between rows, in pandas.
 
 A frame squares its rows and turns counts into floats, so rows take no more than new fields from it. pandas is imported
 late: it takes 0.2 s, which no process that only runs points should spend.
@@ -7,12 +7,21 @@ late: it takes 0.2 s, which no process that only runs points should spend.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import FlatRecord
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+def grouped(rows: Iterable[FlatRecord], *fields: str) -> dict[Any, list[FlatRecord]]:
+    """The rows by their value of a field, or by the tuple of several values, in the order of the first of each."""
+    groups: dict[Any, list[FlatRecord]] = {}
+    for row in rows:
+        values = tuple(row.get(field) for field in fields)
+        groups.setdefault(values if len(fields) > 1 else values[0], []).append(row)
+    return groups
 
 
 def frame_of(rows: Iterable[FlatRecord], fields: Sequence[str] | None = None) -> pd.DataFrame:

@@ -32,6 +32,9 @@ PACKAGES = (
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = (
     "evaluation/figures/",
+    "evaluation/plots/",
+    "evaluation/experiments/claims_map/cells.py",
+    *(f"evaluation/experiments/{room}/show.py" for room in ("adaptive", "claims_map", "omniserve", "placements")),
     "evaluation/report.py",
     *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "kinds", "progress", "provenance")),
 )

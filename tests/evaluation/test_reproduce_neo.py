@@ -17,7 +17,7 @@ from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.neo_points import crossing, make_neo_points, on_host, with_rates_at_latency
 from evaluation.experiments.options import experiment_settings
-from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
+from evaluation.plots.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.figures.adaptive.cases import draw_cases
-from evaluation.figures.adaptive.heat_map import draw_map
-from evaluation.figures.adaptive.latency import draw_latency
-from evaluation.figures.adaptive.tables import error_rows
-from evaluation.figures.style import save_figure
+from evaluation.experiments.adaptive.show import draw_cases, draw_latency, draw_map, error_rows
+from evaluation.plots.style import save_figure
 
 
 def row(system: str, **values: Any) -> dict[str, Any]:
