@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evaluation.experiments.sensitivity import Assumption, varied_in
+from evaluation.experiments.papers.sensitivity import Assumption, varied_in
 from evaluation.plots.lines import Level, LinePanel, Series, line_figure
 from evaluation.plots.notes import Records, by_place, figure_text, swept_words
 from evaluation.plots.style import INK, system_colour

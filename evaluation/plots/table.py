@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.output import number, table
-from evaluation.experiments.sensitivity import varied_in
+from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.frame import grouped

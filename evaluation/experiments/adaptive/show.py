@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from evaluation.experiments.adaptive.cases import OWN_KERNELS, SUBJECT
-from evaluation.experiments.adaptive.latency import RATIOS
+from evaluation.experiments.adaptive.ratios import LATENCY_RATIOS as RATIOS
+from evaluation.experiments.axes import OWN_KERNELS, SUBJECT
 from evaluation.plots.bars import Bar
 from evaluation.plots.heat_map import Cell, Plane, heat_map
 from evaluation.plots.lines import LinePanel, Series, line_figure

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from evaluation.experiments.axes import REFERENCE
 from evaluation.experiments.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
-from evaluation.experiments.claims_map.points import REFERENCE, mappable
+from evaluation.experiments.claims_map.points import mappable
 from evaluation.experiments.runner import Run
-from evaluation.figures.overview import AGREES
 from evaluation.plots import heat_map
 from evaluation.plots.notes import length_notes
 from evaluation.plots.style import FigureText, show_figure
 from evaluation.plots.table import rows_table
-from evaluation.results.claims import Claim, where_of
+from evaluation.results.claims import AGREES, Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
