@@ -142,14 +142,14 @@ def make_points(options: Options, systems: Sequence[ServerCommand], model: Path)
     origin = Origin("synthetic", "requests of one size, all at once")
     vocabulary = PromptTokens(load_prompt_tokens(model).vocab_size)
     points = []
-    for number in range(options.rounds):
+    for turn in range(options.rounds):
         name = f"fixed-{options.input_len}-{options.output_len}"
-        spec = WorkloadSpec(name, options.num_requests, seed=options.seed + number)
+        spec = WorkloadSpec(name, options.num_requests, seed=options.seed + turn)
         lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
-        first = number % len(systems)
+        first = turn % len(systems)
         for system in (*systems[first:], *systems[:first]):
-            key, task = f"{key_of(system)}-round{number}", RoundTask(system, number, lengths, model, vocabulary)
-            points.append(Point(key, key, f"round {number + 1}, {label_of(system)}", task))
+            key, task = f"{key_of(system)}-round{turn}", RoundTask(system, turn, lengths, model, vocabulary)
+            points.append(Point(key, key, f"round {turn + 1}, {label_of(system)}", task))
     return points
 
 
@@ -223,8 +223,8 @@ def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> T
     for row in middle:
         rates = [number(r["output_tokens_per_s"], ".0f") for r in rounds[row["system"], row["cores"]]]
         shown.append({**row, "by_round": " ".join(rates)})
-    ends = (("cores", "cores", "d"), ("system", "system", "s")), (("tok/s by round", "by_round", ""),)
-    return rows_table(shown, (*ends[0], *COLUMNS, *ends[1]))
+    columns = (("cores", "cores", "d"), ("system", "system", "s"), *COLUMNS, ("tok/s by round", "by_round", ""))
+    return rows_table(shown, columns)
 
 
 def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:

@@ -181,7 +181,7 @@ def main(options: Options, console: Console | None = None) -> int:
         settings = configuration(options, commands, points, model)
         run = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
     if run.summary:
-        console.print(results_table(run.summary))
+        console.print(rows_table(run.summary, COLUMNS))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s with {keep}")
     return run.print_outcome(console)
