@@ -32,7 +32,7 @@ from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
 from evaluation.experiments.runner import Point, one_line_errors, run_experiment
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
-from evaluation.plots.table import LATENCY_COLUMNS
+from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
