@@ -18,7 +18,7 @@ from evaluation.plots.bars import axis_top, label_distance
 from evaluation.plots.neo_paper import draw_neo
 from evaluation.plots.table import print_results
 from evaluation.results.folder import records_file
-from tests.evaluation.figures.test_lines import row, words_of
+from tests.evaluation.plots.test_lines import row, words_of
 
 SYSTEMS = ("vllm", "swiftllm", "apex")
 
