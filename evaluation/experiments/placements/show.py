@@ -67,6 +67,7 @@ def draw_search(searches: Mapping[str, Sequence[Operation]], pieces: int) -> Fig
         draw_splits(axes[1], f"{name}, Scores in {pieces} pieces", in_pieces(operations, "Scores", pieces))
         axes[0].set_ylim(0, 1.3 * axes[0].get_ylim()[1])
         axes[0].set_ylabel("ms a layer")
+        axes[1].tick_params(labelleft=True)
     rows[-1][0].legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     return figure
 
