@@ -188,12 +188,9 @@ def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
 
 
 COLUMNS = (
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("ratio", "ratio", ".2f"),
-    *LATENCY_COLUMNS,
-    ("cores busy", "server_cores_busy", ".2f"),
-    ("failed", "failed", ".0f"),
-)
+    ("tok/s", "output_tokens_per_s", ".1f"), ("ratio", "ratio", ".2f"), *LATENCY_COLUMNS,
+    ("cores busy", "server_cores_busy", ".2f"), ("failed", "failed", ".0f"),
+)  # fmt: skip
 # Columns of summary.md, which has a row for every round.
 ROUND_COLUMNS = (
     ("cores", "cores", "{}"),

@@ -135,14 +135,10 @@ def make_points(options: Options, servers: Sequence[Server], model: Path, trace:
 
 
 COLUMNS = (
-    ("load", "load", "s"),
-    ("server", "system", "s"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("req/s", "requests_per_s", ".2f"),
-    ("goodput", "goodput_requests_per_s", ".2f"),
-    *LATENCY_COLUMNS,
+    ("load", "load", "s"), ("server", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
+    ("req/s", "requests_per_s", ".2f"), ("goodput", "goodput_requests_per_s", ".2f"), *LATENCY_COLUMNS,
     ("failed", "failed", ".0f"),
-)
+)  # fmt: skip
 
 
 def configuration(options: Options, commands: Sequence[ServerCommand], points: Sequence[Point], model: Path) -> Any:

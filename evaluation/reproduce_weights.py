@@ -38,17 +38,10 @@ class Options(RunOptions):
 
 
 COLUMNS = (
-    ("GPU", "gpu", "s"),
-    ("host", "host", "s"),
-    ("model", "model", "s"),
-    ("weights", "weights", "s"),
-    ("in/out", "mean_lengths", "s"),
-    ("run", "run", "s"),
-    ("tok/s", "output_tokens_per_s", ",.1f"),
-    ("/ GPU-only", "ratio_to_gpu_only", ".2f"),
-    ("GPU busy", "gpu_busy_fraction", ".0%"),
-    ("placed", "placement", "s"),
-)
+    ("GPU", "gpu", "s"), ("host", "host", "s"), ("model", "model", "s"), ("weights", "weights", "s"),
+    ("in/out", "mean_lengths", "s"), ("run", "run", "s"), ("tok/s", "output_tokens_per_s", ",.1f"),
+    ("/ GPU-only", "ratio_to_gpu_only", ".2f"), ("GPU busy", "gpu_busy_fraction", ".0%"), ("placed", "placement", "s"),
+)  # fmt: skip
 
 
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:

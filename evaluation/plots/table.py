@@ -22,27 +22,18 @@ Columns = Sequence[tuple[str, str, str]]
 
 # The ratio is computed here.
 COLUMNS: Columns = (
-    ("out", "output_len_mean", ".0f"),
-    ("req/s", "request_rate", "g"),
-    ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
-    ("system", "system", "s"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("predicted", PREDICTED, ".1f"),
-    ("lowest", "output_tokens_per_s_low", ".1f"),
-    ("highest", "output_tokens_per_s_high", ".1f"),
-    ("ratio", "ratio", ".2f"),
-    ("s/token", "per_token_latency_s_mean", ".3f"),
-    ("goodput", "goodput_requests_per_s", ".2f"),
-    ("lane", "lane_busy_fraction", ".0%"),
+    ("out", "output_len_mean", ".0f"), ("req/s", "request_rate", "g"), ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
+    ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"), ("predicted", PREDICTED, ".1f"),
+    ("lowest", "output_tokens_per_s_low", ".1f"), ("highest", "output_tokens_per_s_high", ".1f"),
+    ("ratio", "ratio", ".2f"), ("s/token", "per_token_latency_s_mean", ".3f"),
+    ("goodput", "goodput_requests_per_s", ".2f"), ("lane", "lane_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
-)
+)  # fmt: skip
 # Latencies at the clients of a server.
 LATENCY_COLUMNS = (
-    ("TTFT p50", "ttft_s_p50", ".2f"),
-    ("p99 (s)", "ttft_s_p99", ".2f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("TTFT p50", "ttft_s_p50", ".2f"), ("p99 (s)", "ttft_s_p99", ".2f"), ("TPOT p50", "tpot_s_p50", ".3f"),
     ("p99 (s)", "tpot_s_p99", ".3f"),
-)
+)  # fmt: skip
 ASSUMED = 2
 """Index of the assumption's column: the varied one, by default the speed of CPU attention."""
 

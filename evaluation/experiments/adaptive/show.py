@@ -23,55 +23,31 @@ from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 
 CASES: Columns = (
-    ("case", "case", "s"),
-    ("system", "system", "s"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("over best", "ratio_to_best_published", ".3f"),
-    ("of bound", "fraction_of_bound", ".2f"),
-    ("TTFT p50", "ttft_s_p50", ".1f"),
-    ("p99 (s)", "ttft_s_p99", ".1f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"),
-    ("lane", "lane_busy_fraction", ".0%"),
-    ("CPU", "cpu_busy_fraction", ".0%"),
-)
+    ("case", "case", "s"), ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
+    ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
+    ("TTFT p50", "ttft_s_p50", ".1f"), ("p99 (s)", "ttft_s_p99", ".1f"), ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("p99 (s)", "tpot_s_p99", ".3f"), ("lane", "lane_busy_fraction", ".0%"), ("CPU", "cpu_busy_fraction", ".0%"),
+)  # fmt: skip
 CELLS: Columns = (
-    ("kernel", "kernel", "s"),
-    ("CPU GB/s", "host_read_gb_s", "g"),
-    ("mean output", "output_len", ".0f"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("best published", "best_published", "s"),
-    ("over best", "ratio_to_best_published", ".3f"),
-    ("of bound", "fraction_of_bound", ".2f"),
-)
+    ("kernel", "kernel", "s"), ("CPU GB/s", "host_read_gb_s", "g"), ("mean output", "output_len", ".0f"),
+    ("tok/s", "output_tokens_per_s", ".1f"), ("best published", "best_published", "s"),
+    ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
+)  # fmt: skip
 LATENCIES: Columns = (
-    ("case", "case", "s"),
-    ("load", "load", ".0%"),
-    ("req/s", "request_rate", ".3g"),
-    ("system", "system", "s"),
-    ("s/token", "per_token_latency_s_mean", ".3f"),
-    *LATENCY_COLUMNS,
-)
+    ("case", "case", "s"), ("load", "load", ".0%"), ("req/s", "request_rate", ".3g"), ("system", "system", "s"),
+    ("s/token", "per_token_latency_s_mean", ".3f"), *LATENCY_COLUMNS,
+)  # fmt: skip
 LATENCY_RATIOS: Columns = (
-    ("case", "case", "s"),
-    ("load", "load", ".0%"),
-    ("s/token / neo", "latency_over_neo", ".3f"),
-    ("/ apex", "latency_over_apex", ".3f"),
-    ("TTFT p99 / neo", "ttft_p99_over_neo", ".3f"),
-    ("/ apex", "ttft_p99_over_apex", ".3f"),
-    ("TPOT p99 / neo", "tpot_p99_over_neo", ".3f"),
+    ("case", "case", "s"), ("load", "load", ".0%"), ("s/token / neo", "latency_over_neo", ".3f"),
+    ("/ apex", "latency_over_apex", ".3f"), ("TTFT p99 / neo", "ttft_p99_over_neo", ".3f"),
+    ("/ apex", "ttft_p99_over_apex", ".3f"), ("TPOT p99 / neo", "tpot_p99_over_neo", ".3f"),
     ("/ apex", "tpot_p99_over_apex", ".3f"),
-)
+)  # fmt: skip
 ERRORS: Columns = (
-    ("actual / believed", "actual_over_believed", "g"),
-    ("correction", "correction", "s"),
-    ("cases", "cases", "d"),
-    ("mean", "mean", ".3f"),
-    ("over best", "lowest", ".3f"),
-    ("in", "lowest_case", "s"),
-    ("over right", "lowest_right", ".3f"),
-    ("in", "lowest_right_case", "s"),
-)
+    ("actual / believed", "actual_over_believed", "g"), ("correction", "correction", "s"), ("cases", "cases", "d"),
+    ("mean", "mean", ".3f"), ("over best", "lowest", ".3f"), ("in", "lowest_case", "s"),
+    ("over right", "lowest_right", ".3f"), ("in", "lowest_right_case", "s"),
+)  # fmt: skip
 WORST = 12
 """Cells in the table of the worst ones."""
 

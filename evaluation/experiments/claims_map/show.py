@@ -24,13 +24,9 @@ STAR = "\u2605"
 SPAN = 2.0
 """The colours reach from half the claimed ratio to twice it."""
 COLUMNS = (
-    ("claim", "claim", "s"),
-    ("about", "about", "s"),
-    ("says", "says", "s"),
-    (f"ours {STAR}", "ours", ""),
-    ("cells", "holds", ""),
-    (f"nearest to {STAR} that holds", "nearest", "s"),
-)
+    ("claim", "claim", "s"), ("about", "about", "s"), ("says", "says", "s"), (f"ours {STAR}", "ours", ""),
+    ("cells", "holds", ""), (f"nearest to {STAR} that holds", "nearest", "s"),
+)  # fmt: skip
 
 
 def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:

@@ -42,27 +42,18 @@ SYSTEM_NOTES = {
 }
 
 SWEPT: Columns = (
-    ("req/s", "request_rate", "g"),
-    ("burst s", "rate_interval_s", "g"),
-    ("target", "tpot_slo_s", "g"),
-    ("hosts", "cpu_hosts", "d"),
-    ("blocks", "num_gpu_blocks", "d"),
-    ("slower", "slower", "g"),
+    ("req/s", "request_rate", "g"), ("burst s", "rate_interval_s", "g"), ("target", "tpot_slo_s", "g"),
+    ("hosts", "cpu_hosts", "d"), ("blocks", "num_gpu_blocks", "d"), ("slower", "slower", "g"),
     ("control", "admission_control", ""),
-)
+)  # fmt: skip
 """Shown where they differ."""
 COLUMNS: Columns = (
-    ("system", "system", "s"),
-    ("in SLO", "slo_attainment", ".2%"),
-    ("points", "points_over_alone", "+.2f"),
-    ("refused", "refused", "d"),
-    ("TTFT p99", "latency_sensitive_ttft_s_p99", ".2f"),
-    ("TPOT p50", "latency_sensitive_tpot_s_p50", ".3f"),
-    ("p99", "latency_sensitive_tpot_s_p99", ".3f"),
-    ("LS tok/s", "latency_sensitive_tokens_per_s", ".0f"),
-    ("BE tok/s", "best_effort_tokens_per_s", ".1f"),
+    ("system", "system", "s"), ("in SLO", "slo_attainment", ".2%"), ("points", "points_over_alone", "+.2f"),
+    ("refused", "refused", "d"), ("TTFT p99", "latency_sensitive_ttft_s_p99", ".2f"),
+    ("TPOT p50", "latency_sensitive_tpot_s_p50", ".3f"), ("p99", "latency_sensitive_tpot_s_p99", ".3f"),
+    ("LS tok/s", "latency_sensitive_tokens_per_s", ".0f"), ("BE tok/s", "best_effort_tokens_per_s", ".1f"),
     ("ratio", "best_effort_over_baseline", ".2f"),
-)
+)  # fmt: skip
 OF_HOSTS: Columns = (("/ 1 host", "best_effort_over_one_host", ".2f"),)
 OF_ADMISSION: Columns = (
     ("TTFT ok", "ttft_attainment", ".2%"),
