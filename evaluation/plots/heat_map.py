@@ -16,8 +16,8 @@ from matplotlib.ticker import NullLocator
 from evaluation.plots.style import FAINT, INK, FigureText, sheet
 
 COLUMNS = 4
-CELL_WIDTH, CELL_HEIGHT = 0.45, 0.31
-SPACE = {"left": 0.95, "right": 0.2, "below": 0.45, "above": 0.55, "footer": 0.62}
+CELL_WIDTH, CELL_HEIGHT = 0.48, 0.31
+SPACE = {"left": 0.95, "right": 0.2, "below": 0.45, "above": 0.55, "footer": 0.7}
 TITLE_WIDTH, LEAST_WIDTH = 2.6, 9.0
 """Inches: of a cell, around a panel, of the titles of a panel and of a figure."""
 COLOURS = plt.get_cmap("RdBu")
@@ -71,7 +71,7 @@ def heat_map(planes: Sequence[Plane], text: FigureText, span: float, meaning: st
         ax.set_position((box.x0, box.y1 - high / height, wide / width, high / height))
         draw_plane(ax, plane, scale)
     bottom = axes[-1, 0].get_subplotspec().get_position(figure).y0
-    place = (SPACE["left"] / width, bottom - 0.75 / height, 4.2 / width, 0.14 / height)
+    place = (SPACE["left"] / width, bottom - 0.7 / height, 4.2 / width, 0.14 / height)
     bar = figure.colorbar(scale, cax=figure.add_axes(place), orientation="horizontal")
     ticks = [tick for tick in TICKS if 1 / span <= tick <= span]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
@@ -89,7 +89,7 @@ def draw_plane(ax: Axes, plane: Plane, scale: ScalarMappable) -> None:
         ax.add_patch(Rectangle((x, y), 1, 1, facecolor=shade, edgecolor="white", linewidth=0.8))
         red, green, blue, _ = shade
         ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK else INK
-        looks = {"fontsize": 6.8, "color": ink, "fontweight": "bold" if cell.bold else "normal"}
+        looks = {"fontsize": 7.5, "color": ink, "fontweight": "bold" if cell.bold else "normal"}
         ax.text(x + 0.5, y + 0.46, cell.text, ha="center", va="center", **looks)
         if cell.framed:
             frame = Rectangle((x + 0.04, y + 0.05), 0.92, 0.9, fill=False, edgecolor=INK, linewidth=1.6, zorder=2)
@@ -98,10 +98,10 @@ def draw_plane(ax: Axes, plane: Plane, scale: ScalarMappable) -> None:
     ax.set_ylim(0, len(plane.rows))
     ax.set_xticks([x + 0.5 for x in range(len(plane.columns))], plane.columns)
     ax.set_yticks([y + 0.5 for y in range(len(plane.rows))], plane.rows)
-    ax.tick_params(length=0, labelsize=7, colors=FAINT)
+    ax.tick_params(length=0, labelsize=7.5, colors=FAINT)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel(plane.x_label, fontsize=7, color=FAINT, labelpad=2)
-    ax.set_ylabel(plane.y_label, fontsize=7, color=FAINT, labelpad=2)
+    ax.set_xlabel(plane.x_label, fontsize=7.5, color=FAINT, labelpad=2)
+    ax.set_ylabel(plane.y_label, fontsize=7.5, color=FAINT, labelpad=2)
     ax.set_title(plane.subtitle, loc="left", fontsize=7.5, color=FAINT, pad=4)
     title = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "fontweight": "bold"}
     ax.annotate(plane.title, (0, 1), (0, 15), **title)

@@ -62,6 +62,7 @@ class LinePanel:
     series: Sequence[Series]
     levels: Sequence[Level] = ()
     log_x: bool = False
+    x_from_0: bool = True
     log_y: bool = False
     y_from: float = 0.0
     """Where a linear y axis begins."""
@@ -73,9 +74,13 @@ class LinePanel:
 
 
 def line_figure(
-    panels: Sequence[LinePanel], text: FigureText, columns: int = 3, height: float = AXES_HEIGHT
+    panels: Sequence[LinePanel],
+    text: FigureText,
+    columns: int = 3,
+    panel_width: float = PANEL_WIDTH,
+    height: float = AXES_HEIGHT,
 ) -> plt.Figure:
-    """Panels beside each other, up to ``columns`` in a row; ``height`` of each is in inches.
+    """Panels beside each other, up to ``columns`` in a row; width of a panel and height of its axes are in inches.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -84,7 +89,7 @@ def line_figure(
     if not panels:
         raise ValueError("nothing to draw: no point is finished")
     columns = min(len(panels), columns)
-    width = columns * PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
+    width = panel_width * (columns if columns > 1 else 1.6)
     figure, axes = sheet(text, -(-len(panels) // columns), columns, width=width, height=height, **SPACE)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
@@ -110,7 +115,7 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         ax.set_xticks(sorted({x for series in drawn for x, _ in series.points}))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
-    else:
+    elif panel.x_from_0:
         ax.set_xlim(left=0)
     ends = [y for series in drawn for _, y in [*series.points, *series.predicted]]
     if panel.log_y:

@@ -114,8 +114,7 @@ def subject_rows(summary: Records) -> list[FlatRecord]:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 LATENCIES_DRAWN = (("per_token_latency_s_mean", "mean s per token"), ("ttft_s_p99", "p99 s to first token"))
-PANEL_HEIGHT = 1.5
-"""Inches, of a panel of latencies."""
+LATENCY_PANEL = {"columns": 4, "panel_width": 3.2, "height": 1.35}
 LEAST_DECADES = 1.0
 """A vertical axis of latencies spans at least this, so that small differences look small."""
 LEAST_SPAN = 1.1
@@ -224,7 +223,7 @@ def draw_latency(summary: Records) -> Figure:
         f"point, seed {first['seed']}. "
         "Latency per token: a request's time from arrival to its last token, over its output tokens.",
     )
-    return line_figure(panels, text, len(LATENCIES_DRAWN), PANEL_HEIGHT)
+    return line_figure(panels, text, **LATENCY_PANEL)
 
 
 def latency_panel(rows: Records, metric: str, words: str) -> LinePanel:
@@ -238,5 +237,6 @@ def latency_panel(rows: Records, metric: str, words: str) -> LinePanel:
         for wider, (system, here) in zip(reversed(range(len(by_system))), by_system.items(), strict=True)
     ]
     marks = [(100 * row["load"], times(row[over])) for row in by_system.get(SUBJECT, ()) if row[over]]
-    title = rows[0]["case_title"]
-    return LinePanel(title, "load (%)", words, lines, log_y=True, decades=LEAST_DECADES, marks=marks)
+    title = rows[0]["case_title"] if metric == LATENCIES_DRAWN[0][0] else ""
+    axes = {"x_from_0": False, "log_y": True, "decades": LEAST_DECADES}
+    return LinePanel(title, "load (%)", words, lines, **axes, marks=marks)
