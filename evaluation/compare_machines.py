@@ -49,8 +49,8 @@ def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
     for row in (row for row in rows if row["run"] != IDEAL):
         lengths = f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}"
         arrangement = f"{row['replicas']} x {row['tensor_parallel']} GPU"
-        lines.append({**row, "lengths": lengths, "arrangement": arrangement, "in": lengths.split("/")[0]})
-    for here in grouped(lines, "machine", "model", "in").values():
+        lines.append({**row, "lengths": lengths, "arrangement": arrangement})
+    for here in grouped(lines, "machine", "model", lambda row: f"{row['input_len']:.0f}").values():
         best = max(row["machine_tokens_per_s"] or 0.0 for row in here)
         for row in here:
             rate = number(row["machine_tokens_per_s"], ",.0f")

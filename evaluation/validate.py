@@ -23,7 +23,7 @@ from rich.console import Console
 
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
-from apex.cli.output import number, stdout_console, table
+from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import small_points
@@ -38,6 +38,7 @@ from evaluation.experiments.runner import Point, PointResult, Run, one_line_erro
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
@@ -48,6 +49,15 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 AIM = 0.1
+COMPARED = (
+    ("workload", "workload", "s"), ("out", "output_len", ".0f"), ("system", "system", "s"),
+    ("measured", "measured", ".1f"), ("SIMULATED", "simulated", ".1f"), ("error", "error", "+.1%"),
+    ("spread", "spread", ""), ("others", "others_busy_cores", ".2f"),
+)  # fmt: skip
+OPERATIONS = (
+    ("operation", "operation", "s"), ("sizes", "sizes", "d"), ("median", "median", ".1%"), ("90%", "p90", ".1%"),
+    ("bias", "bias", "+.1%"),
+)  # fmt: skip
 PLACE = ("workload", "output_len", "system")
 MARKERS = "osD^vP"
 
@@ -147,21 +157,8 @@ def system_errors(compared: Sequence[FlatRecord]) -> dict[str, float]:
 
 def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
     console.print("Output tokens/s of this machine: measured and SIMULATED", highlight=False)
-    rows = [
-        (
-            record["workload"],
-            f"{record['output_len']:.0f}",
-            record["system"],
-            f"{record['measured']:.1f}",
-            f"{record['simulated']:.1f}",
-            f"{record['error']:+.1%}",
-            f"{record['lowest_error']:+.1%} to {record['highest_error']:+.1%}",
-            number(record["others_busy_cores"], ".2f"),
-        )
-        for record in compared
-    ]
-    titles = ("workload", "out", "system", "measured", "SIMULATED", "error", "spread", "others")
-    console.print(table(titles, rows, left=("workload", "system")))
+    spread = "{lowest_error:+.1%} to {highest_error:+.1%}"
+    console.print(rows_table([{**row, "spread": spread.format(**row)} for row in compared], COMPARED))
     means = ", ".join(
         f"{system} {error:.1%}" + ("" if error <= AIM else f" (above the aim of {AIM:.0%})")
         for system, error in system_errors(compared).items()
@@ -172,11 +169,8 @@ def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
 
 def print_operations(errors: Sequence[OperationError], console: Console) -> None:
     console.print("Profile table at sizes that were held out: predicted against measured", highlight=False)
-    rows = [
-        (e.operation.replace("_", " "), str(e.sizes), f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.bias:+.1%}")
-        for e in errors
-    ]
-    console.print(table(("operation", "sizes", "median", "90%", "bias"), rows, left=("operation",)))
+    rows = [asdict(error) | {"operation": error.operation.replace("_", " ")} for error in errors]
+    console.print(rows_table(rows, OPERATIONS))
 
 
 def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -> Figure:

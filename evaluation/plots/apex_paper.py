@@ -12,7 +12,6 @@ from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import (
     Records,
-    by_place,
     figure_text,
     half_word,
     halves_of,
@@ -21,6 +20,7 @@ from evaluation.plots.notes import (
     panels_of,
 )
 from evaluation.plots.style import system_colour
+from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import card_of, distinct, is_simulated
@@ -67,7 +67,7 @@ def bar_panel(rows: Records, systems: Sequence[str], records: Records, y_label: 
     return BarPanel(
         lettered_title(title, first["panel"], records) + (", varied output length" if by_length else ""),
         "average output tokens per request" if by_length else "workload, average input / output tokens",
-        [(label(here[0]), rate_bars(here, systems, first["baseline"])) for here in by_place(rows).values()],
+        [(label(here[0]), rate_bars(here, systems, first["baseline"])) for here in grouped(rows, place_of).values()],
         y_label,
     )
 

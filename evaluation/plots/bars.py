@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -103,33 +104,34 @@ def throughput_figure(halves: Sequence[Half]) -> Figure:
     halves = [half for half in halves if any(panel.groups for panel in half.panels)]
     if not halves:
         raise ValueError("nothing to draw: no point is finished")
-    wide = max(1.0, max(len(half.systems) for half in halves) / SYSTEMS_OF_WIDTH)
-    if len(halves) == 1:
-        (half,) = halves
-        panels = [panel for panel in half.panels if panel.groups]
-        width, widths = wide * WIDTH_ALONE, [max(len(panel.groups), 3) for panel in panels]
-        shape = {"columns": len(panels), "between": 0.6, "width_ratios": widths}
-        figure, axes = sheet(half.text, **shape, width=width, height=AXES_HEIGHT, **SPACE)
-        legend(figure, half.systems)
-        for ax, panel in zip(axes.flat, panels, strict=True):
-            draw_bars(ax, panel)
-        for ax in axes.flat[1:]:
-            ax.set_ylabel("")
-        return figure
-    width, rows = wide * WIDTH_OF_HALF, max(len(half.panels) for half in halves)
-    row_height = AXES_HEIGHT + SPACE["below"] + SPACE["above"]
-    height = max(inches_of(half.text, width, rows * row_height) for half in halves)
+    alone = len(halves) == 1
+    width = max(1.0, max(len(half.systems) for half in halves) / SYSTEMS_OF_WIDTH)
+    width *= WIDTH_ALONE if alone else WIDTH_OF_HALF
+    rows = 1 if alone else max(len(half.panels) for half in halves)
+    of_axes = rows * (AXES_HEIGHT + SPACE["below"] + SPACE["above"])
+    height = max(inches_of(half.text, width, of_axes) for half in halves)
     figure = plt.figure(figsize=(width * len(halves), height))
-    for part, half, background in zip(figure.subfigures(1, len(halves)), halves, BACKGROUNDS, strict=True):
-        part.set_facecolor(background)
-        _, axes = sheet(half.text, len(half.panels), width=width, height=AXES_HEIGHT, half=part, **SPACE)
-        for ax, panel in zip(axes.flat, half.panels, strict=True):
+    parts = [figure] if alone else figure.subfigures(1, len(halves))
+    for part, half, background in zip(parts, halves, BACKGROUNDS, strict=False):
+        panels = [panel for panel in half.panels if panel.groups or not alone]
+        shape: dict[str, Any] = {"rows": len(panels)}
+        if alone:
+            widths = [max(len(panel.groups), 3) for panel in panels]
+            shape = {"columns": len(panels), "between": 0.6, "width_ratios": widths}
+            legend(figure, half.systems)
+        else:
+            part.set_facecolor(background)
+        _, axes = sheet(half.text, **shape, width=width, height=AXES_HEIGHT, half=part, **SPACE)
+        for ax, panel in zip(axes.flat, panels, strict=True):
             if not panel.groups:
                 ax.set_axis_off()
                 ax.text(0.5, 0.5, panel.title, ha="center", va="center", color=FAINT, transform=ax.transAxes)
                 continue
             draw_bars(ax, panel)
-            legend(ax, half.systems)
+            if not alone:
+                legend(ax, half.systems)
+            elif ax is not axes[0, 0]:
+                ax.set_ylabel("")
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evaluation.plots.style import FigureText
@@ -58,14 +58,6 @@ def halves_of(records: Records) -> list[list[FlatRecord]]:
 def panels_of(records: Records) -> list[list[FlatRecord]]:
     """The rows of each panel of each half, simulated ones first."""
     return [panel for half in halves_of(records) for panel in grouped(half, "panel").values()]
-
-
-def by_place(records: Iterable[FlatRecord]) -> dict[tuple[Any, ...], list[FlatRecord]]:
-    """The rows of each point of a sweep (:func:`place_of`), which its systems share."""
-    places: dict[tuple[Any, ...], list[FlatRecord]] = {}
-    for record in records:
-        places.setdefault(place_of(record), []).append(record)
-    return places
 
 
 def panel_name(records: Records) -> str:
@@ -197,14 +189,15 @@ def half_notes(records: Records) -> list[str]:
 
 
 def length_notes(records: Records) -> list[str]:
-    counts: dict[tuple[str, str], set[int]] = {}
-    for record in records:
+    def what(record: FlatRecord) -> str:
         scaled = "" if record["scale"] == 1 else f", lengths \u00d7 {record['scale']:g}"
-        trace = f"requests a point{scaled}" if in_papers_setting(record) else f"requests{scaled}"
-        line = f"{trace}, {record['trace_origin']} trace"
-        counts.setdefault((record["workload_title"], line), set()).add(record["num_requests"])
-    lines = [f"{title}: {span_text(sorted(numbers))} {line}" for (title, line), numbers in counts.items()]
-    clipped = by_place(record for record in records if record.get("num_clipped"))
+        return f"requests{' a point' * in_papers_setting(record)}{scaled}, {record['trace_origin']} trace"
+
+    lines = [
+        f"{title}: {span_text(sorted(distinct(here, 'num_requests')))} {line}"
+        for (title, line), here in grouped(records, "workload_title", what).items()
+    ]
+    clipped = grouped((record for record in records if record.get("num_clipped")), place_of)
     return ["; ".join(lines) + ".", trace_note(records)] + [
         f"{first['workload_title']}, {first['output_len']:.0f} output tokens: {first['num_clipped']} of "
         f"{first['num_requests']} requests clipped to {first['max_model_len']} tokens "
@@ -244,7 +237,7 @@ def failure_notes(records: Records) -> list[str]:
 def missing_notes(records: Records) -> list[str]:
     """Points in a paper's setting that lack a system which other points have."""
     missing: dict[str, list[str]] = {}
-    for here in by_place(filter(in_papers_setting, records)).values():
+    for here in grouped(filter(in_papers_setting, records), place_of).values():
         first, there = here[0], {record["system"] for record in here if record["output_tokens_per_s"]}
         point = f"{first['workload_title']}, {swept_words(first)}"
         for system in distinct(records, "system"):

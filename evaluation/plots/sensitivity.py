@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from evaluation.experiments.papers.sensitivity import Assumption, varied_in
 from evaluation.plots.lines import Level, LinePanel, Series, line_figure
-from evaluation.plots.notes import Records, by_place, figure_text, swept_words
+from evaluation.plots.notes import Records, figure_text, swept_words
 from evaluation.plots.style import INK, system_colour
-from evaluation.results.claims import Claim
+from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 
@@ -26,7 +26,7 @@ def draw_sensitivity(
 
     Solid lines are ratios to the baseline; dashed lines are ratios that a paper claims to another system."""
     assumption = varied_in(records)
-    panels = [panel_of(here, claims, metric, what, assumption) for here in by_place(records).values()]
+    panels = [panel_of(here, claims, metric, what, assumption) for here in grouped(records, place_of).values()]
     text = figure_text(f"{what.capitalize()} against {assumption.words}", records, machine)
     return line_figure(panels, text)
 

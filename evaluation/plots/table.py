@@ -52,8 +52,8 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
     the machine that measured. Empty columns are left out.
     """
     for compared in comparisons(summary):
-        named = [{**row, "machine": row.get("setting_title") or row["model"]} for row in compared]
-        for (panel, machine, workload), records in grouped(named, "panel", "machine", "workload_title").items():
+        groups = grouped(compared, "panel", lambda row: row.get("setting_title") or row["model"], "workload_title")
+        for (panel, machine, workload), records in groups.items():
             baseline = records[0]["baseline"]
             heading = (
                 f"{title}, panel ({panel}): {machine}, {workload}\n{label_of(records)}; ratio of tok/s to {baseline}"

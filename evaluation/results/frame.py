@@ -6,7 +6,7 @@ late: it takes 0.2 s, which no process that only runs points should spend.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import FlatRecord
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def grouped(rows: Iterable[FlatRecord], *fields: str) -> dict[Any, list[FlatRecord]]:
-    """The rows by their value of a field, or by the tuple of several values, in the order of the first of each."""
+def grouped(rows: Iterable[FlatRecord], *by: str | Callable[[FlatRecord], Any]) -> dict[Any, list[FlatRecord]]:
+    """The rows by a field or by what a function makes of them, in the order of the first of each.
+
+    Of several fields or functions the keys are tuples.
+    """
     groups: dict[Any, list[FlatRecord]] = {}
     for row in rows:
-        values = tuple(row.get(field) for field in fields)
-        groups.setdefault(values if len(fields) > 1 else values[0], []).append(row)
+        values = tuple(row.get(one) if isinstance(one, str) else one(row) for one in by)
+        groups.setdefault(values if len(by) > 1 else values[0], []).append(row)
     return groups
 
 

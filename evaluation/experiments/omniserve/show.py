@@ -75,7 +75,7 @@ def print_omniserve(shows: str, summary: Records, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for title, rows in grouped([{**row, "title": panel_words(row)} for row in summary], "title").items():
+    for title, rows in grouped(summary, panel_words).items():
         console.print(title, style="bold", highlight=False)
         console.print(rows_table(rows, shown_columns(rows)))
 
