@@ -125,12 +125,11 @@ def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
     import yaml  # figures of a machine that has little more than torch load this module, and no claims
 
     entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
-    claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
+    claims = [
+        Claim(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        for entry in entries
+    ]
     return [claim for claim in claims if not figures or claim.figure in figures]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:

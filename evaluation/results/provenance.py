@@ -21,6 +21,7 @@ PACKAGES = ["torch", "numpy", "transformers", "tokenizers", "safetensors", "trit
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = (
     "evaluation/figures/",
+    "evaluation/plots/",
     "evaluation/report.py",
     *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "kinds", "progress", "provenance")),
 )
