@@ -38,7 +38,6 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
 from swiftllm.machine import InsufficientMemory, host_memory_bytes, usable_cores
-from swiftllm.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
@@ -156,6 +155,8 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
 
 def most_cpu_blocks(model: Path) -> int:
     """Blocks of 16-bit values that half of this machine's memory holds."""
+    from swiftllm.model.config import ModelConfig  # loads torch
+
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
 
