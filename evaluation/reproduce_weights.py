@@ -14,10 +14,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
+from apex.cli.output import number, table
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.placements.points import make_weight_points, with_gains
+from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.runner import Point, Run
 from evaluation.figures.placements.weights import draw_weights
 from evaluation.figures.style import show_figure
@@ -65,10 +65,7 @@ def show(run: Run, console: Console) -> None:
 
 
 def points(options: Options) -> Sequence[Point]:
-    made, refused = make_weight_points(experiment_settings(NAME, options.config))
-    for reason in refused:
-        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
-    return made
+    return weight_points(experiment_settings(NAME, options.config))
 
 
 EXPERIMENT = Experiment(NAME, show, points, with_gains)

@@ -8,11 +8,12 @@ or are Poisson arrivals of ``request_rate``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from apex.cli.output import stdout_console
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation.experiments.axes import CONCERNS, SETTING, TASK
 from evaluation.experiments.grid import Panel, Place
@@ -100,3 +101,18 @@ def simulated_point(names: Sequence[str], task: SimulatedTask, cost: float | Non
     key = "-".join(names)
     total = float(task.lengths.total_output_tokens)
     return Point(key, key, ", ".join(names), task, concurrent=True, cost=total if cost is None else cost)
+
+
+def possible_points(
+    places: Iterable[Place], make: Callable[[Place], Point], words: Callable[[Place], str]
+) -> list[Point]:
+    """The points of places; prints for those of which ``make`` raises ValueError, named in words, why."""
+    points, refused = [], {}
+    for place in places:
+        try:
+            points.append(make(place))
+        except ValueError as error:
+            refused[f"not possible: {words(place)}: {error}"] = None
+    for reason in refused:
+        stdout_console().print(reason, soft_wrap=True)
+    return points

@@ -95,7 +95,7 @@ def draw_bars(section: Mapping[str, Any], records: Records) -> plt.Figure:
     for row in records:
         if row["best_effort"]:
             groups.setdefault((row["panel"], row["best_effort"]), []).append(row)
-    systems = tuple(name for name in section["systems"] if name in unique_values(records, "system"))
+    systems = tuple(name for name in section["system"] if name in unique_values(records, "system"))
     baseline = section["baseline"]
     text = figure_text(
         section["shows"],
