@@ -28,11 +28,11 @@ from rich.table import Table
 from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import check_counts
-from evaluation.experiments.runner import Point, print_failure, run_experiment
+from evaluation.experiments.runner import Point, one_line_errors, print_failure, run_experiment
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.style import FigureText, save_figure
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
-from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, System, bench_serve, cores_text
+from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
 from evaluation.measure.server import ServerCommand
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
@@ -87,7 +87,7 @@ class Options:
     """Results go to compare_vllm/<run>/ in this folder."""
 
 
-def make_systems(options: Options, model: Path) -> list[System]:
+def make_systems(options: Options, model: Path) -> list[ServerCommand]:
     """The systems, on one core and on all cores; vLLM only if its command exists."""
     usable = sorted(os.sched_getaffinity(0))
     one, everything = tuple(usable[:1]), tuple(usable)
@@ -95,13 +95,13 @@ def make_systems(options: Options, model: Path) -> list[System]:
     blocks = str((options.num_requests + 1) * blocks_each)
     max_model_len = blocks_each * BLOCK_SIZE + BLOCK_SIZE
 
-    def ours(system: str, cores: Sequence[int]) -> System:
+    def ours(system: str, cores: Sequence[int]) -> ServerCommand:
         arguments = [sys.executable, "-m", "apex", "serve", str(model), "--system", system, "--dtype", DTYPE]
         arguments += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
         arguments += ["--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks]
-        return System(system, ServerCommand(system, tuple(arguments), {"PYTHONPATH": str(REPO_ROOT)}, tuple(cores)))
+        return ServerCommand(system, tuple(arguments), {"PYTHONPATH": str(REPO_ROOT)}, tuple(cores))
 
-    def vllm(name: str, cores: Sequence[int], threads: str | None = None) -> list[System]:
+    def vllm(name: str, cores: Sequence[int], threads: str | None = None) -> list[ServerCommand]:
         if not options.vllm.is_file():
             return []
         command = vllm_command(
@@ -116,7 +116,7 @@ def make_systems(options: Options, model: Path) -> list[System]:
             threads=threads,
             name=name,
         )
-        return [System(name, command)]
+        return [command]
 
     systems = [ours("swiftllm", one), *vllm(BASELINE, one)]
     if len(everything) > 1:
@@ -130,7 +130,7 @@ def make_systems(options: Options, model: Path) -> list[System]:
     return [system for system in systems if not options.systems or system.name in options.systems]
 
 
-def make_points(options: Options, systems: Sequence[System], model: Path) -> list[Point]:
+def make_points(options: Options, systems: Sequence[ServerCommand], model: Path) -> list[Point]:
     """The points, round by round; each round starts with another system.
 
     Raises:
@@ -147,13 +147,18 @@ def make_points(options: Options, systems: Sequence[System], model: Path) -> lis
         lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
         first = number % len(systems)
         for system in (*systems[first:], *systems[:first]):
-            key, task = f"{system.key}-round{number}", RoundTask(system, number, lengths, model, vocabulary)
-            points.append(Point(key, key, f"round {number + 1}, {system.label}", task))
+            key, task = f"{key_of(system)}-round{number}", RoundTask(system, number, lengths, model, vocabulary)
+            points.append(Point(key, key, f"round {number + 1}, {label_of(system)}", task))
     return points
 
 
 def run_vllm_client(
-    options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
+    options: Options,
+    systems: Sequence[ServerCommand],
+    model: Path,
+    servers: RunningServers,
+    folder: Path,
+    console: Console,
 ) -> list[str]:
     """Send requests to our servers with vLLM's client. Returns a line for each server that failed some."""
     problems, sizes = [], (options.num_requests, options.input_len, options.output_len)
@@ -161,14 +166,14 @@ def run_vllm_client(
         if system.name.startswith(BASELINE):
             continue
         try:
-            server, result = servers.get_server(system).server, folder / f"{system.key}.json"
+            server, result = servers.get_server(system).server, folder / f"{key_of(system)}.json"
             figures = bench_serve(options.vllm, server, model, *sizes, result)
         except BenchFailed as error:
             problems.append(f"{system.name}: {error}")
             continue
         completed, failed, rate = (figures[name] for name in ("completed", "failed", "output_throughput"))
         text = f"{completed} requests completed, {failed} failed, {rate:.1f} tokens/s"
-        console.print(f"vllm bench serve, {system.label}: {text}")
+        console.print(f"vllm bench serve, {label_of(system)}: {text}")
         if failed or completed != options.num_requests:
             problems.append(f"{system.name}: vllm bench serve: {text}")
     return problems
@@ -242,20 +247,17 @@ def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
     return save_figure(throughput_figure([half]), folder)[0]
 
 
+@one_line_errors
 def main(options: Options, console: Console | None = None) -> int:
     """Measure, print, draw. Returns the exit status: 0 when everything was measured and no request failed."""
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
-    try:
-        model = model_folder(options.model)
-        if options.bench_serve and not options.vllm.is_file():
-            raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
-        systems = make_systems(options, model)
-        points = make_points(options, systems, model)
-    except ValueError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
+    model = model_folder(options.model)
+    if options.bench_serve and not options.vllm.is_file():
+        raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
+    systems = make_systems(options, model)
+    points = make_points(options, systems, model)
     if not options.vllm.is_file():
         text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
@@ -264,7 +266,7 @@ def main(options: Options, console: Console | None = None) -> int:
         "model": model_identity(model),
         "workload": asdict(points[0].task.lengths.spec),
         "rounds": options.rounds,
-        "commands": {system.key: system.command.describe() for system in systems},
+        "commands": {key_of(system): system.describe() for system in systems},
     }
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:

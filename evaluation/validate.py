@@ -25,8 +25,8 @@ from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import number, stdout_console, table
 from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
-from evaluation.experiments.options import FigureOptions, make_measured_plan
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.profile_check import (
     MachineProfiles,
     OperationError,
@@ -235,9 +235,8 @@ def main(options: Options) -> int:
         output_lens=(options.output_len,),
         repeats=options.repeats,
     )
-    plan = make_measured_plan("fig5", wanted)
-    # One group per repeat, since the spread is reported.
-    points = [replace(point, group=point.key) for point in make_measured_points(plan)]
+    made, configuration = small_points("fig5", wanted)
+    points = [replace(point, group=point.key) for point in made]  # one group per repeat: the spread is reported
 
     def show(run: Run, console: Console) -> None:
         compared = comparison(run.summary)
@@ -249,8 +248,8 @@ def main(options: Options) -> int:
             save_figure(draw_validation(run.summary, run.machine), run.folder)
         print_comparison(compared, console)
 
-    described, run = describe_measured_plan(plan, points), functools.partial(run_pair, MachineProfiles())
-    experiment = Experiment("validate", show, run_point=run, describe=lambda points: described)
+    run = functools.partial(run_pair, MachineProfiles())
+    experiment = Experiment("validate", show, run_point=run, describe=lambda points: configuration)
     console = stdout_console()
     return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -19,7 +19,7 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Derive, Point, Run, RunPoint, one_line_errors, run_experiment, unchanged_rows
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
@@ -28,10 +28,6 @@ SENSITIVITY = "_sensitivity"
 
 Show = Callable[[Run, Console], None]
 """Prints a run's rows and draws its figure into its folder; ValueError where it cannot."""
-
-
-def show_nothing(run: Run, console: Console) -> None:
-    pass
 
 
 def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
@@ -52,7 +48,7 @@ class Experiment:
     """
 
     name: str
-    show: Show = show_nothing
+    show: Show | None = None
     points: Callable[[Any], Sequence[Point]] = lambda options: ()
     derive: Derive = unchanged_rows
     run_point: RunPoint = run_point
@@ -85,7 +81,7 @@ class Experiment:
             self.derive,
             run_alone,
         )
-        if run.summary:
+        if run.summary and self.show is not None:
             self.show(run, console)
         return run
 
@@ -93,17 +89,16 @@ class Experiment:
 Options = TypeVar("Options", bound=RunOptions)
 
 
-class Main(Protocol[Options]):
-    """The ``main`` of a command: options, by default those of the command line, to the exit status."""
-
-    def __call__(self, options: Options | None = None) -> int: ...
+Main = Callable[..., int]
+"""The ``main`` of a command: options, by default those of the command line, to the exit status."""
 
 
 def command(
     options_type: type[Options],
     experiments: Callable[[Options], Sequence[Experiment]],
     chosen: Callable[[Options], Sequence[str]] | None = None,
-) -> Main[Options]:
+    run: Callable[[Options], int] | None = None,
+) -> Main:
     """The ``main`` of a command that runs experiments, or with ``--from`` shows a finished run of one of them.
 
     Its exit status is 0 when every point is finished, 1 when some failed, 2 for invalid options. The points of all
@@ -112,6 +107,7 @@ def command(
     Args:
         experiments: all experiments of the command.
         chosen: names of those to run, in this order; by default all.
+        run: runs them in another way, to the exit status.
     """
 
     @one_line_errors
@@ -120,12 +116,14 @@ def command(
         known = {experiment.name: experiment for experiment in experiments(options)}
         if options.from_folder is not None:
             return show_again(options.from_folder, list(known.values()))
+        if run is not None:
+            return run(options)
         names = list(known) if chosen is None else list(dict.fromkeys(chosen(options)))
         points = {name: known[name].points(options) for name in names}
         console, status = stdout_console(), 0
         for name, here in points.items():
-            run = known[name].run(here, options.results_dir, options.jobs, console=console)
-            status |= run.print_outcome(console)
+            finished = known[name].run(here, options.results_dir, options.jobs, console=console)
+            status |= finished.print_outcome(console)
         return status
 
     return main

@@ -90,6 +90,12 @@ class Grid:
         return [place for panel in self.panels for place in _places(panel, concerns)]
 
 
+def values_of(panel: Panel, field: str) -> list[Any]:
+    """The values that a panel has for a field; none where it has no such field."""
+    entries = [entry for name, value in panel.items() for entry in _entries(name, value)]
+    return list(dict.fromkeys(entry[field] for entry in entries if field in entry))
+
+
 def _with(panel: Panel, fields: Mapping[str, Any]) -> Panel:
     """The panel with these fields, which no entry of another axis sets any more."""
     left = {}

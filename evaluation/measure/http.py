@@ -127,17 +127,15 @@ class Stream:
 
     def record(self) -> RequestRecord:
         times = self.token_times_s()
+        told = {name: getattr(self, name) for name in ("arrival_s", "finish_s", "finish_reason", "failure")}
         return RequestRecord(
             request_id=self.request.request_id,
-            arrival_s=self.arrival_s,
             prompt_len=len(self.request.prompt_token_ids),
             wanted_output_len=self.request.output_len,
             token_times_s=times,
             first_token_s=times[0] if times else None,
-            finish_s=self.finish_s,
-            finish_reason=self.finish_reason,
-            failure=self.failure,
             service_class=self.request.service_class.value,
+            **told,
         )
 
 

@@ -43,17 +43,13 @@ def server_command(task: LaunchedTask) -> ServerCommand:
     from evaluation.measure.vllm import vllm_command  # the HTTP client is needed only here
 
     engine = task.engine
+    limits = ("dtype", "block_size", "num_gpu_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
     return vllm_command(
         task.program,
         Path(engine.model),
         device_type=engine.device,
-        dtype=engine.dtype,
-        block_size=engine.block_size,
-        num_gpu_blocks=engine.num_gpu_blocks,
-        max_model_len=engine.max_model_len,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
         dummy_weights=engine.load_format == "dummy",
+        **{name: getattr(engine, name) for name in limits},
     )
 
 
@@ -64,22 +60,21 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         ServerNotReady, ServerEnded, NothingServed: the server died or served nothing.
     """
     task: LaunchedTask = point.task
-    engine = task.engine
+    engine, model = task.engine, Path(task.engine.model)
     http = HttpTask(
         running.server,
-        Path(engine.model),
+        model,
         task.lengths,
         task.values,
         task.stall_timeout_s,
         REQUEST_TIMEOUT_S,
-        prompt_tokens=load_prompt_tokens(Path(engine.model)),
+        prompt_tokens=load_prompt_tokens(model),
         launched=running,
         warm_up=wide_warm_up,
     )
     start, others, own_s = time.monotonic(), OtherWork(), running.processor_s()
     result = run_http_point(replace(point, task=http), label, console)
-    busy, passed_s = others.busy_cores(), time.monotonic() - start
-    own_cores = (running.processor_s() - own_s) / passed_s
+    busy, own_cores = others.busy_cores(), (running.processor_s() - own_s) / (time.monotonic() - start)
     card = first_card() if engine.device == "cuda" else None
     values = {
         **result.values,
@@ -87,11 +82,10 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         "backend": "server",
         "server": f"vllm {running.server.version or 'of unknown version'}",
         "gpu": None if card is None else card.name,
-        "model": Path(engine.model).name,
+        "model": model.name,
         "dtype": engine.dtype,
         "num_gpu_blocks": engine.num_gpu_blocks,
         "num_cpu_blocks": 0,
         "others_busy_cores": None if busy is None else max(0.0, busy - own_cores),
     }
-    details = {**result.details, "command": server_command(task).describe()}
-    return PointResult(values, result.records, details)
+    return PointResult(values, result.records, {**result.details, "command": server_command(task).describe()})

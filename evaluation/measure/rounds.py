@@ -26,30 +26,10 @@ BENCH_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
-class System:
-    """A server to measure, and the cores on which it may run."""
-
-    name: str
-    command: ServerCommand
-
-    @property
-    def cores(self) -> int:
-        return len(self.command.cores)
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}-{self.cores}core"
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} on {cores_text(self.cores)}"
-
-
-@dataclass(frozen=True)
 class RoundTask:
-    """The measurement of one system in one round."""
+    """The measurement of one server in one round."""
 
-    system: System
+    command: ServerCommand
     round: int
     lengths: Lengths
     model: Path
@@ -58,6 +38,14 @@ class RoundTask:
 
 def cores_text(cores: int) -> str:
     return f"{cores} core{'s' if cores > 1 else ''}"
+
+
+def key_of(command: ServerCommand) -> str:
+    return f"{command.name}-{len(command.cores)}core"
+
+
+def label_of(command: ServerCommand) -> str:
+    return f"{command.name} on {cores_text(len(command.cores))}"
 
 
 class RunningServers(contextlib.ExitStack):
@@ -69,18 +57,18 @@ class RunningServers(contextlib.ExitStack):
         self.console = console
         self.by_key: dict[str, LaunchedServer] = {}
 
-    def get_server(self, system: System) -> LaunchedServer:
-        """The ready server of a system, started unless it is running."""
-        if system.key not in self.by_key:
-            log = self.logs / f"{system.key}.log"
-            launched = launched_server(system.command, log, READY_TIMEOUT_S, self.console, system.label)
-            self.by_key[system.key] = self.enter_context(launched)
-        return self.by_key[system.key]
+    def get_server(self, command: ServerCommand) -> LaunchedServer:
+        """The ready server of a command, started unless it is running."""
+        if key_of(command) not in self.by_key:
+            log = self.logs / f"{key_of(command)}.log"
+            launched = launched_server(command, log, READY_TIMEOUT_S, self.console, label_of(command))
+            self.by_key[key_of(command)] = self.enter_context(launched)
+        return self.by_key[key_of(command)]
 
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
-        """Measure one system in one round."""
+        """Measure one server in one round."""
         measured: RoundTask = point.task
-        system, running = measured.system, self.get_server(measured.system)
+        command, running = measured.command, self.get_server(measured.command)
         others = [server for server in self.by_key.values() if server is not running]
         _await_quiet(others)
         prompts = measured.prompt_tokens
@@ -90,10 +78,10 @@ class RunningServers(contextlib.ExitStack):
         seconds = time.monotonic() - start
         values = {
             **result.values,
-            "system": system.name,
+            "system": command.name,
             "server": f"version {running.server.version}",
-            "panel": cores_text(system.cores),
-            "cores": system.cores,
+            "panel": cores_text(len(command.cores)),
+            "cores": len(command.cores),
             "round": measured.round,
             "server_cores_busy": (running.processor_s() - own) / seconds,
             "idle_servers_cores_busy": (_processor_s(others) - idle) / seconds,
@@ -102,7 +90,7 @@ class RunningServers(contextlib.ExitStack):
         if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
             text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
-        return PointResult(values, result.records, {**result.details, "command": system.command.describe()})
+        return PointResult(values, result.records, {**result.details, "command": command.describe()})
 
 
 def _processor_s(servers: Sequence[LaunchedServer]) -> float:

@@ -14,13 +14,9 @@ import httpx
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 60, 24
 HURRY_S = 0.002
 """Deadline in seconds of requests that should miss it."""
-
 TWO_PROMPTS = ["one of them", "and the other"]
-
-SERVED = "served"
-HUNG_UP = "hung up"
-QUEUE_FULL = "429 queue_full"
-OUT_OF_REACH = "429 slo_unattainable"
+SERVED, HUNG_UP = "served", "hung up"
+QUEUE_FULL, OUT_OF_REACH = "429 queue_full", "429 slo_unattainable"
 
 
 class Unexpected(Exception):
@@ -31,15 +27,15 @@ class Unexpected(Exception):
 class SoakRequest:
     """One request. ``ends`` are the ways in which it may end; a refusal for now (429) is always allowed.
 
-    The client disconnects after ``hang_up_after`` events of a stream, or after ``hang_up_s`` seconds.
+    The client disconnects after ``hang_up_after`` events of a stream, or after ``hang_up_s`` seconds. ``tokens`` are
+    output tokens that the usage must report, if the output length is forced.
     """
 
     kind: str
     body: bytes
-    ends: frozenset[str]
+    ends: tuple[str, ...] = (SERVED,)
     path: str = "/v1/completions"
     tokens: int | None = None
-    """Output tokens that the usage must report, if the output length is forced."""
     hang_up_after: int | None = None
     hang_up_s: float | None = None
 
@@ -55,9 +51,11 @@ class RequestSource:
 
     def next_request(self) -> SoakRequest:
         """A request of a random kind, drawn by the weights in KINDS."""
-        kinds, weights = zip(*KINDS.items(), strict=True)
-        kind = self.rng.choices(kinds, weights)[0]
-        return kind(self)
+        (kind,) = self.rng.choices(list(KINDS), [kind.weight for kind in KINDS.values()])
+        return self.request(kind)
+
+    def request(self, kind: str) -> SoakRequest:
+        return SoakRequest(kind, ends=KINDS[kind].ends, **KINDS[kind].draw(self))
 
     def prompt(self, length: int | None = None) -> list[int]:
         return self.rng.choices(range(self.vocab_size), k=length or self.rng.randint(1, MAX_PROMPT_TOKENS))
@@ -69,96 +67,67 @@ class RequestSource:
         wanted = {"max_tokens": self.rng.randint(1, MAX_OUTPUT_TOKENS), "ignore_eos": True}
         return {"model": self.model, "prompt": self.prompt(), **wanted, **how, **of_class, **others}
 
+    def asked(self, **fields: Any) -> dict[str, Any]:
+        """A request whose number of tokens is not checked, as fields of a SoakRequest."""
+        return {"body": packed(self.fields(**fields))}
+
+    def served(self, outputs: int = 1, **fields: Any) -> dict[str, Any]:
+        """A request that must get ``outputs`` times its tokens, as fields of a SoakRequest."""
+        drawn = self.fields(**fields)
+        return {"body": packed(drawn), "tokens": outputs * drawn["max_tokens"]}
+
+    def plain(self) -> dict[str, Any]:
+        prompt = self.rng.choice([self.prompt(), "tell me why", TWO_PROMPTS])
+        return self.served(2 if prompt is TWO_PROMPTS else 1, prompt=prompt)
+
+    def malformed(self) -> dict[str, Any]:
+        whole = packed(self.fields())
+        broken = [b"", whole[: self.rng.randrange(len(whole))], b"[1, 2", b"\xff\xfe", packed({"model": self.model})]
+        return {"body": self.rng.choice([*broken, *(packed(self.fields(**fields)) for fields in WRONG_FIELDS)])}
+
 
 def packed(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields).encode()
 
 
-def plain_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(prompt=source.rng.choice([source.prompt(), "tell me why", TWO_PROMPTS]))
-    outputs = 2 if fields["prompt"] == TWO_PROMPTS else 1
-    return SoakRequest("plain", packed(fields), frozenset({SERVED}), tokens=outputs * fields["max_tokens"])
+WRONG_FIELDS: tuple[dict[str, Any], ...] = (
+    {"prompt": []}, {"prompt": {"a": 1}}, {"max_tokens": "ten"}, {"max_tokens": 0}, {"temperature": -1.0}, {"n": 0},
+    {"service_tier": "gold"}, {"service_tier": "priority", "priority": 1},
+)  # fmt: skip
 
 
-def several_outputs_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(n=3)
-    return SoakRequest("several outputs", packed(fields), frozenset({SERVED}), tokens=3 * fields["max_tokens"])
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request: how often it comes, its fields, and how it may end."""
+
+    weight: float
+    draw: Callable[[RequestSource], dict[str, Any]]
+    ends: tuple[str, ...] = (SERVED,)
 
 
-def stream_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(stream=True, stream_options={"include_usage": True})
-    return SoakRequest("stream", packed(fields), frozenset({SERVED}), tokens=fields["max_tokens"])
-
-
-def left_stream_request(source: RequestSource) -> SoakRequest:
-    after = source.rng.randint(1, 4)
-    return SoakRequest(
-        "stream, hung up", packed(source.fields(stream=True)), frozenset({HUNG_UP, SERVED}), hang_up_after=after
-    )
-
-
-def left_plain_request(source: RequestSource) -> SoakRequest:
-    seconds = source.rng.uniform(0.0, 0.1)
-    return SoakRequest("plain, hung up", packed(source.fields()), frozenset({HUNG_UP, SERVED}), hang_up_s=seconds)
-
-
-def hurried_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(timeout=HURRY_S, stream=source.rng.random() < 0.5)
-    return SoakRequest("deadline", packed(fields), frozenset({SERVED, "504 deadline", "stream: deadline"}))
-
-
-def too_long_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(prompt=source.prompt(source.max_model_len + source.rng.randint(0, 50)))
-    return SoakRequest("too long", packed(fields), frozenset({"400 context_length_exceeded"}))
-
-
-def wrong_model_request(source: RequestSource) -> SoakRequest:
-    return SoakRequest("wrong model", packed(source.fields(model="another")), frozenset({"404 model_not_found"}))
-
-
-def outside_vocabulary_request(source: RequestSource) -> SoakRequest:
-    fields = source.fields(prompt=[source.vocab_size + source.rng.randrange(1000)])
-    return SoakRequest("unknown token", packed(fields), frozenset({"400 request_refused"}))
-
-
-def malformed_request(source: RequestSource) -> SoakRequest:
-    whole = packed(source.fields())
-    wrong = source.rng.choice(
-        [
-            b"",
-            whole[: source.rng.randrange(len(whole))],
-            b"[1, 2",
-            b"\xff\xfe",
-            packed({"model": source.model}),
-            packed(source.fields(prompt=[])),
-            packed(source.fields(prompt={"a": 1})),
-            packed(source.fields(max_tokens="ten")),
-            packed(source.fields(max_tokens=0)),
-            packed(source.fields(temperature=-1.0)),
-            packed(source.fields(n=0)),
-            packed(source.fields(service_tier="gold")),
-            packed(source.fields(service_tier="priority", priority=1)),
-        ]
-    )
-    return SoakRequest("malformed", wrong, frozenset({"400 invalid_value"}))
-
-
-def wrong_path_request(source: RequestSource) -> SoakRequest:
-    return SoakRequest("wrong path", b"{}", frozenset({"404 None"}), path="/v1/nothing")
-
-
-KINDS: dict[Callable[[RequestSource], SoakRequest], float] = {
-    plain_request: 28,
-    stream_request: 28,
-    several_outputs_request: 4,
-    left_stream_request: 12,
-    left_plain_request: 8,
-    hurried_request: 4,
-    too_long_request: 4,
-    wrong_model_request: 3,
-    outside_vocabulary_request: 2,
-    malformed_request: 6,
-    wrong_path_request: 1,
+LEFT = (HUNG_UP, SERVED)
+KINDS = {
+    "plain": Kind(28, RequestSource.plain),
+    "stream": Kind(28, lambda s: s.served(stream=True, stream_options={"include_usage": True})),
+    "several outputs": Kind(4, lambda s: s.served(3, n=3)),
+    "stream, hung up": Kind(12, lambda s: s.asked(stream=True) | {"hang_up_after": s.rng.randint(1, 4)}, LEFT),
+    "plain, hung up": Kind(8, lambda s: s.asked() | {"hang_up_s": s.rng.uniform(0.0, 0.1)}, LEFT),
+    "deadline": Kind(
+        4,
+        lambda s: s.asked(timeout=HURRY_S, stream=s.rng.random() < 0.5),
+        (SERVED, "504 deadline", "stream: deadline"),
+    ),
+    "too long": Kind(
+        4,
+        lambda s: s.asked(prompt=s.prompt(s.max_model_len + s.rng.randint(0, 50))),
+        ("400 context_length_exceeded",),
+    ),
+    "wrong model": Kind(3, lambda s: s.asked(model="another"), ("404 model_not_found",)),
+    "unknown token": Kind(
+        2, lambda s: s.asked(prompt=[s.vocab_size + s.rng.randrange(1000)]), ("400 request_refused",)
+    ),
+    "malformed": Kind(6, RequestSource.malformed, ("400 invalid_value",)),
+    "wrong path": Kind(1, lambda s: {"body": b"{}", "path": "/v1/nothing"}, ("404 None",)),
 }
 
 
@@ -174,7 +143,7 @@ async def send_request(client: httpx.AsyncClient, request: SoakRequest) -> str:
             end = await read_answer(client, request)
     except TimeoutError:
         end = HUNG_UP
-    if end not in request.ends and end not in (QUEUE_FULL, OUT_OF_REACH):
+    if end not in (*request.ends, QUEUE_FULL, OUT_OF_REACH):
         raise Unexpected(f"{request.kind}: {end}; body {request.body[:200]!r}")
     return end
 

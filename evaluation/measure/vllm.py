@@ -148,23 +148,16 @@ def servable_folder(model: Path) -> Path:
     config = json.loads(text)
     folder = cache_dir() / "vllm-models" / hashlib.sha256(text.encode()).hexdigest()[:12] / model.resolve().name
     if not (folder / "config.json").is_file():
-        write_atomically(folder / "tokenizer.json", json.dumps(one_word_per_id(int(config["vocab_size"]))))
+        write_atomically(folder / "tokenizer.json", one_word_per_id(int(config["vocab_size"])))
         write_atomically(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         write_atomically(folder / "config.json", text)  # last: with it the folder is complete
     return folder
 
 
-def one_word_per_id(vocab_size: int) -> dict[str, Any]:
+def one_word_per_id(vocab_size: int) -> str:
     """A tokenizer.json whose words are "t0", "t1", ..., one for each token id. None of them is special."""
-    vocab = {f"t{token}": token for token in range(vocab_size)}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
-    }
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer.to_str()

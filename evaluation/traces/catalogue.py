@@ -33,23 +33,13 @@ class Origin:
     file: str | None = None
 
 
-class Trace(Protocol):
-    name: str
-    title: str
-    origin: Origin
-
-    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Rows representative of the whole trace, in random order, without arrivals."""
-        ...
-
-    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Consecutive rows with their arrivals, the first at 0. Raises ValueError if the trace has no arrivals."""
-        ...
-
-
 @dataclass(frozen=True)
 class RecordedTrace:
-    """A trace read from a file."""
+    """A trace read from a file.
+
+    Every kind of trace has ``sample``, rows representative of the whole trace in random order, and ``window``,
+    consecutive rows with their arrivals, the first at 0; ValueError if it has no arrivals.
+    """
 
     name: str
     title: str
@@ -183,6 +173,9 @@ class UniformTrace:
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
+
+
+Trace = RecordedTrace | DrawnTrace | UniformTrace
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,6 +75,11 @@ class Lengths:
     def total_output_tokens(self) -> int:
         return sum(row.output_tokens for row in self.rows)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides a result of these requests, for the identity of a run."""
+        return {"workload": asdict(self.spec), "trace": {**asdict(self.origin), "lengths": self.digest()}}
+
     def digest(self) -> str:
         """A hash of the lengths, arrivals and classes."""
         text = json.dumps([row_values(row) for row in self.rows])
@@ -92,28 +97,6 @@ def row_values(row: TraceRow) -> dict[str, Any]:
 class Workload:
     lengths: Lengths
     requests: tuple[ReplayRequest, ...]
-
-
-class HasWorkloadName(Protocol):
-    """A part of a figure, such as a panel, with one workload."""
-
-    @property
-    def workload_name(self) -> str: ...
-
-
-Part = TypeVar("Part", bound=HasWorkloadName)
-
-
-def select_by_workload(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
-    """The parts of a figure that have these workloads; all parts for None.
-
-    Raises:
-        ValueError: no part has one of the names.
-    """
-    known = list(dict.fromkeys(part.workload_name for part in parts))
-    if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"no workload {', '.join(unknown)} in the experiment file; there are {', '.join(known)}")
-    return [part for part in parts if names is None or part.workload_name in names]
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
