@@ -1,6 +1,7 @@
 """What decides the numbers of points, as JSON for the identity of a run.
 
-A task is described by its fields but for those that are not compared (``field(compare=False)``).
+A task is described by its fields, but for timeouts, which decide no numbers, and for fields that are not compared
+(``field(compare=False)``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from apex.perf.model import ProfileTable
@@ -20,7 +22,7 @@ from swiftllm.config import EngineConfig
 
 
 def identity(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Everything that decides the numbers of the points; their models are identified by who names them."""
+    """Everything that decides the numbers of points, but for the model folders of those that are measured."""
     return [{"key": point.key, "task": plain(point.task)} for point in points]
 
 
@@ -40,7 +42,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, range)):
         return [plain(one) for one in value]
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.compare}
+        names = [field.name for field in fields(value) if field.compare and not field.name.endswith("timeout_s")]
+        return {name: plain(getattr(value, name)) for name in names}
     raise TypeError(f"{type(value).__name__} has no plain form")
 
 
@@ -56,7 +59,12 @@ def _(table: ProfileTable) -> dict[str, Any]:
 
 @plain.register
 def _(lengths: Lengths) -> dict[str, Any]:
-    return {"workload": asdict(lengths.spec), **asdict(lengths.origin), "lengths": lengths.digest()}
+    return lengths.identity
+
+
+@plain.register
+def _(function: FunctionType) -> str:
+    return function.__qualname__
 
 
 @plain.register
