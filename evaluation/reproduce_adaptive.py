@@ -27,17 +27,22 @@ from evaluation.experiments.adaptive.points import (
     wrong_table_points,
 )
 from evaluation.experiments.adaptive.ratios import with_error_ratios, with_latency_ratios, with_ratios
+from evaluation.experiments.adaptive.show import (
+    draw_cases,
+    draw_latency,
+    draw_map,
+    print_cases,
+    print_latency,
+    print_map,
+    print_wrong_tables,
+)
 from evaluation.experiments.axes import OWN_KERNELS
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import Names, TraceOptions, experiment_settings
 from evaluation.experiments.places import FIELDS
 from evaluation.experiments.runner import Derive, Point, Run
-from evaluation.figures.adaptive.cases import draw_cases
-from evaluation.figures.adaptive.heat_map import draw_map
-from evaluation.figures.adaptive.latency import draw_latency
-from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
 from swiftllm.systems import find_system
 

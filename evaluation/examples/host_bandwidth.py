@@ -7,9 +7,9 @@ from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point
-from evaluation.figures.lines import LinePanel, Series, line_figure
-from evaluation.figures.style import show_figure, system_colour
-from evaluation.figures.words import figure_text
+from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.notes import figure_text
+from evaluation.plots.style import show_figure, system_colour
 from evaluation.results.frame import bases, frame_of, over, with_columns
 
 NAME, X = "host-bandwidth", "host_read_gb_s"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from evaluation.experiments.claims_map.cells import judge_cells, why_not_mapped
 from evaluation.experiments.claims_map.points import Machine
-from evaluation.figures.claims_map.cells import judge_cells, why_not_mapped
-from evaluation.figures.claims_map.show import nearest_words, table_row
+from evaluation.experiments.claims_map.show import nearest_words, table_row
 from evaluation.results.claims import Claim
 
 OWN = Machine(100.0, 50)

@@ -13,12 +13,12 @@ from matplotlib.legend import Legend
 from rich.console import Console
 
 from apex.replay.records import RequestRecord, summary_of
-from evaluation.figures.apex_paper import draw_fig5, draw_fig6, draw_fig7
-from evaluation.figures.bars import axis_top, label_distance
-from evaluation.figures.neo_paper import draw_neo
-from evaluation.figures.table import print_results
+from evaluation.plots.apex_paper import draw_fig5, draw_fig6, draw_fig7
+from evaluation.plots.bars import axis_top, label_distance
+from evaluation.plots.neo_paper import draw_neo
+from evaluation.plots.table import print_results
 from evaluation.results.folder import records_file
-from tests.evaluation.figures.test_lines import row, words_of
+from tests.evaluation.plots.test_lines import row, words_of
 
 SYSTEMS = ("vllm", "swiftllm", "apex")
 

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from apex.cli.output import number, table
 from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord
+from evaluation.results.frame import grouped
 from evaluation.results.kinds import comparisons, label_of
 
-# Title, field and format; the ratio is computed here.
-COLUMNS = (
-    ("out", "output_len_mean", ".0f"),
-    ("req/s", "request_rate", "g"),
-    ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
-    ("system", "system", "s"),
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("predicted", PREDICTED, ".1f"),
-    ("lowest", "output_tokens_per_s_low", ".1f"),
-    ("highest", "output_tokens_per_s_high", ".1f"),
-    ("ratio", "ratio", ".2f"),
-    ("s/token", "per_token_latency_s_mean", ".3f"),
-    ("goodput", "goodput_requests_per_s", ".2f"),
-    ("lane", "lane_busy_fraction", ".0%"),
+Columns = Sequence[tuple[str, str, str]]
+"""Title, field and format of columns. Those of the format ``s`` are words."""
+
+# The ratio is computed here.
+COLUMNS: Columns = (
+    ("out", "output_len_mean", ".0f"), ("req/s", "request_rate", "g"), ("CPU GB/s", "cpu_bandwidth_gb_s", ".0f"),
+    ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"), ("predicted", PREDICTED, ".1f"),
+    ("lowest", "output_tokens_per_s_low", ".1f"), ("highest", "output_tokens_per_s_high", ".1f"),
+    ("ratio", "ratio", ".2f"), ("s/token", "per_token_latency_s_mean", ".3f"),
+    ("goodput", "goodput_requests_per_s", ".2f"), ("lane", "lane_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
-)
+)  # fmt: skip
 # Latencies at the clients of a server.
 LATENCY_COLUMNS = (
-    ("TTFT p50", "ttft_s_p50", ".2f"),
-    ("p99 (s)", "ttft_s_p99", ".2f"),
-    ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("TTFT p50", "ttft_s_p50", ".2f"), ("p99 (s)", "ttft_s_p99", ".2f"), ("TPOT p50", "tpot_s_p50", ".3f"),
     ("p99 (s)", "tpot_s_p99", ".3f"),
-)
+)  # fmt: skip
 ASSUMED = 2
 """Index of the assumption's column: the varied one, by default the speed of CPU attention."""
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
+    """A line for each row, with a dash for None."""
+    cells = [[number(row.get(field), form) for _, field, form in columns] for row in rows]
+    return table([title for title, _, _ in columns], cells, left=[title for title, _, form in columns if form == "s"])
 
 
 def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -> None:
@@ -49,11 +52,8 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
     the machine that measured. Empty columns are left out.
     """
     for compared in comparisons(summary):
-        by_table: dict[tuple[str, ...], list[FlatRecord]] = {}
-        for record in compared:
-            machine = record.get("setting_title") or record["model"]
-            by_table.setdefault((record["panel"], machine, record["workload_title"]), []).append(record)
-        for (panel, machine, workload), records in by_table.items():
+        groups = grouped(compared, "panel", lambda row: row.get("setting_title") or row["model"], "workload_title")
+        for (panel, machine, workload), records in groups.items():
             baseline = records[0]["baseline"]
             heading = (
                 f"{title}, panel ({panel}): {machine}, {workload}\n{label_of(records)}; ratio of tok/s to {baseline}"
@@ -78,22 +78,14 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
     for record in records:
         # A baseline that does not depend on what was varied ran once.
         rate, base = record["output_tokens_per_s"], rates.get(place(record)) or rates.get((place_of(record), None))
-        values = {**record, "ratio": rate / base if rate and base else None}
+        rows.append({**record, "ratio": rate / base if rate and base else None})
         if record["request_rate"] is None:  # goodput means nothing when all requests arrive at once
-            values["goodput_requests_per_s"] = None
-        rows.append([format_cell(values.get(field), form) for _, field, form in columns] + [str(record["failed"])])
-    failures = any(record["failed"] for record in records)
-    shown = [i for i in range(len(columns)) if any(row[i] != "-" for row in rows)] + [len(columns)] * failures
-    titles = [column[0] for column in columns] + ["failed"]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index in shown:
-        table.add_column(titles[index], justify="left" if titles[index] == "system" else "right", no_wrap=True)
-    for index, row in enumerate(rows):
-        last = index + 1 < len(rows) and place_of(records[index]) != place_of(records[index + 1])
-        table.add_row(*(row[i] for i in shown), end_section=last)
-    return table
-
-
-def format_cell(value: Any, form: str) -> str:
-    """A value as a table cell; a dash for None."""
-    return "-" if value is None else format(value, form)
+            rows[-1]["goodput_requests_per_s"] = None
+    columns = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+    if any(row["failed"] for row in rows):
+        columns.append(("failed", "failed", "d"))
+    shown = rows_table(rows, columns)
+    shown.box, shown.header_style, shown.padding = SIMPLE_HEAD, "table.header", (0, 1)
+    for index, (row, after) in enumerate(itertools.pairwise(rows)):
+        shown.rows[index].end_section = place_of(row) != place_of(after)
+    return shown

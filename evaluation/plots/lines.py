@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,22 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from evaluation.figures.style import (
-    FAINT,
-    POINTS_PER_INCH,
-    FigureText,
-    figure_style,
-    panel_title,
-    set_words,
-    tidy_axes,
-    words_inches,
-)
-from evaluation.figures.words import PREDICTION
+from evaluation.plots.notes import PREDICTION
+from evaluation.plots.style import FAINT, POINTS_PER_INCH, FigureText, panel_title, sheet, tidy_axes
 
 PANEL_WIDTH, AXES_HEIGHT = 5.6, 2.8
-AXIS_SPACE, TITLE_SPACE, LEFT_SPACE = 0.55, 0.42, 0.85
-LABEL_SPACE = 0.95
-"""Inches to the right of a panel for the names of the lines."""
+SPACE = {"left": 0.85, "right": 0.95, "below": 0.55, "above": 0.42}
+"""Inches around a panel; to the right are the names of the lines."""
+WIDTH = 1.8
+"""Of lines, in points."""
 LABEL_SIZE, MIN_LABEL_GAP = 9, 11
 """In points. Names of lines that end close together are moved apart by the gap."""
 LABEL_DISTANCE = 0.025
@@ -43,10 +36,11 @@ class Series:
 
     label: str
     colour: str
-    points: tuple[tuple[float, float], ...]
+    points: Sequence[tuple[float, float]]
     dashed: bool = False
-    spans: tuple[tuple[float, float, float], ...] = ()
-    predicted: tuple[tuple[float, float], ...] = ()
+    spans: Sequence[tuple[float, float, float]] = ()
+    predicted: Sequence[tuple[float, float]] = ()
+    width: float = WIDTH
 
 
 @dataclass(frozen=True)
@@ -60,21 +54,33 @@ class Level:
 
 @dataclass(frozen=True)
 class LinePanel:
+    """``marks`` are words at the bottom of the panel, by their x."""
+
     title: str
     x_label: str
     y_label: str
-    series: tuple[Series, ...]
-    levels: tuple[Level, ...] = ()
+    series: Sequence[Series]
+    levels: Sequence[Level] = ()
     log_x: bool = False
+    x_from_0: bool = True
     log_y: bool = False
     y_from: float = 0.0
     """Where a linear y axis begins."""
     y_to: float = 0.0
     """A value that a linear y axis reaches at least."""
+    decades: float = 0.0
+    """What a logarithmic y axis spans at least, so that small differences look small."""
+    marks: Sequence[tuple[float, str]] = ()
 
 
-def line_figure(panels: Sequence[LinePanel], text: FigureText, columns: int = 3) -> plt.Figure:
-    """Panels beside each other, up to ``columns`` in a row.
+def line_figure(
+    panels: Sequence[LinePanel],
+    text: FigureText,
+    columns: int = 3,
+    panel_width: float = PANEL_WIDTH,
+    height: float = AXES_HEIGHT,
+) -> plt.Figure:
+    """Panels beside each other, up to ``columns`` in a row; width of a panel and height of its axes are in inches.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -83,27 +89,12 @@ def line_figure(panels: Sequence[LinePanel], text: FigureText, columns: int = 3)
     if not panels:
         raise ValueError("nothing to draw: no point is finished")
     columns = min(len(panels), columns)
-    rows = -(-len(panels) // columns)
-    panel_width = PANEL_WIDTH if columns > 1 else 1.6 * PANEL_WIDTH
-    width = columns * panel_width
-    height = words_inches(text, width) + rows * (AXES_HEIGHT + AXIS_SPACE + TITLE_SPACE)
-    with figure_style():
-        figure = plt.figure(figsize=(width, height))
-        bottom, top = set_words(figure, text, width, height)
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for ax in axes.flat[len(panels) :]:
-            ax.set_visible(False)
-        inner = panel_width - LEFT_SPACE - LABEL_SPACE
-        figure.subplots_adjust(
-            left=LEFT_SPACE / width,
-            right=1 - LABEL_SPACE / width,
-            bottom=bottom + AXIS_SPACE / height,
-            top=top - TITLE_SPACE / height,
-            wspace=(LEFT_SPACE + LABEL_SPACE) / inner,
-            hspace=(AXIS_SPACE + TITLE_SPACE) / AXES_HEIGHT,
-        )
-        for ax, panel in zip(axes.flat, panels, strict=False):
-            draw_panel(ax, panel)
+    width = panel_width * (columns if columns > 1 else 1.6)
+    figure, axes = sheet(text, -(-len(panels) // columns), columns, width=width, height=height, **SPACE)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        draw_panel(ax, panel)
     return figure
 
 
@@ -112,7 +103,8 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
     for series in drawn:
         xs, ys = zip(*sorted(series.points), strict=True)
         dash = (0, (4, 2)) if series.dashed else "solid"
-        ax.plot(xs, ys, color=series.colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.8)
+        size = 3.5 + series.width - WIDTH
+        ax.plot(xs, ys, color=series.colour, linestyle=dash, marker="o", markersize=size, linewidth=series.width)
         if series.predicted:
             ax.plot(*zip(*sorted(series.predicted), strict=True), color=series.colour, alpha=0.55, **PREDICTED_LINE)
         if series.spans:
@@ -123,17 +115,23 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
         ax.set_xticks(sorted({x for series in drawn for x, _ in series.points}))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
-    else:
+    elif panel.x_from_0:
         ax.set_xlim(left=0)
+    ends = [y for series in drawn for _, y in [*series.points, *series.predicted]]
     if panel.log_y:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        if panel.decades:
+            low, high = math.log10(min(ends)), math.log10(max(ends))
+            pad = max(0.0, panel.decades - (high - low)) / 2
+            ax.set_ylim(10 ** (low - pad - 0.3), 10 ** (high + pad + 0.1))
     else:
-        ends = [y for series in drawn for _, y in series.points + series.predicted]
         highest = max([*ends, *(level.value for level in panel.levels), panel.y_to])
         ax.set_ylim(panel.y_from, highest + 0.1 * (highest - panel.y_from))
+    for x, words in panel.marks:
+        ax.text(x, 0.03, words, transform=ax.get_xaxis_transform(), fontsize=7.5, ha="center")
     draw_levels(ax, panel.levels, with_prediction=any(series.predicted for series in drawn))
     panel_title(ax, panel.title)
     ax.set_xlabel(panel.x_label + (", log scale" if panel.log_x else ""), color=FAINT, labelpad=5)

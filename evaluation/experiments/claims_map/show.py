@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from evaluation.experiments.axes import REFERENCE
+from evaluation.experiments.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.experiments.claims_map.points import mappable
 from evaluation.experiments.runner import Run
-from evaluation.figures.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
-from evaluation.figures.claims_map.heat_map import STAR, draw_map
-from evaluation.figures.style import FigureText, show_figure
-from evaluation.figures.words import length_notes
+from evaluation.plots import heat_map
+from evaluation.plots.notes import length_notes
+from evaluation.plots.style import FigureText, show_figure
+from evaluation.plots.table import rows_table
 from evaluation.results.claims import AGREES, Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
+from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from swiftllm.files import write_atomically
 
-COLUMNS = {
-    "claim": "claim",
-    "about": "about",
-    "says": "says",
-    "ours": f"ours {STAR}",
-    "holds": "cells",
-    "nearest": f"nearest to {STAR} that holds",
-}
+STAR = "\u2605"
+SPAN = 2.0
+"""The colours reach from half the claimed ratio to twice it."""
+COLUMNS = (
+    ("claim", "claim", "s"), ("about", "about", "s"), ("says", "says", "s"), (f"ours {STAR}", "ours", ""),
+    ("cells", "holds", ""), (f"nearest to {STAR} that holds", "nearest", "s"),
+)  # fmt: skip
 
 
 def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:
@@ -42,13 +41,13 @@ def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:
         f"{claim.section}, {where_of(claim)}: {why_not_mapped(claim)}." for claim in claims if not mappable(claim)
     ]
     console.print(f"SIMULATED; cells: those within {AGREES:.0%} of the claim; {STAR}: the machine of our figures")
-    console.print(printed_table(rows))
+    console.print(rows_table(rows, COLUMNS))
     console.print("Not mapped:")
     for line in left_out:
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     show_figure(draw_map(items, figure_text(run.summary)), run.folder, console)
     lines = "".join(f"- {line}\n" for line in left_out)
-    columns = [(name, title, "{}") for name, title in COLUMNS.items()]
+    columns = [(field, title, "{}") for title, field, _ in COLUMNS]
     write_atomically(run.folder / "claims.md", f"{markdown_table(rows, columns)}\nNot mapped:\n\n{lines}")
 
 
@@ -75,23 +74,50 @@ def place_words(cell: Cell) -> str:
     return f"{cell.ours:.2f} at {cell.machine.cpu_gb_s:.0f} GB/s, {cell.machine.gpu_blocks} blocks"
 
 
-def printed_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name, title in COLUMNS.items():
-        table.add_column(title, justify="right" if name in ("ours", "holds") else "left")
-    for row in rows:
-        table.add_row(*(row[name] for name in COLUMNS))
-    return table
+# -- the figure -------------------------------------------------------------------------------------------------------
+
+
+def draw_map(items: Sequence[MappedClaim], text: FigureText) -> heat_map.Figure:
+    """A panel for each claim: speed of CPU attention by GPU blocks, coloured by our ratio over the claimed one.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    if not items:
+        raise ValueError("nothing to draw: no point of a mapped claim is finished")
+    meaning = "our ratio over the claimed one (darkest: half and less, twice and more)"
+    words = f"framed: within {AGREES:.0%} of the claim\n{STAR}: the machine that our figures assume"
+    return heat_map.heat_map([plane_of(item) for item in items], text, SPAN, meaning, words)
+
+
+def plane_of(item: MappedClaim) -> heat_map.Plane:
+    """One claim. Framed cells hold, a star marks the machine that the figures assume."""
+    claim = item.claim
+    speeds = sorted({cell.machine.cpu_gb_s for cell in item.cells})
+    pools = sorted({cell.machine.gpu_blocks for cell in item.cells})
+    cells = {}
+    for cell in item.cells:
+        number = "-" if cell.ours is None else f"{cell.ours:.3g}" if cell.ours >= 10 else f"{cell.ours:.2f}"
+        star = STAR if cell.machine == item.own else ""
+        ratio = cell.ours / claim.ratio if cell.ours else None
+        place = speeds.index(cell.machine.cpu_gb_s), pools.index(cell.machine.gpu_blocks)
+        cells[place] = heat_map.Cell(ratio, number + star, framed=cell.holds)
+    return heat_map.Plane(
+        f"{' over '.join(claim.systems)}: {'up to ' if claim.up_to else ''}{claim.ratio:g}x",
+        f"{where_of(claim)} ({claim.section})",
+        "CPU attention (GB/s)",
+        "GPU blocks",
+        [f"{speed:.0f}" for speed in speeds],
+        [f"{blocks} ({blocks / item.own.gpu_blocks:.2g}x)" for blocks in pools],
+        cells,
+    )
 
 
 def figure_text(rows: Sequence[FlatRecord]) -> FigureText:
     kernels = []
-    for title in distinct(rows, "setting_title"):
-        here = [row for row in rows if row["setting_title"] == title and row["reference_cpu_gb_s"]]
+    for title, here in grouped((row for row in rows if row["reference_cpu_gb_s"]), "setting_title").items():
         rates = {row["system"]: row["cpu_bandwidth_gb_s"] / row["reference_cpu_gb_s"] for row in here}
-        others = [
-            f"{system}'s reads {times:.2f} times as fast" for system, times in rates.items() if system != REFERENCE
-        ]
+        others = [f"{name}'s reads {times:.2f} times as fast" for name, times in rates.items() if name != REFERENCE]
         kernels += [f"{title}: {', '.join(others)}."] * bool(others)
     return FigureText(
         f"On which machine would the papers' claims hold? \u2014 SIMULATED for {' and '.join(distinct(rows, 'gpu'))}",

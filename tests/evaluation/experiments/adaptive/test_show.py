@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.figures.adaptive.cases import draw_cases
-from evaluation.figures.adaptive.heat_map import draw_map
-from evaluation.figures.adaptive.latency import draw_latency
-from evaluation.figures.adaptive.tables import error_rows
-from evaluation.figures.style import save_figure
+from evaluation.experiments.adaptive.show import draw_cases, draw_latency, draw_map, error_rows
+from evaluation.plots.heat_map import COLOURS
+from evaluation.plots.style import save_figure
 
 
 def row(system: str, **values: Any) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def row(system: str, **values: Any) -> dict[str, Any]:
 
 def words(figure: plt.Figure) -> dict[str, str]:
     """Texts of the panels with their weight."""
-    return {text.get_text(): text.get_fontweight() for ax in figure.axes for text in ax.texts}
+    return {text.get_text(): text.get_fontweight() for ax in figure.axes for text in ax.texts if text.get_text()}
 
 
 def test_every_cell_is_marked_with_its_ratio_and_bold_where_another_system_is_faster(tmp_path) -> None:
@@ -36,13 +34,17 @@ def test_every_cell_is_marked_with_its_ratio_and_bold_where_another_system_is_fa
         for (gb_s, length), ratio in ratios.items()
     ]
     figure = draw_map([row("neo", kernel="own", host_read_gb_s=12), *rows])
-    assert words(figure) == {"0.96": "bold", "1.30": "normal", "1.00": "normal", "1.10": "normal"}
-    own, native, _ = figure.axes
+    marks = {"0.96": "bold", "1.30": "normal", "1.00": "normal", "1.10": "normal"}
+    titles = {"Each system with its own CPU kernel": "bold", "All systems with the kernel native": "bold"}
+    assert words(figure) == marks | titles
+    own, native, scale = figure.axes
+    assert [text.get_text() for text in native.texts][-1] == "All systems with the kernel native"
     assert [label.get_text() for label in own.get_xticklabels()] == ["12", "80"]
     assert [label.get_text() for label in own.get_yticklabels()] == ["25", "300"]
-    norm = own.collections[0].norm
-    assert norm(1.0) == pytest.approx(0.5) and norm(1.304) == pytest.approx(1.0)
-    assert "own CPU kernel" in own.get_title("left") and "native" in native.get_title("left")
+    assert scale.get_xlim() == pytest.approx((1 / 1.304, 1.304))
+    shades = dict(zip([text.get_text() for text in own.texts], own.patches, strict=False))
+    assert shades["1.00"].get_facecolor()[:3] == pytest.approx(COLOURS(0.5)[:3], abs=0.02)
+    assert shades["1.30"].get_facecolor() == COLOURS(1.0)
     assert "SIMULATED" in figure.texts[0].get_text() and "GB/s" in own.get_xlabel()
     assert {path.suffix for path in save_figure(figure, tmp_path)} == {".png", ".pdf"}
 
@@ -82,7 +84,9 @@ def test_points_under_load_are_marked_with_their_ratio_to_neo() -> None:
     latency, ttft = figure.axes[:2]
     assert [line.get_ydata().tolist() for line in latency.lines] == [[0.1, 0.1], [0.085, 0.085]]
     assert ttft.lines[1].get_ydata().tolist() == pytest.approx([0.85, 0.85])
-    assert [text.get_text() for text in latency.texts] == ["0.85\u00d7", "0.85\u00d7", "A10: 1000 in, 25 out"]
+    assert latency.lines[0].get_xdata().tolist() == [50, 100] and latency.get_xlabel() == "load (%)"
+    assert [text.get_text() for text in latency.texts] == ["0.85\u00d7", "0.85\u00d7", "neo", "adaptive"]
+    assert latency.get_title("left") == "A10: 1000 in, 25 out"
     low, high = latency.get_ylim()
     assert high > 9.99 * low, "a small difference looks large"
     plt.close(figure)

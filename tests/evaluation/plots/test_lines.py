@@ -8,10 +8,10 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.container import ErrorbarContainer
 
-from evaluation.figures.apex_paper import draw_fig5, system_lines
-from evaluation.figures.lines import Level, LinePanel, Series, line_figure, spread_labels
-from evaluation.figures.style import COLOURS, FigureText, system_colour
-from evaluation.figures.words import cpu_attention_notes
+from evaluation.plots.apex_paper import draw_fig5, system_lines
+from evaluation.plots.lines import Level, LinePanel, Series, line_figure, spread_labels
+from evaluation.plots.notes import cpu_attention_notes
+from evaluation.plots.style import COLOURS, FigureText, system_colour
 
 
 def test_places_are_the_nearest_that_are_far_enough_apart():
