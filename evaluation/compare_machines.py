@@ -14,9 +14,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console
+from apex.cli.output import number
 from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
+from evaluation.experiments.machines import IDEAL, machine_points, with_machine_totals
 from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.runner import Point
 from evaluation.plots.table import rows_table
@@ -60,10 +60,7 @@ def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
 
 
 def points(options: Options) -> Sequence[Point]:
-    made, refused = make_machine_points(experiment_settings(NAME, options.config))
-    for reason in refused:
-        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
-    return made
+    return machine_points(experiment_settings(NAME, options.config))
 
 
 EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), points, with_machine_totals)

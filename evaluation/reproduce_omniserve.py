@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
@@ -22,14 +22,16 @@ from rich.console import Console
 
 from apex.cli.output import table
 from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.identity import identity
+from evaluation.experiments.omniserve.points import omniserve_points, read_grid
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
-    alone_point,
     contract,
     found_here,
-    make_served_points,
+    read_http_grid,
     run_served_point,
+    served_point,
 )
 from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
 from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings
@@ -39,6 +41,7 @@ from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from swiftllm.systems import find_system
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
 SECTIONS: Mapping[FigureName, str] = {
@@ -94,19 +97,20 @@ class Options(TraceOptions):
 def experiments(options: Options) -> list[Experiment]:
     """Those of the sections of the experiment file, and the one that serves."""
     settings = experiment_settings("omniserve", options.config)
-    selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
 
     def simulated(section: str, here: Mapping[str, Any]) -> Experiment:
+        def points(options: Options) -> list[Point]:
+            grid = read_grid(settings, section, "quick" if options.quick else None)
+            return omniserve_points(settings, as_chosen(grid, options, settings["seed"]))
+
         name = name_of(section)
-        show_section = functools.partial(show, here, name)
-        points = functools.partial(make_omniserve_points, settings, section)
-        return Experiment(name, show_section, lambda options: points(selection), with_service_ratios)
+        return Experiment(name, functools.partial(show, here, name), points, with_service_ratios)
 
     model = functools.cache(lambda: model_folder(options.model))
     served = Experiment(
         name_of(HTTP),
         functools.partial(show_served, settings[HTTP]),
-        lambda options: served_points(options.results_dir, settings, selection, model()),
+        lambda options: served_points(options, settings, model()),
         with_service_ratios,
         run_served_point,
         lambda points: described(points, model()),
@@ -114,28 +118,48 @@ def experiments(options: Options) -> list[Experiment]:
     return [served, *(simulated(section, here) for section, here in settings["figures"].items())]
 
 
+def as_chosen(grid: Grid, options: Options, seed: int) -> Grid:
+    """The grid with the options; of its systems those that are chosen.
+
+    Raises:
+        ValueError: a system is unknown.
+    """
+    grid = grid.with_(seed=seed if options.seed is None else options.seed, trace_dir=options.trace_dir)
+    if options.duration is not None:
+        grid = grid.with_(duration_s=options.duration)
+    names = {find_system(name).name for name in options.systems or ()}
+    return Grid(tuple(place for place in grid.places() if not names or place["system"] in names))
+
+
 def chosen(options: Options) -> list[str]:
     return [name_of(HTTP if figure == HTTP else SECTIONS[figure]) for figure in options.figure]
 
 
 def described(points: Sequence[Point], model: Path) -> dict[str, Any]:
-    tasks = [{"key": point.key, **point.task.describe()} for point in points]
-    return {"model": model_identity(model), "points": tasks}
+    return {"model": model_identity(model), "points": identity(points)}
 
 
-def served_points(results_dir: Path, settings: Mapping[str, Any], selection: Selection, model: Path) -> Sequence[Point]:
-    """The points of figure http. The machine is measured first: its throughput decides the load.
+def served_points(options: Options, settings: Mapping[str, Any], model: Path) -> list[Point]:
+    """The points of figure http. Latency-sensitive requests alone come first: they decide the targets and the pool.
 
     Raises:
-        ValueError: the machine's throughput could not be measured.
+        ValueError: they could not be measured.
     """
     stop_on_sigterm()
-    logs, name = results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
+    section = settings[HTTP]
+    grid = read_http_grid(section, "quick" if options.quick else None)
+    first = as_chosen(grid.only("panel", ["alone"]), replace(options, systems=None), settings["seed"])
+    logs, name = options.results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
+
+    def points(grid: Grid, **found: Any) -> list[Point]:
+        return [served_point(place, section["streams"], model, logs) for place in grid.with_(**found).places()]
+
     alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))
-    found = alone.run([alone_point(settings, selection, model, logs)], results_dir)
-    if not found.summary:
-        raise ValueError(f"no throughput of this machine; see errors/ in {found.folder}")
-    return make_served_points(settings, found_here(settings, found.summary[0]), selection, model, logs)
+    measured = alone.run(points(first, panel="ample", num_gpu_blocks=section["ample_blocks"]), options.results_dir)
+    if not measured.summary:
+        raise ValueError(f"nothing was measured on this machine; see errors/ in {measured.folder}")
+    rest = as_chosen(grid.only("panel", ["both", "queued"]), options, settings["seed"])
+    return points(Grid(first.panels + rest.panels), **found_here(section, measured.summary[0]))
 
 
 def show_served(section: Mapping[str, Any], run: Run, console: Console) -> None:

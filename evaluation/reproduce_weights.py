@@ -14,10 +14,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.placements.points import make_weight_points, with_gains
+from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.placements.show import draw_weights
 from evaluation.experiments.runner import Point, Run
 from evaluation.plots.style import show_figure
@@ -58,10 +57,7 @@ def show(run: Run, console: Console) -> None:
 
 
 def points(options: Options) -> Sequence[Point]:
-    made, refused = make_weight_points(experiment_settings(NAME, options.config))
-    for reason in refused:
-        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
-    return made
+    return weight_points(experiment_settings(NAME, options.config))
 
 
 EXPERIMENT = Experiment(NAME, show, points, with_gains)

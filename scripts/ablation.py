@@ -19,9 +19,12 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import BASELINE, MEANINGS
+from evaluation.experiments.identity import identity
 from evaluation.experiments.runner import RunPoint, run_experiment
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import is_simulated
+from evaluation.results.paths import model_folder
+from evaluation.results.provenance import model_identity
 from swiftllm.machine import usable_cores
 
 LATENCY = "per_token_latency_s_mean"
@@ -63,18 +66,19 @@ def heading(first: FlatRecord, options: Options) -> str:
 def main(options: Options, run_point: RunPoint | None = None, console: Console | None = None) -> int:
     """Run and print the table and the result folder. Returns the exit status: 0 when every row is finished."""
     console = console or stdout_console()
+    kind = simulated if options.is_simulated else measured
     try:
         options.check()
-        points = simulated.make_points(options) if options.is_simulated else measured.make_points(options)
+        points = kind.make_points(options)
     except ValueError as error:
         print(f"ablation: {error}", file=sys.stderr)
         return 2
-    if options.is_simulated:
-        settings, run_row, bound_text = simulated.configuration(points), simulated.run_row, simulated.bound_text
-    else:
-        settings, run_row, bound_text = measured.configuration(options, points), measured.run_row, measured.bound_text
+    model = None if options.is_simulated else model_identity(model_folder(options.model))
+    settings = {"experiment": "ablation", "model": model, "points": identity(points)}
     jobs = options.jobs or usable_cores()
-    outcome = run_experiment("ablation", settings, points, run_point or run_row, options.results_dir, console, jobs)
+    outcome = run_experiment(
+        "ablation", settings, points, run_point or kind.run_row, options.results_dir, console, jobs
+    )
     if outcome.summary:
         console.print(f"\n{heading(outcome.summary[0], options)}", soft_wrap=True)
         console.print(results_table(outcome.summary))
@@ -82,7 +86,7 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
         once = ONCE if options.repeats == 1 and not options.is_simulated else ""
-        console.print(f"\n{MEANINGS}.{once}\n\n{bound_text(outcome.summary)}\n")
+        console.print(f"\n{MEANINGS}.{once}\n\n{kind.bound_text(outcome.summary)}\n")
     return outcome.print_outcome(console)
 
 

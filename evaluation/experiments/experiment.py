@@ -16,10 +16,10 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
+from evaluation.experiments.identity import identity
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Derive, Point, Run, RunPoint, one_line_errors, run_experiment, unchanged_rows
-from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
@@ -32,7 +32,7 @@ Show = Callable[[Run, Console], None]
 
 def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
     """What decides the numbers of simulated points."""
-    return {"simulated": describe_simulated_points(points)}
+    return {"simulated": identity(points)}
 
 
 @dataclass(frozen=True)

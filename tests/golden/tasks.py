@@ -81,7 +81,7 @@ def undescribed() -> Iterator[None]:
     modules = ("experiments.papers.jobs", "experiments.experiment")
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch(f"evaluation.{module}.describe_simulated_points", lambda points: []))
+            stack.enter_context(mock.patch(f"evaluation.{module}.identity", lambda points: []))
         yield
 
 

@@ -124,7 +124,7 @@ def line_panel(records: Records, x: str, metric: str) -> LinePanel:
 
 def draw_groups(section: Mapping[str, Any], drawn: Records, records: Records) -> Figure:
     """Best-effort throughput above, attainment below; a group for each panel and best-effort stream."""
-    systems = [name for name in section["systems"] if name in distinct(records, "system")]
+    systems = [name for name in section["system"] if name in distinct(records, "system")]
     baseline = section["baseline"]
     text = figure_text(
         section["shows"],
