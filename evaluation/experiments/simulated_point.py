@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,17 @@ from rich.console import Console
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import Targets, compute_metrics
-from apex.replay.records import ReplayRequest, RequestRecord
+from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
+from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.results.provenance import fingerprint
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload
+from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.admission import SchedulerLimits
 
@@ -121,9 +122,11 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        requests = open_loop_requests(placeholder_workload(told_lengths(task)))
-        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
-        result = replay_requests(engine, requests, progress.update, **limits)
+        told = told_lengths(task)
+        # Prompts of the right lengths and meaningless tokens, which a simulation never reads.
+        requests = open_loop_requests(with_prompts(told, [(0,) * row.input_tokens for row in told.rows]))
+        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
+        result = replay_requests(engine, requests, progress.update, limit_s=task.duration_s or math.inf, **limits)
     records = with_classes(result.records, task.lengths)
     busy, wall_s = engine.backend.busy, result.wall_s
     targets = Targets(task.strategy.ttft_slo_s, task.strategy.tpot_slo_s)
@@ -165,14 +168,3 @@ def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[Re
         replace(record, service_class=row.service_class.value)
         for record, row in zip(records, lengths.rows, strict=True)
     )
-
-
-def placeholder_workload(lengths: Lengths) -> Workload:
-    """A workload of prompts with the right lengths and meaningless tokens, which a simulation never reads."""
-    requests = tuple(
-        ReplayRequest(
-            f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens, row.service_class
-        )
-        for index, row in enumerate(lengths.rows)
-    )
-    return Workload(lengths, requests)

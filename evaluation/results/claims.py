@@ -50,13 +50,12 @@ class Claim:
 
     def covers(self, record: FlatRecord) -> bool:
         """Whether the claim is about this point, or about the same point measured on another machine."""
-        if self.workload is not None and record["workload"] != self.workload:
-            return False
-        if self.setting is not None and record.get("setting") not in (None, self.setting):
-            return False
-        if any(record.get(field) != value for field, value in (self.at or {}).items()):
-            return False
-        return self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1]
+        return (
+            self.workload in (None, record["workload"])
+            and (self.setting is None or record.get("setting") in (None, self.setting))
+            and all(record.get(field) == value for field, value in (self.at or {}).items())
+            and (self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1])
+        )
 
     def stated(self) -> str:
         """The claim as it is printed."""
@@ -86,12 +85,11 @@ class Comparison:
         """The point of the best ratio of an "up to" claim, in words."""
         if not self.claim.up_to or len(self.by_place) < 2:
             return ""
-        _, workload, output_len, rate, *others = next(
-            place for place, ratio in self.by_place.items() if ratio == self.summary
-        )
+        place = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
+        _, workload, output_len, rate, *others = place
         where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
-        interval_s = others[OF_SERVICE.index("rate_interval_s")]
-        where = f"every {interval_s:g} s" if interval_s is not None else where
+        if (interval_s := others[OF_SERVICE.index("rate_interval_s")]) is not None:
+            where = f"every {interval_s:g} s"
         return where if self.claim.workload else f"{workload}, {where}"
 
     @property
@@ -125,12 +123,11 @@ def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
     import yaml  # figures of a machine that has little more than torch load this module, and no claims
 
     entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
-    claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
+    claims = [
+        Claim(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        for entry in entries
+    ]
     return [claim for claim in claims if not figures or claim.figure in figures]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
