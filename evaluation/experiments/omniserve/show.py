@@ -100,7 +100,7 @@ def draw_omniserve(section: Mapping[str, Any], records: Records) -> Figure:
         ValueError: there is nothing to draw.
     """
     drawn = [row for row in records if row["best_effort"]]
-    if not records:
+    if not drawn:
         raise ValueError("nothing to draw: no point is finished")
     if section.get("x") is None:
         return draw_groups(section, drawn, records)
