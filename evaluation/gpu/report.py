@@ -21,6 +21,7 @@ from functools import cache
 
 from apex.environment import REQUIREMENTS, has_package, pinned_modules
 from evaluation.results.folder import markdown_lines
+from evaluation.results.frame import grouped
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically
 
@@ -168,9 +169,7 @@ def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
 
     from evaluation.plots.style import FAINT, system_colour, tidy_axes
 
-    by_case: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        by_case.setdefault(name_of(run), []).append(run)
+    by_case = grouped(runs, name_of)
     figure, panels = plt.subplots(1, len(by_case), figsize=(3.4 * len(by_case), 3.2), squeeze=False)
     for ax, (case, of_case) in zip(panels[0], by_case.items(), strict=True):
         for place, run in enumerate(of_case):

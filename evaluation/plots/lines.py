@@ -63,6 +63,7 @@ class LinePanel:
     levels: Sequence[Level] = ()
     log_x: bool = False
     x_from_0: bool = True
+    """Else a linear x axis has no more than its points, with a tick at each."""
     log_y: bool = False
     y_from: float = 0.0
     """Where a linear y axis begins."""
@@ -112,10 +113,12 @@ def draw_panel(ax: Axes, panel: LinePanel) -> None:
             ax.vlines(places, lows, highs, color=series.colour, linewidth=1.0)
     if panel.log_x:
         ax.set_xscale("log")
+    if panel.log_x or not panel.x_from_0:
+        ax.margins(x=0.05 if panel.log_x else 0.15)
         ax.set_xticks(sorted({x for series in drawn for x, _ in series.points}))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
-    elif panel.x_from_0:
+    else:
         ax.set_xlim(left=0)
     ends = [y for series in drawn for _, y in [*series.points, *series.predicted]]
     if panel.log_y:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import PREDICTED, FlatRecord
+from evaluation.results.frame import grouped
 from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
@@ -244,18 +245,13 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
 
     Settings that differ only in their host share a line.
     """
-    machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
-    for record in records:
-        if record["cpu_bandwidth_gb_s"] is not None:
-            machines.setdefault((record["gpu"], record["model"], record["num_gpu_blocks"]), []).append(record)
+    offloading = (record for record in records if record["cpu_bandwidth_gb_s"] is not None)
     lines = []
-    for here in machines.values():
-        first, titles = here[0], list(dict.fromkeys(record["setting_title"] for record in here))
+    for here in grouped(offloading, "gpu", "model", "num_gpu_blocks").values():
+        first, titles = here[0], distinct(here, "setting_title")
         title = titles[0] if len(titles) == 1 else f"{titles[0].split(' (')[0]} ({len(titles)} hosts)"
         blocks, most, gpu_rate = first["num_gpu_blocks"], first["max_gpu_blocks"], first["gpu_attention_gb_s"]
-        rates: dict[str, list[float]] = {}
-        for record in here:
-            rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
+        rates = {name: distinct(rows, "cpu_bandwidth_gb_s") for name, rows in grouped(here, "system").items()}
         rates_text = ", ".join(
             f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
             for system, values in rates.items()

@@ -15,6 +15,8 @@ from evaluation.experiments.places import lengths_of, setting_of, simulate
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import grouped
+from evaluation.results.kinds import distinct
 
 SETTING = "apex-a10"
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 300, 1000, 500
@@ -59,12 +61,10 @@ def bound_text(summary: Sequence[FlatRecord]) -> str:
     """The best row compared with the bound of any schedule, and how fast CPU attention was assumed to be."""
     best = max(summary, key=lambda record: record["output_tokens_per_s"] or 0.0)
     bound, rate = best["bound_tokens_per_s"], best["output_tokens_per_s"] or 0.0
-    systems: dict[tuple[str, float], list[str]] = {}
-    for record in summary:
-        if record["cpu_bandwidth_gb_s"] is not None:
-            systems.setdefault((record["cpu_kernel"], record["cpu_bandwidth_gb_s"]), []).append(record["system"])
+    assumed = (record for record in summary if record["cpu_bandwidth_gb_s"] is not None)
     kernels = [
-        f"{kernel} {gb_s:.0f} GB/s ({', '.join(dict.fromkeys(names))})" for (kernel, gb_s), names in systems.items()
+        f"{kernel} {gb_s:.0f} GB/s ({', '.join(distinct(here, 'system'))})"
+        for (kernel, gb_s), here in grouped(assumed, "cpu_kernel", "cpu_bandwidth_gb_s").items()
     ]
     return (
         f"Bound of any schedule with the CPU attention of {SUBJECT}, without filling, draining and the attention "

@@ -121,26 +121,11 @@ LEAST_SPAN = 1.1
 """The colours of the map span at least the ratios from 1/LEAST_SPAN to LEAST_SPAN."""
 
 
-def rows_by_case(summary: Records) -> dict[str, list[FlatRecord]]:
-    """The rows of each case, in the order of the summary.
-
-    Raises:
-        ValueError: there is nothing to draw.
-    """
-    if not summary:
-        raise ValueError("nothing to draw: no case is finished")
-    return grouped(summary, "case")
-
-
 def draw_cases(summary: Records) -> Figure:
-    """Throughput of each system as a fraction of the bound; a group of bars for each case.
-
-    Raises:
-        ValueError: there is nothing to draw.
-    """
+    """Throughput of each system as a fraction of the bound; a group of bars for each case."""
     systems = distinct(summary, "system")
     groups = []
-    for rows in rows_by_case(summary).values():
+    for rows in grouped(summary, "case").values():
         by_system = {row["system"]: row for row in rows}
         bars = [case_bar(by_system[system]) if system in by_system else Bar(0.0, "none") for system in systems]
         groups.append((rows[0]["case_title"], bars))
@@ -207,13 +192,9 @@ def map_text(summary: Records, rows: Records) -> FigureText:
 
 
 def draw_latency(summary: Records) -> Figure:
-    """For each case the mean latency per token and the p99 time to first token, over the load.
-
-    Raises:
-        ValueError: there is nothing to draw.
-    """
-    cases, first = rows_by_case(summary), summary[0]
-    panels = [latency_panel(rows, *drawn) for rows in cases.values() for drawn in LATENCIES_DRAWN]
+    """For each case the mean latency per token and the p99 time to first token, over the load."""
+    first, cases = summary[0], grouped(summary, "case").values()
+    panels = [latency_panel(rows, *drawn) for rows in cases for drawn in LATENCIES_DRAWN]
     text = FigureText(
         "Latency under load \u2014 SIMULATED",
         f"Poisson arrivals; a load of 100% is what {first['loaded_as']} serves when all requests are there at once. "

@@ -100,7 +100,7 @@ def draw_omniserve(section: Mapping[str, Any], records: Records) -> Figure:
         ValueError: there is nothing to draw.
     """
     drawn = [row for row in records if row["best_effort"]]
-    if not records:
+    if not drawn:
         raise ValueError("nothing to draw: no point is finished")
     if section.get("x") is None:
         return draw_groups(section, drawn, records)
@@ -136,7 +136,7 @@ def draw_groups(section: Mapping[str, Any], drawn: Records, records: Records) ->
         BEST_EFFORT: "Best-effort tokens/s, SIMULATED",
         ATTAINMENT: "Latency-sensitive requests within their targets, SIMULATED",
     }
-    figure, axes = sheet(text, len(titles), width=12.0, height=2.5, below=0.55, above=0.35)
+    figure, axes = sheet(text, len(titles), width=12.0, height=2.4, below=0.7, above=0.35)
     for ax, (metric, title) in zip(axes.flat, titles.items(), strict=True):
         groups = []
         for rows in grouped(drawn, "panel", "best_effort").values():

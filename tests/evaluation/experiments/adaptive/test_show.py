@@ -85,7 +85,7 @@ def test_points_under_load_are_marked_with_their_ratio_to_neo() -> None:
     assert [line.get_ydata().tolist() for line in latency.lines] == [[0.1, 0.1], [0.085, 0.085]]
     assert ttft.lines[1].get_ydata().tolist() == pytest.approx([0.85, 0.85])
     assert latency.lines[0].get_xdata().tolist() == [50, 100] and latency.get_xlabel() == "load (%)"
-    assert [text.get_text() for text in latency.texts] == ["0.85\u00d7", "0.85\u00d7", "neo", "adaptive"]
+    assert [text.get_text() for text in latency.texts] == ["0.85\u00d7", "0.85\u00d7", "adaptive", "neo"]
     assert latency.get_title("left") == "A10: 1000 in, 25 out"
     low, high = latency.get_ylim()
     assert high > 9.99 * low, "a small difference looks large"
