@@ -32,7 +32,7 @@ from apex.cli.parser import parse_options
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
 from benchmarks.pacpu_peers import peer_contenders
 from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, print_prefetches, verdicts
-from evaluation.figures import save_figure
+from evaluation.plots.style import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores

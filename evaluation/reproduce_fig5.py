@@ -12,9 +12,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 from evaluation.experiments.papers.figure import PaperFigure
-from evaluation.experiments.papers.jobs import figure_command, make_job
+from evaluation.experiments.papers.jobs import figure_command
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.figures.apex_paper import draw_fig5
+from evaluation.plots.apex_paper import draw_fig5
 
 FIGURE = PaperFigure(
     "fig5",
@@ -38,7 +38,7 @@ class Options(FigureOptions):
     """
 
 
-main = figure_command(Options, lambda options: [FIGURE], lambda *chosen: [make_job(FIGURE, *chosen)])
+main = figure_command(Options, FIGURE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ python evaluation/reproduce_neo.py [--figure 6 10a] [--help]
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 if __name__ == "__main__" and not __package__:  # run as a file
@@ -20,13 +20,13 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.figure import PaperFigure
-from evaluation.experiments.papers.jobs import FigureJob, figure_command, make_job
+from evaluation.experiments.papers.jobs import FigureJob, figures_command, make_job
 from evaluation.experiments.papers.latency import with_rates_at_latency
 from evaluation.experiments.papers.options import FigureOptions, PaperOptions, SettingOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY
-from evaluation.figures.neo_paper import draw_neo
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable
+from evaluation.plots.neo_paper import draw_neo
 from evaluation.results.progress import print_line
 
 FigureName = Literal["6", "7", "8", "9", "10a"]
@@ -110,9 +110,11 @@ def jobs(options: Options, console: Console, live: LiveSystems) -> list[FigureJo
     return neo_jobs(experiment_settings("neo", options.config), options, console, live)
 
 
-main = figure_command(
-    Options, lambda options: list(figures_of(experiment_settings("neo", options.config)).values()), jobs
-)
+def figures(options: Options) -> Iterable[PaperFigure]:
+    return figures_of(experiment_settings("neo", options.config)).values()
+
+
+main = figures_command(Options, figures, jobs)
 
 if __name__ == "__main__":
     sys.exit(main())

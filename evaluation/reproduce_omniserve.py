@@ -31,12 +31,11 @@ from evaluation.experiments.omniserve.served import (
     make_served_points,
     run_served_point,
 )
+from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
 from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings
 from evaluation.experiments.runner import Point, Run
-from evaluation.figures.omniserve.draw import draw_omniserve
-from evaluation.figures.omniserve.tables import print_omniserve
-from evaluation.figures.style import show_figure
 from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity

@@ -30,12 +30,13 @@ OWN_KERNELS = "own"
 """A ``kernel`` where each system computes with that of its paper."""
 REFERENCE = "neo"
 """The system whose CPU attention has the speed ``reference_cpu_gb_s``."""
+SUBJECT = "adaptive"
 IDEAS = {
     "prompt-chunks": StrategyConfig(disable_prompt_chunks=True),
     "free-running": StrategyConfig(disable_asynchronous_overlap=True),
     "lockstep": StrategyConfig(disable_asymmetric_pipelining=True),
 }
-"""The ideas of `adaptive`, each with the settings that switch it off."""
+"""The ideas of the ``SUBJECT``, each with the settings that switch it off."""
 
 Apply = TypeVar("Apply", bound=Callable[..., Any])
 
@@ -58,6 +59,10 @@ def has_cpu_attention(setting: PaperSetting, system: str) -> bool:
 
 def predicts(setting: PaperSetting, system: str) -> bool:
     return find_system(system).needs_predictions
+
+
+def is_subject(setting: PaperSetting, system: str) -> bool:
+    return system == SUBJECT
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -122,14 +127,20 @@ def host_read_gb_s(setting: PaperSetting, system: str, gb_s: float) -> PaperSett
 
 @axis(TASK)
 def hand_over_us(task: SimulatedTask, microseconds: float) -> SimulatedTask:
-    """Microseconds that the lane spends on submitting each ticket."""
+    """Microseconds that the lane spends on submitting each ticket.
+
+    Raises:
+        ValueError: there are fewer than 0.
+    """
+    if microseconds < 0:
+        raise ValueError(f"hand_over_us={microseconds} must not be negative")
     if not microseconds:
         return task
     table = replace(task.hardware.table, hand_over=Curve((1, 2), (microseconds * 1e-6,) * 2))
     return replace(task, hardware=replace(task.hardware, table=table))
 
 
-@axis(TASK)
+@axis(TASK, is_subject)
 def without(task: SimulatedTask, idea: str) -> SimulatedTask:
     """One of ``IDEAS`` switched off."""
     return replace(task, strategy=IDEAS[idea])

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -28,10 +28,6 @@ SENSITIVITY = "_sensitivity"
 
 Show = Callable[[Run, Console], None]
 """Prints a run's rows and draws its figure into its folder; ValueError where it cannot."""
-
-
-def show_nothing(run: Run, console: Console) -> None:
-    pass
 
 
 def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
@@ -52,7 +48,7 @@ class Experiment:
     """
 
     name: str
-    show: Show = show_nothing
+    show: Show | None = None
     points: Callable[[Any], Sequence[Point]] = lambda options: ()
     derive: Derive = unchanged_rows
     run_point: RunPoint = run_point
@@ -85,7 +81,7 @@ class Experiment:
             self.derive,
             run_alone,
         )
-        if run.summary:
+        if run.summary and self.show is not None:
             self.show(run, console)
         return run
 
@@ -93,10 +89,8 @@ class Experiment:
 Options = TypeVar("Options", bound=RunOptions)
 
 
-class Main(Protocol[Options]):
-    """The ``main`` of a command: options, by default those of the command line, to the exit status."""
-
-    def __call__(self, options: Options | None = None) -> int: ...
+Main = Callable[..., int]
+"""The ``main`` of a command: options, by default those of the command line, to the exit status."""
 
 
 def command(
@@ -104,7 +98,7 @@ def command(
     experiments: Callable[[Options], Sequence[Experiment]],
     chosen: Callable[[Options], Sequence[str]] | None = None,
     run: Callable[[Options], int] | None = None,
-) -> Main[Options]:
+) -> Main:
     """The ``main`` of a command that runs experiments, or with ``--from`` shows a finished run of one of them.
 
     Its exit status is 0 when every point is finished, 1 when some failed, 2 for invalid options. The points of all

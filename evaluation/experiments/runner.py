@@ -147,7 +147,7 @@ def run_experiment(
         print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
         raise SystemExit(2) from None
     try:
-        failed = run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
+        run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
     except KeyboardInterrupt:
         kept = sum(folder.finished_point(key) is not None for key in keys)
         kept_text = f"{kept} of {len(points)} points are kept in {folder.path}"
@@ -156,8 +156,8 @@ def run_experiment(
     finished = summarise(folder, points)
     summary = derive(finished) if finished else []
     folder.save_summary(summary)
-    failed_in_order = [point.label for point in points if point.label in failed]
-    return Run(folder.path, name, summary, folder.identity["machine"], failed_in_order)
+    failed = [point.label for point in points if folder.finished_point(point.key) is None]
+    return Run(folder.path, name, summary, folder.identity["machine"], failed)
 
 
 def run_unfinished_points(
@@ -167,8 +167,8 @@ def run_unfinished_points(
     run_alone: RunPoint,
     jobs: int,
     console: Console,
-) -> list[str]:
-    """Run the points that are not finished. Returns the labels of those that failed."""
+) -> None:
+    """Run the points that are not finished."""
     progress = RunProgress(len(points), console)
     left = []
     for point in points:
@@ -181,8 +181,13 @@ def run_unfinished_points(
     progress.print_plan(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
-    failed = run_together(folder, together, run_point, progress, jobs) if together else []
-    return failed + run_one_by_one(folder, alone, run_alone, progress, console)
+    if together:
+        run_together(folder, together, run_point, progress, jobs)
+    for point in alone:
+        label = progress.start_point(point.label)
+        load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
+        outcome = finish(folder, point, functools.partial(run_alone, point, label, console), load)
+        progress.finish_point(point.label, outcome)
 
 
 def by_session(points: Sequence[Point]) -> list[Point]:
@@ -193,28 +198,10 @@ def by_session(points: Sequence[Point]) -> list[Point]:
     return sorted(points, key=lambda point: place[point.session])
 
 
-def run_one_by_one(
-    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, console: Console
-) -> list[str]:
-    """Run points in this process, in the given order. Returns the labels of those that failed."""
-    failed = []
-    for point in points:
-        label = progress.start_point(point.label)
-        load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
-        try:
-            outcome = save_result(folder, point, run_point(point, label, console), load)
-        except Exception as error:
-            failed.append(point.label)
-            outcome = save_failure(folder, point, error)
-        progress.finish_point(point.label, outcome)
-    return failed
-
-
 def run_together(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, jobs: int
-) -> list[str]:
-    """Run points in up to ``jobs`` processes, the costliest first. Returns the labels of those that failed."""
-    failed = []
+) -> None:
+    """Run points in up to ``jobs`` processes, the costliest first."""
     by_cost = sorted(points, key=lambda point: -point.cost)
     with (
         processes(min(jobs, len(points))) as pool,
@@ -223,13 +210,7 @@ def run_together(
         futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
         for future in as_completed(futures):
             point = futures[future]
-            try:
-                outcome = save_result(folder, point, future.result(), {})
-            except Exception as error:
-                failed.append(point.label)
-                outcome = save_failure(folder, point, error)
-            lines.finish_point(point.label, outcome, point.cost)
-    return failed
+            lines.finish_point(point.label, finish(folder, point, future.result, {}), point.cost)
 
 
 @contextlib.contextmanager
@@ -260,8 +241,15 @@ def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
     return run_point(point, point.label, Console(quiet=True))
 
 
+def finish(folder: ResultFolder, point: Point, result: Callable[[], PointResult], details: Mapping[str, Any]) -> str:
+    """Save a point's result, or why there is none. Returns a few words about it for the progress line."""
+    try:
+        return save_result(folder, point, result(), details)
+    except Exception as error:
+        return save_failure(folder, point, error)
+
+
 def save_result(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
-    """Save a point's result. Returns a few words about it for the progress line."""
     values = flat_record(result.values)
     saved = {"group": point.group, "values": values, "details": {**result.details, **details}}
     folder.save_point(point.key, saved, result.records)

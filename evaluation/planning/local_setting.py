@@ -75,6 +75,7 @@ class LocalSetting:
             "max_model_len": self.engine.max_model_len,
         }
 
+    @property
     def identity(self) -> dict[str, Any]:
         """The setting for the identity of a run: everything that decides its numbers."""
         return {

@@ -20,7 +20,7 @@ from evaluation.experiments.papers.latency import crossing, with_rates_at_latenc
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
 from evaluation.experiments.places import setting_of
-from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
+from evaluation.plots.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file

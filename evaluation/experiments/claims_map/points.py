@@ -6,20 +6,18 @@ A machine of the plane is a setting with another speed of CPU attention and anot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.experiments.axes import REFERENCE
-from evaluation.experiments.grid import Grid, Panel, Place, values_of
-from evaluation.experiments.papers.points import point_names
-from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
+from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.places import FIELDS, concerns, setting_of, simulate, simulated_point, workload_of
 from evaluation.experiments.runner import Point
 from evaluation.results.claims import Claim
 from swiftllm.systems import systems
 
-KNOWN = FIELDS | {"figure"}
 METRIC = "output_tokens_per_s"
 
 
@@ -57,7 +55,7 @@ def mappable(claim: Claim) -> bool:
     return is_number and claim.setting is not None and systems().keys() >= set(claim.systems)
 
 
-def make_map_points(
+def map_points(
     settings: Mapping[str, Any],
     claims: Sequence[Claim],
     *,
@@ -72,47 +70,47 @@ def make_map_points(
         settings: the experiment file.
         claims: those of all figures; they name the systems of a panel.
         names: settings to map; by default all of the experiment file.
-        quick: the variant of this name of every panel.
 
     Raises:
         ValueError: a setting has no panel; the message lists those that have.
     """
-    panels = Grid.read({"panels": settings["panels"]}, KNOWN, "quick" if quick else None).panels
-    on_hosts = [{**panel, "host": host} for panel in panels for host in values_of(panel, "host") or [None]]
-    known = list(dict.fromkeys(setting_of(panel).name for panel in on_hosts))
-    if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"no panel in setting {', '.join(unknown)}; there are {', '.join(known)}")
+    speeds, pools = "cpu_attention_gb_s", "gpu_pools"
+    grid = Grid.read(settings, FIELDS | {"figure"}, "quick" if quick else None, notes=(speeds, pools))
+    places = Grid(tuple(grid.with_(seed=seed, trace_dir=trace_dir).places()))
     points = []
-    for panel in on_hosts:
-        setting, systems = setting_of(panel), _systems(panel, claims)
-        if not systems or setting.name not in (names or known):
-            continue
-        own = Machine.of(setting)
+    for place in places.only("setting", names, lambda place: setting_of(place).name).panels:
+        setting, own = setting_of(place), Machine.of(setting_of(place))
+        systems = _systems(place, setting, claims)
         machines = [
-            {"reference_cpu_gb_s": cpu_gb_s, "num_gpu_blocks": None if blocks == own.gpu_blocks else blocks}
-            for cpu_gb_s, blocks in map(astuple, plane(setting, settings["cpu_attention_gb_s"], settings["gpu_pools"]))
+            {
+                "num_gpu_blocks": None if machine.gpu_blocks == own.gpu_blocks else machine.gpu_blocks,
+                "reference_cpu_gb_s": machine.cpu_gb_s,
+            }
+            for machine in plane(setting, settings[speeds], settings[pools])
         ]
-        chosen = {"repeats": 1, "seed": seed, "trace_dir": trace_dir, "system": systems, "baseline": systems[-1]}
-        places = Grid(({"machine": machines, **panel, **chosen},)).places(concerns)
-        points += [_point(place, own) for place in places]
+        cells = Grid((place,)).with_(machine=machines, system=systems).places(concerns)
+        points += [_point(cell, setting, own, systems[-1]) for cell in cells]
     return points
 
 
-def _systems(panel: Panel, claims: Sequence[Claim]) -> tuple[str, ...]:
+def _systems(place: Place, setting: PaperSetting, claims: Sequence[Claim]) -> tuple[str, ...]:
     """The systems of the claims about a panel."""
-    where = (panel["figure"], setting_of(panel).name)
-    about = [claim for claim in claims if mappable(claim) and (claim.figure, claim.setting) == where]
-    about = [claim for claim in about if claim.workload in (None, workload_of(panel))]
+    about = [c for c in claims if mappable(c) and (c.figure, c.setting) == (place["figure"], setting.name)]
+    about = [claim for claim in about if claim.workload in (None, workload_of(place))]
     return tuple(dict.fromkeys(system for claim in about for system in claim.systems))
 
 
-def _point(place: Place, own: Machine) -> Point:
-    setting, lengths, cpu_gb_s = setting_of(place), lengths_of(place), place["reference_cpu_gb_s"]
-    tag, words = f"blocks{setting.num_gpu_blocks}", f"{setting.num_gpu_blocks} GPU blocks"
-    if cpu_gb_s is not None:
-        tag, words = f"cpu{cpu_gb_s:.4g}-{tag}", f"CPU {cpu_gb_s:.0f} GB/s, {words}"
-    parts, titles = ["map", place["figure"], setting.name], [setting.title]
-    key, group, label = point_names(parts, titles, lengths, place, (tag, words))
-    row = ("figure", "baseline", "reference_cpu_gb_s")
-    task = simulate(place, row, lengths, own_cpu_gb_s=own.cpu_gb_s, own_gpu_blocks=own.gpu_blocks)
-    return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+def _point(cell: Place, setting: PaperSetting, own: Machine, baseline: str) -> Point:
+    values = {"baseline": baseline, "own_cpu_gb_s": own.cpu_gb_s, "own_gpu_blocks": own.gpu_blocks}
+    task = simulate(cell, ("figure", "reference_cpu_gb_s"), **values)
+    speed, output_len = cell["reference_cpu_gb_s"], cell.get("output_len")
+    names = (
+        "map",
+        cell["figure"],
+        setting.name,
+        workload_of(cell),
+        *([] if output_len is None else [f"out{output_len:g}"]),
+        *([] if speed is None else [f"cpu{speed:.4g}"]),
+        f"blocks{task.num_gpu_blocks}",
+    )
+    return simulated_point(names, task)

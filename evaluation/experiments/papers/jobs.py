@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from evaluation.experiments.experiment import SENSITIVITY, Main, Options, comman
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.options import FigureOptions, refuse_unused_options
-from evaluation.experiments.papers.points import figure_grid, sensitivity_points, simulated_points
-from evaluation.experiments.papers.sensitivity import parse_sensitivity
+from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.runner import Point, RunPoint
 from evaluation.experiments.simulated_point import describe_simulated_points
@@ -44,11 +43,20 @@ class FigureJob:
     measured: Planner | None = None
 
 
-def figure_command(
+def figure_command(options_type: type[FigureOptions], figure: PaperFigure) -> Main:
+    """The ``main`` of a command of a figure."""
+
+    def jobs(options: FigureOptions, console: Console, live: LiveSystems) -> list[FigureJob]:
+        return [make_job(figure, options, console, live)]
+
+    return figures_command(options_type, lambda options: [figure], jobs)
+
+
+def figures_command(
     options_type: type[Options],
-    figures: Callable[[Options], Sequence[PaperFigure]],
+    figures: Callable[[Options], Iterable[PaperFigure]],
     make_jobs: Callable[[Options, Console, LiveSystems], Sequence[FigureJob]],
-) -> Main[Options]:
+) -> Main:
     """The ``main`` of a command of figures. ``make_jobs`` makes the points of those that the options choose."""
 
     def run(options: Options) -> int:
@@ -161,7 +169,10 @@ def make_job(
     configuration: dict[str, Any] = {}
     measured = None
     if "simulated" in backends:
-        points += simulated_half(figure, section, options)
+        grid = figure_grid(section, options)
+        if options.setting not in (None, "small"):
+            grid = panels_here(grid, options.setting, None, figure.paper)
+        points += simulated_points(grid, figure.row)
         configuration["simulated"] = describe_simulated_points(points)
     for backend in MEASURED.intersection(backends):
         chosen = replace(options, num_requests=measured_requests(options))
@@ -177,15 +188,6 @@ def make_job(
             print_line(console, f"{figure.title}: the measured half is skipped: {error}", "yellow")
     name = figure.name if options.sensitivity is None else figure.name + SENSITIVITY
     return FigureJob(figure, name, points, configuration, measured)
-
-
-def simulated_half(figure: PaperFigure, section: Mapping[str, Any], options: FigureOptions) -> list[Point]:
-    grid = figure_grid(section, options)
-    if options.setting not in (None, "small"):
-        grid = panels_here(grid, options.setting, None, figure.paper)
-    if options.sensitivity is None:
-        return simulated_points(grid, figure.row)
-    return sensitivity_points(grid, parse_sensitivity(options.sensitivity), figure.row)
 
 
 def measured_requests(options: FigureOptions) -> int | None:

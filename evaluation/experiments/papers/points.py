@@ -9,7 +9,7 @@ from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.grid import Grid, Place, values_of
 from evaluation.experiments.options import given
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.sensitivity import Assumption, Variation, check_blocks
+from evaluation.experiments.papers.sensitivity import ASSUMPTIONS, parse_sensitivity
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
 from evaluation.experiments.runner import Point
 from evaluation.traces.workloads import Lengths
@@ -39,34 +39,42 @@ def figure_grid(section: Mapping[str, Any], options: FigureOptions) -> Grid:
             raise ValueError(f"ratios are to {panel['baseline']}: add it to --systems")
     chosen = given(system=options.systems, num_requests=options.num_requests, trace_dir=options.trace_dir)
     repeats = options.repeats or 1
-    return grid.with_(**chosen, repeats=repeats, seed=range(options.seed, options.seed + repeats))
+    grid = grid.with_(**chosen, repeats=repeats, seed=range(options.seed, options.seed + repeats))
+    return grid if options.sensitivity is None else with_assumption(grid, options.sensitivity)
+
+
+def with_assumption(grid: Grid, text: str) -> Grid:
+    """The grid with an axis for an assumption, of ``NAME=LOW..HIGH``.
+
+    Raises:
+        ValueError: the text is not valid, or a value is not possible in a setting; the message says what is.
+    """
+    assumption, values = parse_sensitivity(text)
+    for setting in {panel["setting"]: load_setting(panel["setting"]) for panel in grid.panels}.values():
+        if assumption.name == "gpu_blocks" and values[0] < setting.min_gpu_blocks:
+            raise ValueError(
+                f"--sensitivity gpu_blocks: {setting.title} needs {setting.min_gpu_blocks} blocks for its longest "
+                "request; begin there, or choose another machine with --gpu"
+            )
+    return grid.with_(sensitivity=assumption.name, **{assumption.field: values})
 
 
 def simulated_points(grid: Grid, row: Collection[str] = ROW) -> list[Point]:
-    """The points of a figure, predicted on the papers' machines. ``row`` are fields of places for the rows."""
-    return [_point(place, row) for place in grid.places()]
+    """The points of a figure, predicted on the papers' machines. Systems that do not depend on an assumption run once.
 
-
-def sensitivity_points(grid: Grid, variation: Variation, row: Collection[str] = ROW) -> list[Point]:
-    """The points of a figure, once for each value of an assumption; systems that do not depend on it run once.
-
-    Raises:
-        ValueError: a value is not possible in a setting; the message says which are.
+    ``row`` are fields of places for the rows.
     """
-    assumption = variation.assumption
-    check_blocks(variation, [load_setting(panel["setting"]) for panel in grid.panels])
-    places = grid.with_(**{assumption.field: variation.values}).places(concerns)
-    return [_point(place, row, assumption) for place in places]
+    return [_point(place, row) for place in grid.places(concerns)]
 
 
-def _point(place: Place, row: Collection[str], assumption: Assumption | None = None) -> Point:
+def _point(place: Place, row: Collection[str]) -> Point:
     setting, lengths = setting_of(place), lengths_of(place)
-    value = place.get(assumption.field) if assumption else None
+    assumption = ASSUMPTIONS.get(place.get("sensitivity"))
+    value = place[assumption.field] if assumption else None
     varied = None if value is None else (f"{assumption.tag}{value:g}", f"{value:g} {assumption.unit}")
     parts, words = [f"sim-{place['panel']}", setting.name], [setting.title]
     key, group, label = point_names(parts, words, lengths, place, varied)
-    sensitivity = assumption.name if assumption else None
-    task = simulate({**place, "point": key}, row, lengths, sensitivity=sensitivity)
+    task = simulate({**place, "point": key}, row, lengths, sensitivity=place.get("sensitivity"))
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 

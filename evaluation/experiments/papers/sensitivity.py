@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from apex.simulator.paper_settings import PaperSetting
 from evaluation.results.folder import FlatRecord
 
 STEPS = 8
@@ -39,45 +38,19 @@ class Assumption:
         return f"{self.unit} (assumed)"
 
 
-@dataclass(frozen=True)
-class Variation:
-    """An assumption and its values."""
-
-    assumption: Assumption
-    values: tuple[float, ...]
-
-
-def check_blocks(variation: Variation, settings: Iterable[PaperSetting]) -> None:
-    """Check that a varied GPU pool holds the longest request of each setting.
-
-    Raises:
-        ValueError: a setting's longest request needs more blocks.
-    """
-    for setting in settings:
-        if variation.assumption == GPU_BLOCKS and variation.values[0] < setting.min_gpu_blocks:
-            raise ValueError(
-                f"--sensitivity gpu_blocks: {setting.title} needs {setting.min_gpu_blocks} blocks for its longest "
-                "request; begin there, or choose another machine with --gpu"
-            )
-
-
-CPU_BANDWIDTH = Assumption(
-    name="cpu_bandwidth",
-    field="cpu_bandwidth_gb_s",
-    words="the speed of CPU attention",
-    unit="GB/s of CPU attention",
-    column="CPU GB/s",
-    tag="cpu",
-)
-GPU_BLOCKS = Assumption(
-    name="gpu_blocks",
-    field="num_gpu_blocks",
-    words="the size of the GPU's KV pool",
-    unit="KV blocks of 16 tokens on the GPU",
-    column="blocks",
-    tag="blocks",
-)
-ASSUMPTIONS = {assumption.name: assumption for assumption in (CPU_BANDWIDTH, GPU_BLOCKS)}
+ASSUMPTIONS = {
+    "cpu_bandwidth": Assumption(
+        "cpu_bandwidth", "cpu_bandwidth_gb_s", "the speed of CPU attention", "GB/s of CPU attention", "CPU GB/s", "cpu"
+    ),
+    "gpu_blocks": Assumption(
+        "gpu_blocks",
+        "num_gpu_blocks",
+        "the size of the GPU's KV pool",
+        "KV blocks of 16 tokens on the GPU",
+        "blocks",
+        "blocks",
+    ),
+}
 
 
 def varied_in(records: Iterable[FlatRecord]) -> Assumption | None:
@@ -85,8 +58,9 @@ def varied_in(records: Iterable[FlatRecord]) -> Assumption | None:
     return ASSUMPTIONS.get(next(iter(records)).get("sensitivity"))
 
 
-def parse_sensitivity(text: str) -> Variation:
-    """``NAME=LOW..HIGH``: both ends, and values of two digits between them, evenly spaced on a logarithmic axis.
+def parse_sensitivity(text: str) -> tuple[Assumption, tuple[float, ...]]:
+    """``NAME=LOW..HIGH`` as values: both ends, and numbers of two digits between them, evenly spaced on a logarithmic
+    axis.
 
     Raises:
         ValueError: the text has another form, or the name is unknown; the message shows what is valid.
@@ -101,7 +75,7 @@ def parse_sensitivity(text: str) -> Variation:
     if not 0 < low < high:
         raise ValueError(f"--sensitivity {text!r}: the range must rise from above 0")
     between = (_two_digits(low * (high / low) ** (step / (STEPS - 1))) for step in range(1, STEPS - 1))
-    return Variation(ASSUMPTIONS[name], (low, *sorted({value for value in between if low < value < high}), high))
+    return ASSUMPTIONS[name], (low, *sorted({value for value in between if low < value < high}), high)
 
 
 def _two_digits(value: float) -> float:
