@@ -27,8 +27,9 @@ from rich.table import Table
 
 from apex.cli.output import number, stdout_console
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.options import check_counts
-from evaluation.experiments.runner import Point, one_line_errors, print_failure, run_experiment
+from evaluation.experiments.runner import Point, one_line_errors, print_failure
 from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
 from evaluation.measure.server import ServerCommand
 from evaluation.measure.sessions import stop_on_sigterm
@@ -257,7 +258,6 @@ def main(options: Options, console: Console | None = None) -> int:
         text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     configuration = {
-        "experiment": NAME,
         "model": model_identity(model),
         "workload": asdict(points[0].task.lengths.spec),
         "rounds": options.rounds,
@@ -265,9 +265,9 @@ def main(options: Options, console: Console | None = None) -> int:
     }
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
-        outcome = run_experiment(
-            NAME, configuration, points, servers.run_point, options.results_dir, console, derive=with_ratios
-        )
+        run_point, described = servers.run_point, lambda points: configuration
+        experiment = Experiment(NAME, derive=with_ratios, run_point=run_point, describe=described)
+        outcome = experiment.run(points, options.results_dir, console=console)
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
             problems += run_vllm_client(options, systems, model, servers, outcome.folder / "bench_serve", console)

@@ -27,9 +27,10 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
-from evaluation.experiments.runner import Point, one_line_errors, run_experiment
+from evaluation.experiments.runner import Point, one_line_errors
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.plots.table import LATENCY_COLUMNS, rows_table
@@ -152,7 +153,7 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
         duration = {} if task.duration_s is None else {"duration_s": task.duration_s}
         return {"key": point.key, "server": server, **lengths, "targets": asdict(task.targets), **duration}
 
-    return {"experiment": NAME, "model": model_identity(model), "points": [described(point) for point in points]}
+    return {"model": model_identity(model), "points": [described(point) for point in points]}
 
 
 @one_line_errors
@@ -175,7 +176,8 @@ def main(options: Options, console: Console | None = None) -> int:
             servers.append(running.server)
         points = make_points(options, servers, model, trace)
         settings = configuration(options, commands, points, model)
-        run = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
+        experiment = Experiment(NAME, run_point=run_http_point, describe=lambda points: settings)
+        run = experiment.run(points, options.results_dir, console=console)
     if run.summary:
         console.print(rows_table(run.summary, COLUMNS))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"

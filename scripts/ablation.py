@@ -19,13 +19,13 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import BASELINE, MEANINGS
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.identity import identity
-from evaluation.experiments.runner import RunPoint, run_experiment
+from evaluation.experiments.runner import RunPoint
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import is_simulated
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
-from swiftllm.machine import usable_cores
 
 LATENCY = "per_token_latency_s_mean"
 ONCE = " Measured once: confirm differences with --repeats 3."
@@ -74,11 +74,9 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
         print(f"ablation: {error}", file=sys.stderr)
         return 2
     model = None if options.is_simulated else model_identity(model_folder(options.model))
-    settings = {"experiment": "ablation", "model": model, "points": identity(points)}
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment(
-        "ablation", settings, points, run_point or kind.run_row, options.results_dir, console, jobs
-    )
+    settings = {"model": model, "points": identity(points)}
+    experiment = Experiment("ablation", run_point=run_point or kind.run_row, describe=lambda points: settings)
+    outcome = experiment.run(points, options.results_dir, options.jobs, console=console)
     if outcome.summary:
         console.print(f"\n{heading(outcome.summary[0], options)}", soft_wrap=True)
         console.print(results_table(outcome.summary))

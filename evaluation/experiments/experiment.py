@@ -7,6 +7,7 @@ choose. :func:`command` makes its ``main``.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,19 @@ from apex.cli.parser import parse_options
 from evaluation.experiments.identity import identity
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Derive, Point, Run, RunPoint, one_line_errors, run_experiment, unchanged_rows
+from evaluation.experiments.runner import (
+    Derive,
+    Point,
+    Run,
+    RunPoint,
+    one_line_errors,
+    print_error,
+    run_unfinished_points,
+    summarise,
+    unchanged_rows,
+)
+from evaluation.results.folder import ResultFolder
+from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
@@ -63,25 +76,42 @@ class Experiment:
         run_alone: RunPoint | None = None,
         console: Console | None = None,
     ) -> Run:
-        """Run the points that are not finished, show all that are.
+        """Run the points that are not finished, write the summary of all that are, and show it.
+
+        If a point raises, its traceback goes to ``errors/`` and the other points still run; the next run tries it
+        again. First the concurrent points run, then the others one by one.
 
         Args:
-            jobs: simulated points to run in parallel; by default one per usable core.
+            jobs: simulated points to run in parallel; by default one per usable core. What runs them is picklable then.
             run_alone: runs the points that measure, in place of ``run_point``.
+
+        Raises:
+            SystemExit: the run was interrupted, or the folder cannot be written to. A message has been printed.
         """
+        keys = [point.key for point in points]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"points share keys: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
         console = console or stdout_console()
-        run = run_experiment(
-            self.name,
-            {"experiment": self.name, **self.describe(points)},
-            points,
-            self.run_point,
-            results_dir,
-            console,
-            jobs or usable_cores(),
-            self.derive,
-            run_alone,
-        )
-        if run.summary and self.show is not None:
+        try:
+            folder = ResultFolder(self.name, {"experiment": self.name, **self.describe(points)}, results_dir)
+            folder.record_invocation()
+        except OSError as error:
+            print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
+            raise SystemExit(2) from None
+        try:
+            jobs = jobs or usable_cores()
+            run_unfinished_points(folder, points, self.run_point, run_alone or self.run_point, jobs, console)
+        except KeyboardInterrupt:
+            kept = sum(folder.finished_point(key) is not None for key in keys)
+            kept_text = f"{kept} of {len(points)} points are kept in {folder.path}"
+            print_line(console, f"interrupted: {kept_text}; the same command continues there", "yellow")
+            raise SystemExit(128 + signal.SIGINT) from None
+        finished = summarise(folder, points)
+        summary = self.derive(finished) if finished else []
+        folder.save_summary(summary)
+        failed = [point.label for point in points if folder.finished_point(point.key) is None]
+        run = Run(folder.path, self.name, summary, folder.identity["machine"], failed)
+        if summary and self.show is not None:
             self.show(run, console)
         return run
 
