@@ -190,7 +190,7 @@ def test_summary_must_be_flat_and_keys_unique(tmp_path):
 def test_provenance_tells_where_a_result_came_from(tmp_path):
     outcome = run(tmp_path, Counting(), configuration={"seed": 1, "trace": {"kind": "fitted"}})
     provenance = json.loads((outcome.folder / "provenance.json").read_text())
-    assert provenance["configuration"] == {"seed": 1, "trace": {"kind": "fitted"}}
+    assert provenance["configuration"] == {"experiment": "exp", "seed": 1, "trace": {"kind": "fitted"}}
     machine = provenance["machine"]
     assert machine["cpu"] and machine["cores"] >= machine["usable_cores"] >= 1 and machine["memory_gib"] >= 1
     assert isinstance(machine["gpus"], list)
