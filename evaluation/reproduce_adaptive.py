@@ -120,10 +120,10 @@ def experiments(options: Options) -> list[Experiment]:
         ),
     }
     derived: dict[PartName, Derive] = {
-        "cases": ratios.with_ratios(published),
-        "map": ratios.with_ratios(published, at=("output_len",), any_of=("kernel", "host_read_gb_s")),
-        "latency": ratios.with_latency_ratios(published),
-        "wrong-tables": ratios.with_error_ratios(published),
+        "cases": lambda rows: ratios.with_ratios(rows, published),
+        "map": lambda rows: ratios.with_ratios(rows, published, ("output_len",), ("kernel", "host_read_gb_s")),
+        "latency": lambda rows: ratios.with_latency_ratios(rows, published),
+        "wrong-tables": lambda rows: ratios.with_error_ratios(rows, published),
     }
     shown: dict[PartName, tuple[Tables, Draw | None]] = {
         "cases": (show.print_cases, show.draw_cases),
