@@ -117,8 +117,6 @@ class Experiment:
 
 
 Options = TypeVar("Options", bound=RunOptions)
-
-
 Main = Callable[..., int]
 """The ``main`` of a command: options, by default those of the command line, to the exit status."""
 
@@ -160,34 +158,24 @@ def command(
 
 
 def show_again(folder: Path, experiments: Sequence[Experiment]) -> int:
-    """Show a finished run of one of the experiments. Returns the exit status 0.
+    """Show a finished run of one of the experiments, or of its sensitivity. Returns the exit status 0.
 
     Raises:
         ValueError: the folder has no results, or those of another experiment, or does not say of which.
     """
     by_name = {experiment.name: experiment for experiment in experiments}
-    run = read_run(folder, list(by_name))
-    if run.experiment is None and len(by_name) > 1:
-        raise ValueError(f"{folder} has no provenance.json, so it is unknown which of {', '.join(by_name)} it holds")
-    name = (run.experiment or experiments[0].name).removesuffix(SENSITIVITY)
-    by_name[name].show(run, stdout_console())
-    return 0
-
-
-def read_run(folder: Path, wanted: Sequence[str]) -> Run:
-    """A finished run of one of the ``wanted`` experiments, or of its sensitivity to an assumption.
-
-    Raises:
-        ValueError: the folder has no results, or those of another experiment.
-    """
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
     if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
-        example = f"results/{wanted[0]}/latest"
+        example = f"results/{experiments[0].name}/latest"
         raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
-    if not provenance_file.is_file():
-        return Run(folder.resolve(), None, summary, machine_identity())
-    provenance = json.loads(provenance_file.read_text())
-    experiment = provenance["configuration"].get("experiment", "something else")
-    if experiment.removesuffix(SENSITIVITY) not in wanted:
-        raise ValueError(f"{folder} holds results of {experiment}, not of {' or '.join(wanted)}")
-    return Run(folder.resolve(), experiment, summary, provenance["machine"])
+    name, machine = None, machine_identity()
+    if provenance_file.is_file():
+        provenance = json.loads(provenance_file.read_text())
+        name, machine = provenance["configuration"].get("experiment", "something else"), provenance["machine"]
+        if name.removesuffix(SENSITIVITY) not in by_name:
+            raise ValueError(f"{folder} holds results of {name}, not of {' or '.join(by_name)}")
+    elif len(by_name) > 1:
+        raise ValueError(f"{folder} has no provenance.json, so it is unknown which of {', '.join(by_name)} it holds")
+    experiment = by_name[(name or experiments[0].name).removesuffix(SENSITIVITY)]
+    experiment.show(Run(folder.resolve(), name, summary, machine), stdout_console())
+    return 0
