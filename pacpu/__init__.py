@@ -23,6 +23,8 @@ __all__ = [
     "prefetch",
     "read_bandwidth",
     "set_prefetch",
+    "set_shared_row_cost",
+    "shared_row_cost",
     "unavailable",
     "unavailable_isas",
 ]
@@ -147,6 +149,36 @@ def set_prefetch(dtype: Any, heads: str, way: str) -> None:
         ValueError: an argument is none of the above.
     """
     _pacpu.set_prefetch(_name(dtype), heads, way)
+
+
+def shared_row_cost(dtype: Any, heads: str) -> float:
+    """What one more row costs in a block that rows share, in parts of a row's own block: 1.0, where calls share none,
+    until :func:`set_shared_row_cost` says otherwise.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    return _pacpu.shared_row_cost(_name(dtype), heads)
+
+
+def set_shared_row_cost(dtype: Any, heads: str, cost: float) -> None:
+    """Have all later calls of this process with the instruction set in use read shared blocks once, where that pays.
+
+    Rows share the full blocks with which their block tables begin alike. The cost decides how many blocks must be
+    shared by how many rows, and how the work is divided between threads. Results differ by rounding. Not for use during
+    a call.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+        cost: as in :func:`shared_row_cost`, above 0 and at most 1; rounded to eighths. With 1.0 no blocks are shared.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    _pacpu.set_shared_row_cost(_name(dtype), heads, cost)
 
 
 def unavailable_isas() -> dict[str, str]:
