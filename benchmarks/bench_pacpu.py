@@ -37,7 +37,7 @@ from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
 from swiftllm.read_limit import read_limit, read_limit_bytes
-from swiftllm.runtime.prefetch import use_fastest_prefetch
+from swiftllm.runtime.attention_choices import use_fastest_attention
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),
@@ -221,7 +221,7 @@ def main(options: Options) -> None:
     everyone = [*kernel_contenders(), *found]
     for contender in everyone:
         with contender.selected():
-            use_fastest_prefetch()
+            use_fastest_attention()
     cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {

@@ -22,6 +22,7 @@ __all__ = [
     "paged_attention",
     "prefetch",
     "read_bandwidth",
+    "rows_per_read",
     "set_prefetch",
     "set_shared_row_cost",
     "shared_row_cost",
@@ -162,6 +163,11 @@ def shared_row_cost(dtype: Any, heads: str) -> float:
         ValueError: an argument is none of the above.
     """
     return _pacpu.shared_row_cost(_name(dtype), heads)
+
+
+def rows_per_read(num_heads: int, num_kv_heads: int) -> int:
+    """How many rows at most are attended with one read of the blocks that they share."""
+    return _pacpu.rows_per_read(num_heads, num_kv_heads)
 
 
 def set_shared_row_cost(dtype: Any, heads: str, cost: float) -> None:

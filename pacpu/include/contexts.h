@@ -30,6 +30,15 @@ struct Contexts {
     explicit Contexts(const Problem& problem);
 };
 
+// Of a shared run's query heads per KV head: the rows of an AMX tile, and states that the level-2 cache holds.
+constexpr int most_shared_heads = 16;
+
+// How many rows at most share a run.
+constexpr int rows_per_read(int num_heads, int num_kv_heads) {
+    const int rows = most_shared_heads / (num_heads / num_kv_heads);
+    return rows > 1 ? rows : 1;
+}
+
 // What a block that so many rows share costs.
 inline int shared_block_cost(const Problem& p, int rows) { return block_cost + (rows - 1) * p.shared_row_cost; }
 

@@ -198,6 +198,7 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("select_isa", &pacpu::select_isa);
     module.def("prefetch", &pacpu::get_prefetch);
     module.def("set_prefetch", &pacpu::choose_prefetch);
+    module.def("rows_per_read", &pacpu::rows_per_read);
     module.def("shared_row_cost", &pacpu::get_shared_row_cost);
     module.def("set_shared_row_cost", &pacpu::choose_shared_row_cost);
     pacpu::bind_rows(module);

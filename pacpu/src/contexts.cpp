@@ -6,9 +6,6 @@
 namespace pacpu {
 namespace {
 
-// Of a shared run's query heads per KV head: the rows of an AMX tile, and states that the level-2 cache holds.
-constexpr int most_shared_heads = 16;
-
 // A shared run must save each of its rows more than so many tokens, for each query head to a KV head: a row keeps and
 // merges one more state, and short runs of blocks stay in the cache from row to row anyway. Measured on a Zen 3 with
 // AVX2, where eight rows of MHA break even at 128 tokens.
@@ -17,7 +14,10 @@ constexpr int least_saved_tokens = 80;
 class Division {
 public:
     Division(const Problem& problem, Contexts& contexts)
-        : p_(problem), to_(contexts), group_(p_.num_heads / p_.num_kv_heads), most_rows_(std::max(1, most_shared_heads / group_)) {}
+        : p_(problem),
+          to_(contexts),
+          group_(p_.num_heads / p_.num_kv_heads),
+          most_rows_(rows_per_read(p_.num_heads, p_.num_kv_heads)) {}
 
     // Divides the rest from block `from` on of rows order[begin, end), whose first `common` full blocks are the same.
     void divide(int begin, int end, int64_t from, int64_t common) {

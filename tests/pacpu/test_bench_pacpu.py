@@ -11,7 +11,7 @@ import pacpu
 from benchmarks import bench_pacpu, pacpu_cases
 from benchmarks.pacpu_cases import Case, Shape, usable_isas
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, verdicts
-from swiftllm.runtime import prefetch
+from swiftllm.runtime import attention_choices
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +85,9 @@ def test_figure_shows_every_contender_once():
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(prefetch, "MIN_BYTES", 8 << 20)
-    monkeypatch.setattr(prefetch, "SAMPLE_BYTES", 4 << 20)
-    monkeypatch.setattr(prefetch, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
     monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)
@@ -96,7 +96,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prefetch, "fastest", lambda by_way: "L2")
+    monkeypatch.setattr(attention_choices, "fastest", lambda by_way: "L2")
     before = pacpu.isa()
     bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
     assert pacpu.isa() == before
