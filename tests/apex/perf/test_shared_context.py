@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from apex.perf.model import Curve, PerfModel, SharedContext, Surface, saved_tokens
+from apex.perf.model import PerfModel, SharedContext, saved_tokens
 from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
 from swiftllm.core.request import Tier
-from tests.reference.linear_profile import TABLE
+from tests.reference.linear_profile import flat_ends_table
 
-PER_TOKEN = Surface((1, 100), (Curve((0, 10_000), (0.0, 0.01)), Curve((0, 10_000), (0.0, 1.0))))
+ALONE = flat_ends_table(1e-6, 1e-6, cpu_start_s=0.0)
 """A microsecond for each token of a row's context."""
+SHARING = replace(ALONE, shared_row_cost=0.25, rows_per_read=4.0)
 
 
 def test_a_read_serves_several_rows_and_a_further_row_costs_its_arithmetic():
@@ -23,11 +24,11 @@ def test_a_read_serves_several_rows_and_a_further_row_costs_its_arithmetic():
 
 
 def test_shared_tokens_take_less_time():
-    model = PerfModel(replace(TABLE, cpu_attention=PER_TOKEN, shared_row_cost=0.25, rows_per_read=4.0), 2)
+    model = PerfModel(SHARING, 2)
     rows, tokens = 9, 9 * 1100
     assert model.cpu_attention_s(rows, tokens) == pytest.approx(9900e-6)
     assert model.cpu_attention_s(rows, tokens, [SharedContext(9, 1000)]) == pytest.approx(5400e-6)
-    as_ever = PerfModel(replace(TABLE, cpu_attention=PER_TOKEN), 2)  # a machine on which sharing does not pay
+    as_ever = PerfModel(ALONE, 2)  # a machine on which sharing does not pay
     assert as_ever.cpu_attention_s(rows, tokens, [SharedContext(9, 1000)]) == pytest.approx(9900e-6)
 
 
@@ -38,6 +39,5 @@ def test_several_hosts_save_what_one_does():
 
         num_free = capacity
 
-    table = replace(TABLE, cpu_attention=PER_TOKEN, shared_row_cost=0.25, rows_per_read=4.0)
-    several = SeveralHostsModel(table, 2, RemoteHosts(1, 1e9, 0.0, 1), EmptyTier())
+    several = SeveralHostsModel(SHARING, 2, RemoteHosts(1, 1e9, 0.0, 1), EmptyTier())
     assert several.cpu_attention_s(9, 9900, [SharedContext(9, 1000)]) == pytest.approx(5400e-6)
