@@ -1,13 +1,12 @@
 """Rows that share the blocks with which their contexts begin: those blocks are read once, where that pays."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 
 import pacpu
-from tests.pacpu.cases import DTYPES, Case, every_dtype, every_variant, make_case, use
+from tests.pacpu.cases import DTYPES, Case, every_dtype, every_variant, make_case, share, shared_case, use
 
 ROUNDS = 8
 ALWAYS, SELDOM, NEVER = 1 / 8, 7 / 8, 1.0
@@ -23,38 +22,6 @@ def set_costs(cost: float) -> None:
     for dtype in DTYPES:
         for heads in pacpu.HEADS:
             pacpu.set_shared_row_cost(dtype, heads, cost)
-
-
-def share(case: Case, rows: list[int], num_blocks: int) -> None:
-    """Have rows begin with the blocks of the first one, whose context is longer."""
-    first, *others = rows
-    for row in others:
-        case.block_tables[row, :num_blocks] = case.block_tables[first, :num_blocks]
-
-
-def shared_case(dtype: torch.dtype, block_size: int = 16, **shape) -> Case:
-    """A tree: rows 0 to 6 share a run of blocks, all but row 5 a second one, rows 0 to 2 a third one, each of some 288
-    tokens, in lengths of every kind. Row 7 has a block of its own and then shared ones, row 8 shares nothing."""
-    run = -(-288 // block_size)
-    lengths = (
-        3 * run * block_size + 40,  # blocks of its own behind all runs
-        3 * run * block_size,  # ends with the third run
-        3 * run * block_size + 1,
-        2 * run * block_size,  # ends with the second run
-        2 * run * block_size - block_size + (block_size + 1) // 2,  # ends within the second run's last block
-        run * block_size,
-        2 * run * block_size + 70,
-        run * block_size + 3,
-        5,
-    )
-    case = make_case(dtype, block_size=block_size, seq_lens=lengths, **shape)
-    share(case, [0, 1, 2], 3 * run)
-    share(case, [0, 3, 4, 6], 2 * run)
-    share(case, [0, 5], run)
-    case.block_tables[7, 1:run] = case.block_tables[0, 1:run]
-    order = [3, 7, 0, 5, 8, 2, 6, 1, 4]
-    rows = {name: getattr(case, name)[order] for name in ("q", "k", "v", "block_tables", "seq_lens", "out")}
-    return replace(case, **rows)
 
 
 def output(case: Case, cost: float, **options) -> torch.Tensor:
