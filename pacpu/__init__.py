@@ -68,7 +68,8 @@ def paged_attention(
         seq_lens: int32 `[batch]`, context length in tokens, including the new one.
         out: `[batch, num_heads, head_dim]`, overwritten.
         scale: factor on the scores, usually `head_dim ** -0.5`.
-        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding.
+        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding,
+            and the same number the same bits.
         kernel: one of `kernels(dtype)`; None means `default_kernel(dtype)`.
 
     Raises:
