@@ -37,7 +37,7 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
                 make_case(dtype, **shape).check(kernel=kernel, num_threads=3)
             for heads, group in zip(pacpu.HEADS, (1, 2)):
                 pacpu.set_shared_row_cost(dtype, heads, 1 / 8)
-                case = shared_case(dtype, num_heads=2 * group, num_kv_heads=2, head_dim=40)
+                case = shared_case(dtype, num_heads=2 * group, num_kv_heads=2, head_dim=8)
                 case.check(kernel=kernel, num_threads=3)
             print("ran", isa, dtype, kernel)
     from pacpu import rows
