@@ -74,7 +74,7 @@ def run_away(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complete
 def test_the_wheel_holds_every_module_page_template_and_config_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {name for name in tracked(*SHIPPED) if name.endswith(".py")}
-    data = tracked("swiftllm/server/observe/page", "evaluation/figures/templates")
+    data = tracked("swiftllm/server/observe/page", "evaluation/templates")
     configs = {f"apex/{name}" for name in tracked("configs")}
     assert len(data) >= 5 and len(configs) >= 40
     (library,) = {name for name in held if name.endswith(".so")}
@@ -109,8 +109,8 @@ def test_versions_are_declared_once_in_requirements_txt(wheel: zipfile.ZipFile) 
     assert asked_for(wheel)["torch"] == f"torch=={pins['torch']}"  # Triton's version and the kernels go with torch's
     extras = [line for line in metadata(wheel).get_all("Requires-Dist") if "extra ==" in line]
     assert {line for line in extras if line.startswith("ray")} == {
-        f"ray=={pins['ray']}; extra == \"ray\"",
-        f"ray[serve]=={pins['ray']}; extra == \"ray-serve\"",
+        f'ray=={pins["ray"]}; extra == "ray"',
+        f'ray[serve]=={pins["ray"]}; extra == "ray-serve"',
     }
     assert any(line.startswith("humming-kernels[cu13]==") and 'extra == "t4"' in line for line in extras)
 
