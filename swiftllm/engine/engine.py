@@ -252,7 +252,7 @@ class Engine:
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
         in_swap = plan is not None and death is not None and death.in_swap
-        lost = self.residents.forget_hosts(hosts, plan.swapping() if in_swap else ())
+        lost = self.residents.forget_hosts(hosts, plan.swaps if in_swap else ())
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))

@@ -268,9 +268,9 @@ def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -
     residents = engine.residents
     residents.begin_plan()
     residents.push_out(younger)
-    assert [swap.request for swap in residents.swaps] == [younger]
+    assert [swap.request for swap in residents.kv.swaps] == [younger]
     residents.push_out(older)  # the CPU tier holds one of the two
-    assert [swap.request for swap in residents.swaps] == [older]
+    assert [swap.request for swap in residents.kv.swaps] == [older]
     assert older.tier is Tier.CPU and younger in residents.waiting
     engine.kv.check_blocks()
 
