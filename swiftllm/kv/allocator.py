@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class BlockOrder:
     """Blocks in the order in which they were added; any of them can be taken out. Takes 8 bytes for each possible one.
 
-    Each block is linked to the next and the previous one, an absent block to itself. Number ``num_blocks`` is both ends.
+    Each block is linked to the next and the previous one, an absent block to itself. ``num_blocks`` is both ends.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -227,6 +227,12 @@ class KVCacheManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
+    def name_prompt(self, request: Request) -> None:
+        """Name the full blocks of a new request's prompt, if there is a prefix cache. Any thread."""
+        if self.names is not None:
+            request.block_names = []
+            self.names.extend(request, request.prompt_len // self.block_size)
+
     def publish(self, request: Request) -> None:
         """Make the full blocks of a request findable, as far as their K and V are computed."""
         if request.block_names is None or self.names is None:
