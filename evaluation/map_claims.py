@@ -12,7 +12,6 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 
-
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.claims_map.points import make_map_points

@@ -146,9 +146,7 @@ def experiments_of(published: Sequence[str]) -> dict[PartName, Experiment]:
         "map": Experiment(
             f"{NAME}-map", shows(print_map, draw_map), with_ratios(published, at=("output_len",), any_of=CPU)
         ),
-        "latency": Experiment(
-            f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)
-        ),
+        "latency": Experiment(f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)),
         "wrong-tables": Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), with_error_ratios(published)),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
-from swiftllm.core.request import ServiceClass
+from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+    cached_tiers: tuple[Tier, ...] = ()
+    """Where the system caches prefixes."""
+    prompts: Callable[[int], tuple[int, ...]] | None = None
+    """Token ids of the prompt of a row, by its place: for workloads that share beginnings. None: placeholders."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -84,12 +88,13 @@ def build_engine(task: SimulatedTask) -> Engine:
         max_num_seqs=task.limits.max_num_seqs,
         max_model_len=task.limits.max_model_len,
         strategy=task.strategy,
-        vocab_size=PLACEHOLDER_PROMPTS.vocab_size,
+        vocab_size=PLACEHOLDER_PROMPTS.vocab_size if task.prompts is None else 1 << 31,
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
         scheduler_table=task.believed,
         weights=hardware.weights,
+        cached_tiers=task.cached_tiers,
     )
 
 
@@ -98,7 +103,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        requests = open_loop_requests(placeholder_workload(told_lengths(task)))
+        requests = open_loop_requests(placeholder_workload(told_lengths(task), task.prompts))
         limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
         result = replay_requests(engine, requests, progress.update, **limits)
     records = with_classes(result.records, task.lengths)
@@ -115,7 +120,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "cpu_kernel": task.hardware.table.identity.get("cpu_kernel"),
         "cpu_threads": task.hardware.table.identity.get("cpu_threads"),
         **workload_values(task.lengths, PLACEHOLDER_PROMPTS),
-        "prompts": "placeholder token ids",
+        "prompts": "placeholder token ids" if task.prompts is None else "token ids that share beginnings",
         "cpu_bandwidth_gb_s": None,
         **task.values,
         **compute_metrics(records, wall_s, result.stats, targets, task.duration_s),
@@ -144,12 +149,11 @@ def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[Re
     )
 
 
-def placeholder_workload(lengths: Lengths) -> Workload:
-    """A workload of prompts with the right lengths and meaningless tokens, which a simulation never reads."""
-    requests = tuple(
-        ReplayRequest(
-            f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens, row.service_class
-        )
-        for index, row in enumerate(lengths.rows)
-    )
-    return Workload(lengths, requests)
+def placeholder_workload(lengths: Lengths, prompts: Callable[[int], tuple[int, ...]] | None = None) -> Workload:
+    """A workload of prompts with the right lengths and meaningless tokens, of which a simulation only reads whether
+    they are the same; by default they are all the same."""
+    name, requests = lengths.spec.name, []
+    for index, row in enumerate(lengths.rows):
+        prompt = (0,) * row.input_tokens if prompts is None else prompts(index)
+        requests.append(ReplayRequest(f"{name}-{index}", row.arrival_s, prompt, row.output_tokens, row.service_class))
+    return Workload(lengths, tuple(requests))

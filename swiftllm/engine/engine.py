@@ -109,6 +109,7 @@ class Engine:
         self.executor = executor
         self.backend = backend
         self.tokenizer = tokenizer
+        policy.manage_copies(residents.kv)
         self._hosts = hosts
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -50,6 +50,7 @@ class Residents:
         self.kv = kv
         self.now = now
         self.rules = rules
+        kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # as many as an iteration fills
         self.num_preemptions = self.iteration = 0
         self.cohorts = Cohorts()
         self.may_swap_out: Callable[[Request], bool] = lambda request: True
