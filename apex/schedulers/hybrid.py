@@ -22,7 +22,6 @@ from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
 
-
 MOST_COPIES = 4096  # cached blocks that a plan copies to the CPU tier at most, however fast PCIe is
 
 

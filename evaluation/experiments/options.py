@@ -38,6 +38,9 @@ Jobs = Annotated[
 ]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
 
+# Without a GPU the lane takes the GPU's part, so it must have the same size in all systems. The papers' systems have no
+# prefix cache, and in one that has it a repeated run would not compute its prompts.
+MEASURED = {"lane_threads": 1, "enable_prefix_caching": False}
 SERVER_DECIDES = ("gpu_requests", "num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
 
 
@@ -261,8 +264,7 @@ def engine_config(settings: Mapping[str, Any], options: FigureOptions) -> Engine
         cpu_threads=options.cpu_threads,
         cpu_kernel=options.cpu_kernel,
     )
-    # Without a GPU the lane takes the GPU's part, so it must have the same size in all systems.
-    return EngineConfig(str(model_folder(options.model)), **{"lane_threads": 1, **settings["engine"], **chosen})
+    return EngineConfig(str(model_folder(options.model)), **{**MEASURED, **settings["engine"], **chosen})
 
 
 def connect_servers(options: FigureOptions) -> tuple[Server, ...]:

@@ -48,8 +48,8 @@ class HostWatch(Protocol):
 class EngineStats:
     """Sums over all iterations. Times are seconds of the engine's clock.
 
-    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those that
-    were found there, by tier: once a request, when it has its first token.
+    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those of
+    them that were found there, by tier: once a request, when it has its first token.
     """
 
     iterations: int = 0

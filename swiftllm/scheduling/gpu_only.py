@@ -8,7 +8,7 @@ Modelled of vLLM:
 - If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
 - A step that preempts admits no request of the class that it preempts.
 
-Not modelled: prefix caching, the effects of CUDA graphs, speculative decoding, priorities. Service classes are this
+Its prefix cache is the one of all systems (swiftllm/kv). Not modelled: the effects of CUDA graphs, speculative decoding, priorities. Service classes are this
 project's own and the same in every scheduler.
 """
 

@@ -69,7 +69,7 @@ class GenerationRequest(Lenient):
     """OpenAI's. A request with "flex" is best-effort."""
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    """vLLM's. Only requests with the same salt share cached prefixes, and see by the time of an answer what is cached."""
+    """vLLM's. Only requests with the same salt share cached prefixes, and can tell by their times what is cached."""
 
     @property
     def service_class(self) -> ServiceClass:

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from apex.strategy import StrategyConfig
-from swiftllm.core.request import SamplingParams, ServiceClass, Tier
+from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.scheduling.residents import Residents
 from tests.apex.schedulers.test_schedulers import TABLES, check_queues, drive, make_request
 from tests.reference.fake_backend import VOCABULARY, expected_output
@@ -45,7 +44,7 @@ def check(residents: Residents) -> None:
     check_queues(residents)
     kv = residents.kv
     kv.check_blocks()
-    for tier, running in residents.running.items():
+    for running in residents.running.values():
         for request in running:
             names = request.block_names
             assert request.num_named <= request.num_computed_tokens // kv.block_size
@@ -117,7 +116,7 @@ def test_random_conversations_over_hosts_that_die(system: str) -> None:
 
 @pytest.mark.parametrize("system", ("vllm", "adaptive"))
 def test_resets_and_failures_in_between(system: str) -> None:
-    """After a failure nothing is found that was cached before; after a reset neither, and requests keep their blocks."""
+    """After a failure or a reset nothing is found that was cached before. After a reset requests keep their blocks."""
     for seed in range(3):
         rng = random.Random(seed)
         engine = fake_engine(system, num_gpu_blocks=30, num_cpu_blocks=40, seed=seed, cached_tiers=BOTH)
@@ -143,9 +142,7 @@ def test_resets_and_failures_in_between(system: str) -> None:
 @pytest.mark.parametrize("budget", [512, 8192])
 @pytest.mark.parametrize("pool", ["gpu", "cpu"])
 @pytest.mark.parametrize("system", ["vllm", "apex", "adaptive"])
-def test_a_shared_prompt_is_computed_once_for_requests_that_arrive_together(
-    system: str, pool: str, budget: int
-) -> None:
+def test_requests_that_arrive_together_compute_a_shared_prompt_once(system: str, pool: str, budget: int) -> None:
     """64 requests share 1,000 of 1,100 tokens, or are the same ``n`` times; each computes what is left of it."""
     if system == "vllm" and pool == "cpu":
         pytest.skip("vllm decodes on the GPU alone")

@@ -34,7 +34,9 @@ def compute(kv: KVCacheManager, request: Request) -> Request:
 
 
 def test_a_name_stands_for_all_tokens_before_it_the_salt_and_the_engine() -> None:
-    def names_of(tokens: list[int], salt: str | None = None, of: BlockNames = BlockNames(SIZE)) -> list[bytes]:
+    own = BlockNames(SIZE)
+
+    def names_of(tokens: list[int], salt: str | None = None, of: BlockNames = own) -> list[bytes]:
         request = Request("r", tuple(tokens), SamplingParams(), cache_salt=salt, block_names=[])
         of.extend(request, len(tokens) // SIZE)
         return request.block_names
