@@ -127,9 +127,9 @@ class KVCacheManager:
         found = len(here) + len(there)
         request.num_kv_slots, request.num_named = num_blocks * self.block_size, found
         request.num_uncomputed = request.num_tokens - found * self.block_size
-        if found and not request.output_len:
-            tokens = len(here) * self.block_size, len(there) * self.block_size
-            request.cached_tokens = dict(zip((request.tier, request.tier.other), tokens, strict=True))
+        if not request.output_len:
+            by_tier = {request.tier: len(here) * self.block_size, request.tier.other: len(there) * self.block_size}
+            request.cached_tokens = by_tier if found else None
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
         """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
