@@ -94,14 +94,12 @@ class KVCacheManager:
         """Blocks that come free with all of these requests of one tier. Others may share some of theirs."""
         if not self._caching:
             return sum(map(self.num_held, requests))
-        tables = (self.block_tables.get(request.request_id, ()) for request in requests)
-        holders, allocator = (
-            Counter(chain.from_iterable(tables)),
-            self.allocators[requests[0].tier] if requests else None,
-        )
+        holders: dict[BlockAllocator, Counter[int]] = {}
+        for request in requests:
+            if table := self.block_tables.get(request.request_id):
+                holders.setdefault(self.pool_of(request), Counter()).update(table)
         return sum(
-            count == (allocator.pool_of(block) if isinstance(allocator, HostPools) else allocator).num_holders(block)
-            for block, count in holders.items()
+            count == pool.num_holders(block) for pool, counts in holders.items() for block, count in counts.items()
         )
 
     # -- blocks of requests -------------------------------------------------------------------------------------------
@@ -283,14 +281,16 @@ class KVCacheManager:
         here: dict[int, int] = {}
         there: dict[int, int] = {}
         other = self._other_pool(pool)
+        on_gpu = pool is self.allocators[Tier.GPU]
+        too_early = () if on_gpu else self._arriving
         for i, name in enumerate(names if pool.caches else ()):
             if (block := pool.find(name)) is not None:
                 here[i] = block
-            elif other is not None and (block := other.find(name)) is not None:
+            elif other is not None and (block := other.find(name)) is not None and block not in too_early:
                 there[i] = block
             else:
                 break
-        if there and not self.copying_pays(Tier.GPU if pool is not self.allocators[Tier.GPU] else Tier.CPU, len(there)):
+        if there and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, len(there)):
             first = min(there)
             return {i: block for i, block in here.items() if i < first}, {}
         return here, there
