@@ -321,6 +321,10 @@ class KVCacheManager:
         if source is Tier.CPU:
             self._arriving.update(targets)
 
+    def is_filled_by(self, swap: Swap, request: Request) -> bool:
+        """Whether a swap fills blocks of a request that is in the tier where it goes."""
+        return not set(swap.target_blocks).isdisjoint(self.block_tables[request.request_id])
+
     def forget_copies(self, swap: Swap) -> None:
         """Forget the blocks that a swap fills: it is not known whether it did."""
         pools, target = self.host_pools, self.allocators[Tier.GPU]
