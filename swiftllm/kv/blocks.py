@@ -64,6 +64,16 @@ class KVCacheManager:
         self._copies_left = self.most_copies
         self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
 
+    @property
+    def moves(self) -> list[Swap]:
+        """The swaps of the plan being made by which requests move, all in one direction."""
+        return [swap for swap in self.swaps if swap.request is not None]
+
+    @property
+    def move_source(self) -> Tier | None:
+        """The tier that they leave."""
+        return self.moves[0].source if self.moves else None
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

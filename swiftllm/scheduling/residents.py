@@ -252,7 +252,7 @@ class Residents:
 
     def push_out(self, request: Request) -> None:
         """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
-        moves = request.service_class in self.rules.spills and self.move_source is not Tier.CPU
+        moves = request.service_class in self.rules.spills and self.kv.move_source is not Tier.CPU
         moves = moves and can_hold(self.kv, Tier.CPU, request) and self.kv.may_move_out(request)
         if moves and self.may_swap_out(request):
             num_blocks = self.kv.num_held(request)
@@ -268,16 +268,6 @@ class Residents:
         if not self.rules.stores_by_age:
             return self.yielding(Tier.CPU, request)
         return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
-
-    @property
-    def moves(self) -> list[Swap]:
-        """The swaps of the plan being made by which requests move, all in one direction."""
-        return [swap for swap in self.kv.swaps if swap.request is not None]
-
-    @property
-    def move_source(self) -> Tier | None:
-        """The tier that they leave."""
-        return self.moves[0].source if self.moves else None
 
     def move(self, request: Request, target: Tier) -> None:
         source = request.tier
