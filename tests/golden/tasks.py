@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -134,7 +134,9 @@ def _of_large(value: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    """The fields that differ from their defaults: a new one that no task sets changes nothing."""
+    values = {field: getattr(value, field.name) for field in fields(value)}
+    return {field.name: one for field, one in values.items() if field.default is MISSING or one != field.default}
 
 
 def _hash(text: str) -> str:
