@@ -18,7 +18,6 @@ from apex.cli.output import number
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.machines import IDEAL, machine_points, with_machine_totals
 from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.runner import Point
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
@@ -59,11 +58,12 @@ def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
     console.print(rows_table(lines, COLUMNS))
 
 
-def points(options: Options) -> Sequence[Point]:
-    return machine_points(experiment_settings(NAME, options.config))
-
-
-EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), points, with_machine_totals)
+EXPERIMENT = Experiment(
+    NAME,
+    lambda run, console: print_machines(run.summary, console),
+    lambda options: machine_points(experiment_settings(NAME, options.config)),
+    with_machine_totals,
+)
 main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
@@ -34,7 +34,7 @@ from evaluation.experiments.omniserve.served import (
     served_point,
 )
 from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
-from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings
+from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings, given
 from evaluation.experiments.runner import Point, Run
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.plots.style import show_figure
@@ -44,22 +44,10 @@ from evaluation.results.provenance import model_identity
 from swiftllm.systems import find_system
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
-SECTIONS: Mapping[FigureName, str] = {
-    "a10": "a10",
-    "a10-limits": "a10-limits",
-    "10": "fig10",
-    "11": "fig11",
-    "12": "fig12",
-    "13": "fig13",
-    "14": "fig14",
-    "15": "fig10",
-    "16": "fig11",
-    "17": "fig17",
-    "18": "fig18",
-    "19": "fig19",
-}
-"""The section of the experiment file, and result folder, of each simulated figure: one run has both classes."""
 HTTP = "http"
+SIMULATED = tuple(name for name in get_args(FigureName) if name != HTTP)
+ALSO_DRAWN = {"15": "10", "16": "11"}
+"""Figures of best-effort requests, and the figure of the same run for the latency-sensitive ones."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class Options(TraceOptions):
     interrupted run.
     """
 
-    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = tuple(SECTIONS)
+    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = SIMULATED
     """Figures of the paper. 10, 11, 12: attainment over request rate; 13: over the target; 14: under bursts;
     15, 16, 17: best-effort throughput (15 and 16 are drawn with 10 and 11); 18: CPU hosts; 19: admission control.
     a10: a GPU with little memory, which the paper does not have; a10-limits: where the gain on it ends.
@@ -124,15 +112,15 @@ def as_chosen(grid: Grid, options: Options, seed: int) -> Grid:
     Raises:
         ValueError: a system is unknown.
     """
-    grid = grid.with_(seed=seed if options.seed is None else options.seed, trace_dir=options.trace_dir)
-    if options.duration is not None:
-        grid = grid.with_(duration_s=options.duration)
+    chosen = given(seed=options.seed, duration_s=options.duration)
+    grid = grid.with_(**{"seed": seed, "trace_dir": options.trace_dir, **chosen})
     names = {find_system(name).name for name in options.systems or ()}
     return Grid(tuple(place for place in grid.places() if not names or place["system"] in names))
 
 
 def chosen(options: Options) -> list[str]:
-    return [name_of(HTTP if figure == HTTP else SECTIONS[figure]) for figure in options.figure]
+    figures = [ALSO_DRAWN.get(figure, figure) for figure in options.figure]
+    return [name_of(f"fig{figure}" if figure.isdigit() else figure) for figure in figures]
 
 
 def described(points: Sequence[Point], model: Path) -> dict[str, Any]:

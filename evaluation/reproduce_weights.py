@@ -18,7 +18,7 @@ from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.placements.show import draw_weights
-from evaluation.experiments.runner import Point, Run
+from evaluation.experiments.runner import Run
 from evaluation.plots.style import show_figure
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
@@ -56,11 +56,9 @@ def show(run: Run, console: Console) -> None:
     show_figure(draw_weights(run.summary), run.folder, console)
 
 
-def points(options: Options) -> Sequence[Point]:
-    return weight_points(experiment_settings(NAME, options.config))
-
-
-EXPERIMENT = Experiment(NAME, show, points, with_gains)
+EXPERIMENT = Experiment(
+    NAME, show, lambda options: weight_points(experiment_settings(NAME, options.config)), with_gains
+)
 main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import number, ratio, stdout_console, table
+from apex.cli.output import ratio, stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
@@ -22,6 +22,7 @@ from evaluation.experiments.ablation.rows import BASELINE, MEANINGS
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.identity import identity
 from evaluation.experiments.runner import RunPoint
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import is_simulated
 from evaluation.results.paths import model_folder
@@ -46,8 +47,7 @@ def results_table(summary: Sequence[FlatRecord]) -> Table:
         ("strategy mix", "strategy_mix", "s"),
     )
     records = [{**record, "ratio": ratio(record["output_tokens_per_s"], base)} for record in summary]
-    rows = [[number(record[field], form) for _, field, form in columns] for record in records]
-    result = table([title for title, _, _ in columns], rows, left=("row", "strategy mix"))
+    result = rows_table(records, columns)
     result.columns[0].no_wrap = True
     return result
 

@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def run(config: Path, *figures: str, **options: Any) -> int:
-    return main(Options(figures, duration=3.0, jobs=1, config=config, results_dir=config.parent, **options))
+    return main(Options(figure=figures, duration=3.0, jobs=1, config=config, results_dir=config.parent, **options))
 
 
 def rows_of(results: Path, name: str) -> list[dict[str, Any]]:
