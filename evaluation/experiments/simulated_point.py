@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
-from swiftllm.core.request import ServiceClass
+from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+    cached_tiers: tuple[Tier, ...] = ()
+    """Where the system caches prefixes."""
+    prompts: Callable[[int], tuple[int, ...]] | None = None
+    """Token ids of the prompt of a row, by its place: for workloads that share beginnings. None: placeholders."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
@@ -85,12 +89,13 @@ def build_engine(task: SimulatedTask) -> Engine:
         max_num_seqs=task.limits.max_num_seqs,
         max_model_len=task.limits.max_model_len,
         strategy=task.strategy,
-        vocab_size=PLACEHOLDER_PROMPTS.vocab_size,
+        vocab_size=PLACEHOLDER_PROMPTS.vocab_size if task.prompts is None else 1 << 31,
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
         scheduler_table=task.believed,
         weights=hardware.weights,
+        cached_tiers=task.cached_tiers,
     )
 
 
@@ -100,8 +105,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
         told = told_lengths(task)
-        # Prompts of the right lengths and meaningless tokens, which a simulation never reads.
-        requests = open_loop_requests(with_prompts(told, [(0,) * row.input_tokens for row in told.rows]))
+        requests = open_loop_requests(with_prompts(told, prompts_of(task)))
         limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
         result = replay_requests(engine, requests, progress.update, limit_s=task.duration_s or math.inf, **limits)
     records = with_classes(result.records, task.lengths)
@@ -118,7 +122,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "cpu_kernel": task.hardware.table.identity.get("cpu_kernel"),
         "cpu_threads": task.hardware.table.identity.get("cpu_threads"),
         **workload_values(task.lengths, PLACEHOLDER_PROMPTS),
-        "prompts": "placeholder token ids",
+        "prompts": "placeholder token ids" if task.prompts is None else "token ids that share beginnings",
         "cpu_bandwidth_gb_s": None,
         **task.values,
         **compute_metrics(records, wall_s, result.stats, targets, task.duration_s),
@@ -145,3 +149,11 @@ def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[Re
         replace(record, service_class=row.service_class.value)
         for record, row in zip(records, lengths.rows, strict=True)
     )
+
+
+def prompts_of(task: SimulatedTask) -> list[tuple[int, ...]]:
+    """Prompts of the right lengths. A simulation reads of their tokens only which beginnings are the same."""
+    rows = task.lengths.rows
+    if task.prompts is None:
+        return [(0,) * row.input_tokens for row in rows]
+    return [task.prompts(index) for index in range(len(rows))]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from swiftllm.core.plan import RIDE, CohortPlan, IterationPlan, Rule, StepResult
-from swiftllm.engine.backend import Backend, Batch, Ticket
+from swiftllm.engine.backend import Backend, Batch, HostDied, Ticket
 
 
 @dataclass(eq=False)
@@ -97,8 +97,12 @@ class Executor:
         backend, run, at_work = self.backend, _Run(), self._at_work
         self._plan = plan
         start_s = backend.now()
-        self._remove_leaving(plan, run)
-        with at_work.on([swap.request.request_id for swap in plan.swaps]):
+        try:
+            self._remove_leaving(plan, run)
+        except HostDied as death:
+            death.in_swap = True  # the plan's swaps have not begun
+            raise
+        with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
         with at_work.on(lane=True):
             lane = backend.open_lane(plan.lane) if plan.lane else None

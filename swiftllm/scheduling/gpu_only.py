@@ -8,8 +8,8 @@ Modelled of vLLM:
 - If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
 - A step that preempts admits no request of the class that it preempts.
 
-Not modelled: prefix caching, the effects of CUDA graphs, speculative decoding, priorities. Service classes are this
-project's own and the same in every scheduler.
+Its prefix cache is that of all systems. Not modelled: the effects of CUDA graphs, speculative decoding, priorities.
+Service classes are this project's own and the same in every scheduler.
 """
 
 from __future__ import annotations

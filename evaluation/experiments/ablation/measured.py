@@ -45,7 +45,7 @@ def make_points(options: Options) -> list[Point]:
     origin = Origin("synthetic", "requests of one size, all at once")
     lengths = Lengths(spec, "Requests of one size", origin, (TraceRow(input_len, output_len, 0.0),) * num_requests)
     # On a CPU the lane takes the GPU's part, so it must have the same size in every row.
-    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads}
+    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads, "enable_prefix_caching": False}
     model = str(model_folder(options.model))
     engine = EngineConfig(model, device=options.device, dtype=options.dtype, load_format=options.load_format, **threads)
     blocks = -(-(input_len + output_len) // engine.block_size)
