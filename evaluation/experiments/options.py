@@ -20,10 +20,6 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 ResultsDir = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
 FromFolder = Annotated[Folder, tyro.conf.arg(name="from", metavar="FOLDER")]
 TraceDir = Annotated[Folder, tyro.conf.arg(help="Folder with trace files, searched before the cache.")]
-Jobs = Annotated[
-    int | None,
-    tyro.conf.arg(help="Points to run in parallel; by default one per usable core. The results do not depend on it."),
-]
 Range = Annotated[str | None, tyro.conf.arg(metavar="NAME=LOW..HIGH")]
 
 

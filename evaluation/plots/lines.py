@@ -21,8 +21,8 @@ WIDTH = 1.8
 """Of lines, in points."""
 LABEL_SIZE, MIN_LABEL_GAP = 9, 11
 """In points. Names of lines that end close together are moved apart by the gap."""
-LABEL_DISTANCE = 0.025
-"""Distance from the end of a line to its name, as a fraction of the axes' width."""
+LABEL_DISTANCE, LEAST_DISTANCE = 0.025, 0.095
+"""From the end of a line to its name: a fraction of the axes' width, but at least so many inches."""
 
 PREDICTED_LINE = {"linestyle": (0, (3, 2)), "linewidth": 1.1}
 
@@ -161,14 +161,15 @@ def name_lines(ax: Axes, drawn: Sequence[Series]) -> None:
     to_axes = ax.transData + ax.transAxes.inverted()
     ends = [(to_axes.transform(max(series.points)), series) for series in drawn]
     ends.sort(key=lambda end: end[0][1])
-    height = POINTS_PER_INCH * ax.figure.get_size_inches()[1] * ax.get_position().height
-    places = spread_labels([y for (_, y), _ in ends], MIN_LABEL_GAP / height)
+    width, height = ax.figure.get_size_inches() * ax.get_position().size
+    distance = max(LABEL_DISTANCE, LEAST_DISTANCE / width)
+    places = spread_labels([y for (_, y), _ in ends], MIN_LABEL_GAP / (POINTS_PER_INCH * height))
     for ((x, y), series), place in zip(ends, places, strict=True):
         ax.annotate(
             series.label,
             (x, y),
             xycoords="axes fraction",
-            xytext=(x + LABEL_DISTANCE, place),
+            xytext=(x + distance, place),
             textcoords="axes fraction",
             arrowprops={"arrowstyle": "-", "color": series.colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
             va="center",
