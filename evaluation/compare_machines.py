@@ -12,23 +12,21 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
-from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
-from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
-from evaluation.experiments.runner import one_line_errors
+from apex.cli.output import number
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.machines import IDEAL, machine_points, with_machine_totals
+from evaluation.experiments.options import RunOptions, experiment_settings
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.frame import grouped
 
 NAME = "machines"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """Which machine with several GPUs for which model, and how: replicas of the engine or tensor parallelism, and what
     CPU attention adds. SIMULATED (predicted times, no GPU needed).
 
@@ -36,58 +34,37 @@ class Options:
     results/machines/<run>/. Running the same command again continues an interrupted run.
     """
 
-    jobs: Jobs = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/machines.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to machines/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; print again from the summary.json of this result folder."""
+
+COLUMNS = (
+    ("machine", "machine", "s"), ("model", "model", "s"), ("in/out", "lengths", "s"), ("replicas", "arrangement", "s"),
+    ("system", "system", "s"), ("tok/s", "rate", ""), ("/ GPU only", "ratio_to_gpu_only", ".2f"),
+    ("all-reduce", "all_reduce_share", ".0%"), ("CPU busy", "cpu_busy_fraction", ".0%"),
+)  # fmt: skip
 
 
 def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each system, machine, model, arrangement and pair of lengths; the best of a machine is bold."""
-    shown = [row for row in rows if row["run"] != IDEAL]
-    best: dict[tuple[str, ...], float] = {}
-    for row in shown:
-        best[_question(row)] = max(best.get(_question(row), 0.0), row["machine_tokens_per_s"] or 0.0)
     lines = []
-    for row in shown:
-        rate = number(row["machine_tokens_per_s"], ",.0f")
-        is_best = row["machine_tokens_per_s"] == best[_question(row)]
-        lines.append(
-            (
-                row["machine"],
-                row["model"],
-                f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}",
-                f"{row['replicas']} x {row['tensor_parallel']} GPU",
-                row["system"],
-                f"[bold]{rate}[/]" if is_best else rate,
-                number(row["ratio_to_gpu_only"], ".2f"),
-                number(row["all_reduce_share"], ".0%"),
-                number(row["cpu_busy_fraction"], ".0%"),
-            )
-        )
-    titles = ("machine", "model", "in/out", "replicas", "system", "tok/s", "/ GPU only", "all-reduce", "CPU busy")
+    for row in (row for row in rows if row["run"] != IDEAL):
+        lengths = f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}"
+        arrangement = f"{row['replicas']} x {row['tensor_parallel']} GPU"
+        lines.append({**row, "lengths": lengths, "arrangement": arrangement})
+    for here in grouped(lines, "machine", "model", lambda row: f"{row['input_len']:.0f}").values():
+        best = max(row["machine_tokens_per_s"] or 0.0 for row in here)
+        for row in here:
+            rate = number(row["machine_tokens_per_s"], ",.0f")
+            row["rate"] = f"[bold]{rate}[/]" if row["machine_tokens_per_s"] == best else rate
     console.print("[bold]SIMULATED[/]: output tokens per second of the whole machine; the best of each is bold")
-    console.print(table(titles, lines, left=("machine", "model", "in/out", "replicas", "system")))
+    console.print(rows_table(lines, COLUMNS))
 
 
-def _question(row: FlatRecord) -> tuple[str, ...]:
-    return row["machine"], row["model"], f"{row['input_len']:.0f}"
-
-
-EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), with_machine_totals)
-
-
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [EXPERIMENT])
-    points, refused = make_machine_points(experiment_settings(NAME, options.config))
-    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
-
+EXPERIMENT = Experiment(
+    NAME,
+    lambda run, console: print_machines(run.summary, console),
+    lambda options: machine_points(experiment_settings(NAME, options.config)),
+    with_machine_totals,
+)
+main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

@@ -9,67 +9,49 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
 
-from apex.cli.output import stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
-from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
+from apex.cli.output import table
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.identity import identity
+from evaluation.experiments.omniserve.points import omniserve_points, read_grid
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
-    alone_point,
     contract,
     found_here,
-    make_served_points,
+    read_http_grid,
     run_served_point,
+    served_point,
 )
-from evaluation.experiments.options import (
-    File,
-    Folder,
-    FromFolder,
-    Jobs,
-    Names,
-    ResultsDir,
-    TraceDir,
-    experiment_settings,
-)
-from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
-from evaluation.figures.omniserve.draw import draw_omniserve
-from evaluation.figures.omniserve.tables import print_omniserve
-from evaluation.figures.style import show_figure
+from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
+from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings, given
+from evaluation.experiments.runner import Point, Run
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
-from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from swiftllm.systems import find_system
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
-SECTIONS: Mapping[FigureName, str] = {
-    "a10": "a10",
-    "a10-limits": "a10-limits",
-    "10": "fig10",
-    "11": "fig11",
-    "12": "fig12",
-    "13": "fig13",
-    "14": "fig14",
-    "15": "fig10",
-    "16": "fig11",
-    "17": "fig17",
-    "18": "fig18",
-    "19": "fig19",
-}
-"""The section of the experiment file, and result folder, of each simulated figure: one run has both classes."""
 HTTP = "http"
+SIMULATED = tuple(name for name in get_args(FigureName) if name != HTTP)
+ALSO_DRAWN = {"15": "10", "16": "11"}
+"""Figures of best-effort requests, and the figure of the same run for the latency-sensitive ones."""
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TraceOptions):
     """The figures of OmniServe's evaluation, SIMULATED (predicted times, no GPU needed), but for figure http.
 
     Defaults come from configs/experiments/omniserve.yaml. Results, figure and provenance go to
@@ -77,7 +59,7 @@ class Options:
     interrupted run.
     """
 
-    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = tuple(SECTIONS)
+    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = SIMULATED
     """Figures of the paper. 10, 11, 12: attainment over request rate; 13: over the target; 14: under bursts;
     15, 16, 17: best-effort throughput (15 and 16 are drawn with 10 and 11); 18: CPU hosts; 19: admission control.
     a10: a GPU with little memory, which the paper does not have; a10-limits: where the gain on it ends.
@@ -91,68 +73,81 @@ class Options:
     """Seconds of every point, virtual ones but for http; by default from the experiment file."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: Jobs = None
-    trace_dir: TraceDir = None
     model: Folder = None
     """Folder of the model that figure http serves; by default SmolLM2-135M-Instruct."""
-    config: File = None
-    """Experiment file to use instead of configs/experiments/omniserve.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to omniserve-<figure>/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from this result folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.duration is not None and self.duration <= 0:
             raise ValueError(f"--duration {self.duration:g} must be more than 0 seconds")
 
 
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    settings, console = experiment_settings("omniserve", options.config), stdout_console()
-    experiments = {
-        section: Experiment(name_of(section), functools.partial(show, here, name_of(section)), with_service_ratios)
-        for section, here in settings["figures"].items()
-    }
-    served = Experiment(name_of(HTTP), functools.partial(show_served, settings[HTTP]), with_service_ratios)
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [*experiments.values(), served])
-    selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
-    sections = dict.fromkeys(SECTIONS[figure] for figure in options.figure if figure != HTTP)
-    points = {section: make_omniserve_points(settings, section, selection) for section in sections}
-    status = run_served(served, options, settings, selection, console) if HTTP in options.figure else 0
-    for section, here in points.items():
-        status = max(status, experiments[section].run(here, options.results_dir, console, options.jobs))
-    return status
+def experiments(options: Options) -> list[Experiment]:
+    """Those of the sections of the experiment file, and the one that serves."""
+    settings = experiment_settings("omniserve", options.config)
+
+    def simulated(section: str, here: Mapping[str, Any]) -> Experiment:
+        def points(options: Options) -> list[Point]:
+            grid = read_grid(settings, section, "quick" if options.quick else None)
+            return omniserve_points(settings, as_chosen(grid, options, settings["seed"]))
+
+        name = name_of(section)
+        return Experiment(name, functools.partial(show, here, name), points, with_service_ratios)
+
+    model = functools.cache(lambda: model_folder(options.model))
+    served = Experiment(
+        name_of(HTTP),
+        functools.partial(show_served, settings[HTTP]),
+        lambda options: served_points(options, settings, model()),
+        with_service_ratios,
+        run_served_point,
+        lambda points: described(points, model()),
+    )
+    return [served, *(simulated(section, here) for section, here in settings["figures"].items())]
 
 
-def run_served(
-    experiment: Experiment, options: Options, settings: Mapping[str, Any], selection: Selection, console: Console
-) -> int:
-    """Figure http: the machine first, then the systems. Returns the exit status.
+def as_chosen(grid: Grid, options: Options, seed: int) -> Grid:
+    """The grid with the options; of its systems those that are chosen.
 
     Raises:
-        ValueError: there is no model.
+        ValueError: a system is unknown.
     """
-    from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
+    chosen = given(seed=options.seed, duration_s=options.duration)
+    grid = grid.with_(**{"seed": seed, "trace_dir": options.trace_dir, **chosen})
+    names = {find_system(name).name for name in options.systems or ()}
+    return Grid(tuple(place for place in grid.places() if not names or place["system"] in names))
 
+
+def chosen(options: Options) -> list[str]:
+    figures = [ALSO_DRAWN.get(figure, figure) for figure in options.figure]
+    return [name_of(f"fig{figure}" if figure.isdigit() else figure) for figure in figures]
+
+
+def described(points: Sequence[Point], model: Path) -> dict[str, Any]:
+    return {"model": model_identity(model), "points": identity(points)}
+
+
+def served_points(options: Options, settings: Mapping[str, Any], model: Path) -> list[Point]:
+    """The points of figure http. Latency-sensitive requests alone come first: they decide the targets and the pool.
+
+    Raises:
+        ValueError: they could not be measured.
+    """
     stop_on_sigterm()
-    model, logs = model_folder(options.model), options.results_dir / experiment.name / "logs"
+    section = settings[HTTP]
+    grid = read_http_grid(section, "quick" if options.quick else None)
+    first = as_chosen(grid.only("panel", ["alone"]), replace(options, systems=None), settings["seed"])
+    logs, name = options.results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
 
-    def described(points: Sequence[Point]) -> dict[str, Any]:
-        tasks = [{"key": point.key, **point.task.describe()} for point in points]
-        return {"model": model_identity(model), "points": tasks}
+    def points(grid: Grid, **found: Any) -> list[Point]:
+        return [served_point(place, section["streams"], model, logs) for place in grid.with_(**found).places()]
 
-    name, points = f"{experiment.name}-alone", [alone_point(settings, selection, model, logs)]
-    setting = {"experiment": name, **described(points)}
-    alone = run_experiment(name, setting, points, run_served_point, options.results_dir, console)
-    if not alone.summary:
-        return alone.print_outcome(console)
-    points = make_served_points(settings, found_here(settings, alone.summary[0]), selection, model, logs)
-    return experiment.run(
-        points, options.results_dir, console, configuration=described(points), run_point=run_served_point
-    )
+    alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))
+    measured = alone.run(points(first, panel="ample", num_gpu_blocks=section["ample_blocks"]), options.results_dir)
+    if not measured.summary:
+        raise ValueError(f"nothing was measured on this machine; see errors/ in {measured.folder}")
+    rest = as_chosen(grid.only("panel", ["both", "queued"]), options, settings["seed"])
+    return points(Grid(first.panels + rest.panels), **found_here(section, measured.summary[0]))
 
 
 def show_served(section: Mapping[str, Any], run: Run, console: Console) -> None:
@@ -175,5 +170,7 @@ def show(section: Mapping[str, Any], name: str, run: Run, console: Console) -> N
     show_figure(draw_omniserve(section, run.summary), run.folder, console)
 
 
+main = command(Options, experiments, chosen)
+
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

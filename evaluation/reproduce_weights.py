@@ -12,25 +12,22 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
-from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
-from evaluation.experiments.placements.points import make_weight_points, with_gains
-from evaluation.experiments.runner import Run, one_line_errors
-from evaluation.figures.placements.weights import draw_weights
-from evaluation.figures.style import show_figure
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.options import RunOptions, experiment_settings
+from evaluation.experiments.placements.points import weight_points, with_gains
+from evaluation.experiments.placements.show import draw_weights
+from evaluation.experiments.runner import Run
+from evaluation.plots.style import show_figure
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
 
 NAME = "weights"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """Models in 16 and 4 bits on cards that hold them or not, with and without the CPU tier of KV cache. SIMULATED
     (predicted times, no GPU needed).
 
@@ -38,36 +35,20 @@ class Options:
     results/weights/<run>/. Running the same command again continues an interrupted run.
     """
 
-    jobs: Jobs = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/weights.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to weights/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from the summary.json of this result folder."""
+
+COLUMNS = (
+    ("GPU", "gpu", "s"), ("host", "host", "s"), ("model", "model", "s"), ("weights", "weights", "s"),
+    ("in/out", "mean_lengths", "s"), ("run", "run", "s"), ("tok/s", "output_tokens_per_s", ",.1f"),
+    ("/ GPU-only", "ratio_to_gpu_only", ".2f"), ("GPU busy", "gpu_busy_fraction", ".0%"), ("placed", "placement", "s"),
+)  # fmt: skip
 
 
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each machine, model, weights, lengths and run."""
-    lines = [
-        (
-            row["gpu"],
-            row["host"],
-            row["model"],
-            row["weights"],
-            row["mean_lengths"].replace(" in, ", "/").replace(" out", ""),
-            row["run"],
-            number(row["output_tokens_per_s"], ",.1f"),
-            number(row["ratio_to_gpu_only"], ".2f"),
-            number(row["gpu_busy_fraction"], ".0%"),
-            row["placement"],
-        )
-        for row in rows
-    ]
-    titles = ("GPU", "host", "model", "weights", "in/out", "run", "tok/s", "/ GPU-only", "GPU busy", "placed")
+    lines = [{**row, "mean_lengths": row["mean_lengths"].replace(" in, ", "/").replace(" out", "")} for row in rows]
     console.print("[bold]SIMULATED[/]: output tokens per second; 4-bit products are as fast as assumed")
     console.print("placed: boundaries that are resident / streamed / on the CPU")
-    console.print(table(titles, lines, left=("GPU", "host", "model", "weights", "in/out", "run", "placed")))
+    console.print(rows_table(lines, COLUMNS))
 
 
 def show(run: Run, console: Console) -> None:
@@ -75,17 +56,10 @@ def show(run: Run, console: Console) -> None:
     show_figure(draw_weights(run.summary), run.folder, console)
 
 
-EXPERIMENT = Experiment(NAME, show, with_gains)
-
-
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [EXPERIMENT])
-    points, refused = make_weight_points(experiment_settings(NAME, options.config))
-    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
-
+EXPERIMENT = Experiment(
+    NAME, show, lambda options: weight_points(experiment_settings(NAME, options.config)), with_gains
+)
+main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,16 @@ from rich.console import Console
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import Targets, compute_metrics
-from apex.replay.records import ReplayRequest, RequestRecord
+from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
+from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload
+from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
@@ -103,9 +104,10 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        requests = open_loop_requests(placeholder_workload(told_lengths(task), task.prompts))
-        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
-        result = replay_requests(engine, requests, progress.update, **limits)
+        told = told_lengths(task)
+        requests = open_loop_requests(with_prompts(told, prompts_of(task)))
+        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
+        result = replay_requests(engine, requests, progress.update, limit_s=task.duration_s or math.inf, **limits)
     records = with_classes(result.records, task.lengths)
     busy, wall_s = engine.backend.busy, result.wall_s
     targets = Targets(task.strategy.ttft_slo_s, task.strategy.tpot_slo_s)
@@ -149,11 +151,9 @@ def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[Re
     )
 
 
-def placeholder_workload(lengths: Lengths, prompts: Callable[[int], tuple[int, ...]] | None = None) -> Workload:
-    """A workload of prompts with the right lengths and meaningless tokens, of which a simulation only reads whether
-    they are the same; by default they are all the same."""
-    name, requests = lengths.spec.name, []
-    for index, row in enumerate(lengths.rows):
-        prompt = (0,) * row.input_tokens if prompts is None else prompts(index)
-        requests.append(ReplayRequest(f"{name}-{index}", row.arrival_s, prompt, row.output_tokens, row.service_class))
-    return Workload(lengths, tuple(requests))
+def prompts_of(task: SimulatedTask) -> list[tuple[int, ...]]:
+    """Prompts of the right lengths. A simulation reads of their tokens only which beginnings are the same."""
+    rows = task.lengths.rows
+    if task.prompts is None:
+        return [(0,) * row.input_tokens for row in rows]
+    return [task.prompts(index) for index in range(len(rows))]

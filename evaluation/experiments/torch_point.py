@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 WARM_UP_REQUESTS = 2
 WARM_UP_TOKENS = 4
+ENGINE_FIELDS = ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
+"""Summary fields that an engine says of itself."""
 
 EngineFactory = Callable[[str, EngineConfig], "Engine"]
 
@@ -80,7 +83,7 @@ def measure(
 
         on_step()
         others = OtherWork()
-        limits = {"stall_timeout_s": task.stall_timeout_s, **time_limit(task.duration_s)}
+        limits = {"stall_timeout_s": task.stall_timeout_s, "limit_s": task.duration_s or math.inf}
         result = replay_requests(engine, requests, update, **limits)
         others_busy_cores = others.busy_cores()
     description, device_type = engine.describe(), engine.backend.device.type
@@ -89,16 +92,11 @@ def measure(
         "backend": f"torch-{device_type}",
         "gpu": description["device"] if device_type == "cuda" else None,
         "model": Path(task.engine.model).name,
-        **{
-            name: description[name]
-            for name in ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
-        },
+        **{name: description[name] for name in ENGINE_FIELDS},
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
         **compute_metrics(result.records, result.wall_s, result.stats, window_s=task.duration_s),
-        "iterations": result.stats.get("iterations"),
-        "preemptions": result.stats.get("preemptions"),
-        "swapped_blocks": result.stats.get("swapped_blocks"),
+        **{name: result.stats.get(name) for name in ("iterations", "preemptions", "swapped_blocks")},
         "others_busy_cores": others_busy_cores,
     }
     return PointResult(values, result.records, {"engine": description, "engine_stats": dict(result.stats)})
@@ -113,11 +111,6 @@ def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
     if workload.lengths.spec.concurrency is not None:
         raise ValueError("a closed loop needs a server; an engine in this process replays arrivals only")
     return workload.requests
-
-
-def time_limit(duration_s: float | None) -> dict[str, float]:
-    """The argument of a replay that cuts it after ``duration_s``."""
-    return {} if duration_s is None else {"limit_s": duration_s}
 
 
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import datetime
 import fnmatch
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +26,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from evaluation.gpu.report import missing_packages
 from evaluation.gpu.runner import Part, Stage, run_stage, run_stages
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
 GPU_NAME_S = 90.0
@@ -53,26 +53,21 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
     coded, more_tokens = ((), ()) if rehearse else (("quantised", "library"), ("tokens-float32", "tokens-streamed"))
     operations = (*KERNEL_CHECKS, "prefill-attention", "sampling", *coded)
+    tokens = Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
+    random_load = Part("random-load", (*check, "--seconds", str(load_s), "random-load"))
     stages = [
-        Stage("build", 150.0, (Part("build", (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")),)),
-        Stage("machine", 60.0, (Part("machine", (*bench, "--parts", "versions", "memory", "gemm")),)),
+        one("build", 150.0, sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+        one("machine", 60.0, *bench, "--parts", "versions", "memory", "gemm"),
         Stage("kernels", 150.0, (Part("operations", (*check, *operations)),)),
-        Stage(
-            "tokens",
-            180.0,
-            (
-                Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens)),
-                Part("random-load", (*check, "--seconds", str(load_s), "random-load")),
-            ),
-        ),
-        Stage("speeds", 200.0, (Part("speeds", bench),)),
+        Stage("tokens", 180.0, (tokens, random_load)),
+        one("speeds", 200.0, *bench),
     ]
     # Profiles are kept with the results, and none is taken from elsewhere.
     measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "evaluation/gpu/check.py")
     for case, systems in cases.items():
         for system, limit_s in systems.items():
             options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
-            stages.append(Stage(f"{system}-{case}", limit_s, (Part(f"{system}-{case}", (*measure, *options)),)))
+            stages.append(one(f"{system}-{case}", limit_s, *measure, *options))
     if not rehearse and (found := find_sanitizer()) is not None:
         # Tensors of their own, since it knows the ends of what CUDA allocates, and not what torch makes of it; and
         # accesses alone: that torch and CUDA ask each other for functions that are not there is no fault of ours.
@@ -81,6 +76,11 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
         stages.append(Stage("sanitizer", 300.0, (Part("compute-sanitizer", command),)))
     factor = REHEARSAL_FACTOR if rehearse else 1.0
     return [Stage(stage.name, factor * stage.limit_s, stage.parts) for stage in stages]
+
+
+def one(name: str, limit_s: float, *command: str) -> Stage:
+    """A stage of one part, which has its name."""
+    return Stage(name, limit_s, (Part(name, command),))
 
 
 def find_sanitizer() -> str | None:
@@ -162,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not installed here, so nothing that needs them is checked: {', '.join(missing)}", flush=True)
     if not options.rehearse and find_sanitizer() is None:
         print("compute-sanitizer is not here: its stage is left out", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stop_on_sigterm()
     all_well, _ = run_stages(chosen, folder, end_s)
-    report = Part("report", (sys.executable, "evaluation/gpu/report.py", str(folder)))
-    all_well &= run_stage(Stage("report", END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0), (report,)), folder)
+    limit_s = END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0)
+    all_well &= run_stage(one("report", limit_s, sys.executable, "evaluation/gpu/report.py", str(folder)), folder)
     if left := [stage.name for stage in stages if not stage.is_done(folder)]:
         same = f"{'--rehearse ' if options.rehearse else ''}--minutes {options.minutes:g}"
         print(f"gpu_check: not done yet: {', '.join(left)}\nto go on: scripts/gpu_check.sh {same} {folder}")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from apex.cli.output import strategy_mix
 from apex.cli.profile import attention_rate
-from apex.replay.metrics import predicted_over_actual
 from apex.schedulers.inequality import offload_bound_tokens_per_s
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, Row, chosen_rows
+from evaluation.experiments.ablation.rows import BASELINE, Row, chosen_rows, with_mix
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
-from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
@@ -63,18 +60,6 @@ def make_points(options: Options) -> list[Point]:
     return points
 
 
-def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
-    """Everything that decides the numbers."""
-
-    def described(point: Point) -> dict[str, Any]:
-        row, task = point.task.row, point.task.task
-        engine = {name: value for name, value in asdict(task.engine).items() if name != "model"}
-        return {"key": point.key, "row": asdict(row), "engine": engine, "lengths": task.lengths.digest()}
-
-    model = model_identity(model_folder(options.model))
-    return {"experiment": "ablation", "model": model, "points": [described(point) for point in points]}
-
-
 def run_row(point: Point, label: str, console: Console) -> PointResult:
     """Run a point with its row's strategy, and add the values from which the bound is computed."""
     row, task = point.task.row, point.task.task
@@ -88,14 +73,7 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
         return engine
 
     result = run_torch_point(replace(point, task=task), label, console, build)
-    stats = result.details["engine_stats"]
-    values = {
-        **result.values,
-        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
-        "predicted_over_actual": predicted_over_actual(stats),
-        **predictions,
-    }
-    return replace(result, values=values)
+    return with_mix(replace(result, values={**result.values, **predictions}))
 
 
 def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:

@@ -1,0 +1,56 @@
+"""The shapes of the papers' figures, on reduced runs of their simulated machines."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from apex.simulator.paper_settings import load_setting
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import figure_grid, simulated_points
+from evaluation.experiments.points import run_point
+
+NEVER_BELOW = 0.97
+SLOW_CPU_GB_S = 30.0
+
+
+def rates(grid: Grid) -> list[dict[str, float]]:
+    """Output tokens/s of each system, for each point of the only panel of a grid."""
+    points = simulated_points(grid)
+    values = [run_point(point, point.label, Console(quiet=True)).values for point in points]
+    assert all(value["failed"] == 0 for value in values)
+    places = {value["output_len"]: {} for value in values}
+    for value in values:
+        places[value["output_len"]][value["system"]] = value["output_tokens_per_s"]
+    return list(places.values())
+
+
+def panel_of(figure: str, index: int, num_requests: int, systems: tuple[str, ...]) -> Grid:
+    section = {**experiment_settings(figure)["simulated"], "baseline": systems[0]}
+    return Grid(
+        figure_grid(section, FigureOptions(systems=systems, num_requests=num_requests)).panels[index : index + 1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("figure", "index", "num_requests"),
+    [("fig5", 0, 100), ("fig5", 1, 200), ("fig5", 2, 120), ("fig5", 3, 60), ("fig7", 0, 80)],
+)
+def test_offloading_never_loses_on_the_papers_workloads(figure: str, index: int, num_requests: int) -> None:
+    grid = panel_of(figure, index, num_requests, ("swiftllm", "neo", "apex"))
+    if figure == "fig7":
+        grid = grid.with_(output_len=[50, 300, 1000])
+    for point in rates(grid):
+        for system in ("neo", "apex"):
+            assert point[system] >= NEVER_BELOW * point["swiftllm"], (grid.panels, system, point)
+
+
+def test_apex_gains_on_neo_with_the_output_length_when_the_cpu_is_slow() -> None:
+    """An A10 with CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
+    assert 0.1 * load_setting("apex-a10").gpu_attention_gb_s() > SLOW_CPU_GB_S
+    grid = panel_of("fig7", 0, 150, ("neo", "apex"))
+    grid = grid.with_(cpu_bandwidth_gb_s=SLOW_CPU_GB_S, output_len=[100, 300, 1000])
+    gains = [point["apex"] / point["neo"] for point in rates(grid)]
+    assert len(gains) == 3 and gains[0] < gains[1] < gains[2], gains
