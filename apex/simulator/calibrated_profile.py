@@ -6,13 +6,16 @@ with its origin. ``python -m evaluation.calibrate`` reports how far the formulas
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import hypot, inf
 
 from apex.perf.model import Curve, ProfileTable, Surface
+from apex.perf.operator_tables import OperatorTable
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Gpu, GpuLink, Host, LayerShape, closest_layer
+from apex.simulator.hardware import Gpu, GpuLink, Host, LayerShape, MeasuredOperators, closest_layer
+from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
 
@@ -91,7 +94,7 @@ def hardware_profile(
         "linear": _linear_origin(gpu, shard),
         "gpu_attention": gpu.figures["decode_attention_fraction"].status,
     }
-    return ProfileTable(
+    table = ProfileTable(
         identity,
         linear=linear,
         ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows, tensor_parallel)),
@@ -110,6 +113,33 @@ def hardware_profile(
         first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
         # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
+    )
+    measured = measured_operators_of(gpu, model_config)
+    if measured is None or scheme is not None or tensor_parallel > 1:
+        return table
+    return with_operators(table, measured.times)
+
+
+def measured_operators_of(gpu: Gpu, config: ModelConfig) -> MeasuredOperators | None:
+    """The card's operator times of a model with these layers and this vocabulary, if there are any."""
+    wanted = LayerShape.from_config(config), config.vocab_size
+    return next((m for m in gpu.operators.values() if (m.shape, m.vocab_size) == wanted), None)
+
+
+def with_operators(table: ProfileTable, times: Operators) -> OperatorTable:
+    """A table with measured times of the GPU's operators in place of predicted ones; the CPU's and PCIe's stay."""
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    return OperatorTable(
+        **fields
+        | {
+            "identity": {**table.identity, "gpu_attention": "measured"},
+            "ends": times.row_ends,
+            "prefill_attention": times.prefill,
+            "gpu_attention": times.decode,
+        },
+        token_ends=times.token_ends,
+        mixed_attention=times.mixed,
+        unequal=times.unequal,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from apex.perf.model import Curve
+from apex.simulator.operator_files import Operators, read_operators
 from apex.source_tree import CONFIGS, configs_folder
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
@@ -110,6 +111,20 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
+class MeasuredOperators:
+    """A folder of operator times (:mod:`apex.simulator.operator_files`), of a layer of a shape."""
+
+    folder: Path
+    shape: LayerShape
+    vocab_size: int
+
+    @functools.cached_property
+    def times(self) -> Operators:
+        """Read when it is first needed: an attention table has thousands of rows."""
+        return read_operators(self.folder)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a GPU, a host and a link have: a name and figures. ``hardware["pcie_gb_s"]`` is a figure's value."""
 
@@ -122,7 +137,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Gpu(Hardware):
+    """``operators``: the measured operator times of whole models, by name in ``configs/models``."""
+
     layers: tuple[MeasuredLayer, ...] = ()
+    operators: Mapping[str, MeasuredOperators] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,8 +170,24 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
         ValueError: there is no such GPU (the message lists the known ones), or its file is incomplete or malformed.
     """
     path, raw, figures = _read(name_or_path, "gpu", GPU_FIGURES)
-    layers = tuple(read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ()))
-    return Gpu(raw["name"], figures, layers)
+    layers = [read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ())]
+    operators = {
+        model: measured_operators(path.parent / folder, load_model_config(model))
+        for model, folder in raw.get("measured_operators", {}).items()
+    }
+    layers += [layer_of(model, measured) for model, measured in operators.items()]
+    return Gpu(raw["name"], figures, tuple(layers), operators)
+
+
+def measured_operators(folder: Path, config: ModelConfig) -> MeasuredOperators:
+    """The operator times of a model in a folder."""
+    return MeasuredOperators(folder, LayerShape.from_config(config), config.vocab_size)
+
+
+def layer_of(model: str, measured: MeasuredOperators) -> MeasuredLayer:
+    """The linear work of a layer among measured operators."""
+    times = measured.times
+    return MeasuredLayer(model, measured.shape, times.gemm, times.elementwise, str(measured.folder.name))
 
 
 @functools.cache
@@ -245,7 +279,7 @@ def _read(
     raw = _load_yaml(path)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
-    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers"}:
+    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers", "measured_operators"}:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(misplaced))}; figures stand below `figures:`")
     own, assumed = read_figures(path), read_figures(ASSUMPTIONS_FILE)
     needed = ("name", "isa") if kind == "host" else ("name",)

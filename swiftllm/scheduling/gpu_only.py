@@ -37,6 +37,11 @@ class Vllm(Policy):
 
     rules = Rules(spills=(), reserve=0, by_chunk=True)
 
+    def __init__(self, rules: Rules | None = None) -> None:
+        """``rules``: in place of the usual ones."""
+        if rules is not None:
+            self.rules = rules
+
     def plan(self, residents: Residents) -> IterationPlan:
         draft = Draft(residents)
         for service_class in ServiceClass:

@@ -68,10 +68,12 @@ def new_prompts(draft: Draft, service_class: ServiceClass, made_way: Callable[[D
 
 def start_prompt(draft: Draft, request: Request, made_way: Callable[[Draft], None] | None = None) -> bool:
     """Start a waiting request with the first chunk of its prompt. False: it has no room, or no token is left for it."""
-    if draft.prompt_tokens_left <= 0:
+    residents = draft.residents
+    if draft.prompt_tokens_left <= 0 or residents.arrived_too_late(request):
         return False
-    residents, num_tokens = draft.residents, draft.tokens_to_hold(request)
-    num_blocks = residents.kv.blocks_for(num_tokens)
+    num_tokens = draft.tokens_to_hold(request)
+    needed = request.num_tokens if residents.rules.whole_prompts else num_tokens
+    num_blocks = residents.kv.blocks_for(needed)
     tier = residents.find_tier(request, num_blocks)
     if tier is None:
         return False

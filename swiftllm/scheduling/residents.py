@@ -63,6 +63,10 @@ class Residents:
         self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
         self.fetches = Fetches(self.kv)
+        self._ending: list[Request] = []  # with ``plans_ahead``: ended since the last plan, and still with their blocks
+        self._ended: list[Request] = []  # those that the plan being made does not know to be gone
+        self._arriving: set[str] = set()  # with ``plans_ahead``: ids that were added while an iteration ran
+        self._arrived: set[str] = set()
         self._forget_moves()
 
     def _forget_moves(self) -> None:
@@ -83,6 +87,8 @@ class Residents:
         self.requests[request.request_id] = request
         self.waiting.insert_request(request)
         self._note_tier(request)
+        if self.rules.plans_ahead and self._is_running():
+            self._arriving.add(request.request_id)
 
     def check(self, request: Request) -> None:
         """Check that a request can be served if it is alone. Thread-safe.
@@ -122,7 +128,10 @@ class Residents:
             self.waiting.remove_request(request)
         else:
             self._leave_running(request)
-            self.kv.free_blocks(request)
+            if self.rules.plans_ahead:
+                self._ending.append(request)
+            else:
+                self.kv.free_blocks(request)
         del self.requests[request.request_id]
 
     def remove_all(self) -> list[Request]:
@@ -162,6 +171,25 @@ class Residents:
         self.iteration += 1
         self._forget_moves()
         self.fetches.begin_plan()
+        if self.rules.plans_ahead:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """What ended or arrived in the last iteration is not known yet; what did so in the one before it now is."""
+        gone, self._ended, self._ending = self._ended, self._ending, []
+        self._arrived, self._arriving = self._arriving, set()
+        if not self._is_running():
+            gone, self._ended = gone + self._ended, []
+            self._arrived.clear()
+        for request in gone:
+            self.kv.free_blocks(request)
+
+    def _is_running(self) -> bool:
+        return any(self.running.values())
+
+    def arrived_too_late(self, request: Request) -> bool:
+        """Whether the plan being made was begun before the request arrived."""
+        return request.request_id in self._arrived
 
     def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
         """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
@@ -369,7 +397,7 @@ class Residents:
 
         One with CPU attention under way is called out first. Its seat comes free as soon as it is at rest.
         """
-        if sum(map(len, self.running.values())) < self.limits.max_num_seqs:
+        if sum(map(len, self.running.values())) + len(self._ended) < self.limits.max_num_seqs:
             return True
         yielding = [other for tier in Tier for other in self.yielding(tier, request)]
         if yielding:

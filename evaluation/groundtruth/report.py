@@ -1,0 +1,83 @@
+"""Prints and draws a real run beside its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+from evaluation.figures.style import FAINT, FigureText, figure_style, set_words, tidy_axes
+from evaluation.groundtruth.prediction import Outcome
+from evaluation.groundtruth.run_files import Run
+
+UNITS = {"tokens_per_s": (1.0, "output tokens/s", ".0f"), "ttft": (1.0, "s", ".2f"), "tpot": (1e3, "ms", ".1f")}
+LADDER = ("tokens_per_s", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")
+SIZE = (7.2, 6.0)
+MEASURED, PREDICTED = "#222222", "#C0392B"
+
+
+def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
+    """Relative errors of every metric, and mean errors of the load in requests."""
+    real, simulated = measured.metrics(), predicted.metrics()
+    result = {name: simulated[name] / value - 1.0 for name, value in real.items()}
+    for name in ("running", "waiting"):
+        result[f"{name}_requests"] = float(np.abs(getattr(predicted, name) - getattr(measured, name)).mean())
+    return result
+
+
+def print_comparison(run: Run, measured: Outcome, predicted: Outcome, console: Console) -> None:
+    table = Table(title=f"{run.name}: measured and SIMULATED", title_justify="left")
+    for title in ("metric", "measured", "SIMULATED", "error"):
+        table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
+    real, simulated, off = measured.metrics(), predicted.metrics(), errors(measured, predicted)
+    for name in real:
+        factor, unit, form = UNITS[name if name in UNITS else name[:4]]
+        label = unit if name in UNITS else f"{name[:4].upper()} {name.split('_')[1]}, {unit}"
+        values = (format(values[name] * factor, form) for values in (real, simulated))
+        table.add_row(label, *values, f"{off[name]:+.1%}")
+    for name in ("running", "waiting"):
+        means = (f"{getattr(outcome, name).mean():.1f}" for outcome in (measured, predicted))
+        table.add_row(f"{name} requests, mean", *means, f"{off[f'{name}_requests']:.1f} off on average")
+    console.print(table)
+
+
+def print_terms(rows: Sequence[tuple[str, Mapping[str, float]]], console: Console) -> None:
+    table = Table(title="Errors in %, terms added in order", title_justify="left")
+    for title in ("term", "tokens/s", "TTFT mean", "TTFT p99", "TPOT mean", "running", "waiting"):
+        table.add_column(title, justify="left" if title == "term" else "right", no_wrap=True)
+    for term, off in rows:
+        load = (f"{off[name]:.1f}" for name in ("running_requests", "waiting_requests"))
+        table.add_row(term, *(f"{100 * off[name]:+.1f}" for name in LADDER), *load)
+    console.print(table)
+
+
+def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> plt.Figure:
+    """Running and waiting requests over time, and the distributions of TTFT and TPOT."""
+    times = [sample.time_s for sample in run.load]
+    text = FigureText(
+        f"SIMULATED against a real run: {run.name}",
+        f"{run.model}, vLLM; {len(run.requests)} requests",
+        "Black: measured. Red: SIMULATED from operator times of the card.",
+    )
+    with figure_style():
+        figure, axes = plt.subplots(2, 2, figsize=SIZE)
+        bottom, top = set_words(figure, text, *SIZE)
+        for outcome, colour in ((measured, MEASURED), (predicted, PREDICTED)):
+            for axis, name in zip(axes[0], ("running", "waiting"), strict=True):
+                axis.plot(times, getattr(outcome, name), color=colour, linewidth=1.0)
+                axis.set(xlabel="s", ylabel=f"{name} requests")
+            ttft = np.sort(outcome.first_token_s - outcome.queued_s)
+            spans = (outcome.last_token_s - outcome.first_token_s) / np.maximum(outcome.output_lens - 1, 1)
+            share = np.linspace(0, 1, len(ttft))
+            axes[1][0].plot(ttft, share, color=colour, linewidth=1.0)
+            axes[1][1].plot(np.sort(spans) * 1e3, share, color=colour, linewidth=1.0)
+        axes[1][0].set(xlabel="time to first token, s", ylabel="share of requests")
+        axes[1][1].set(xlabel="time per output token, ms", ylabel="share of requests")
+        for axis in axes.flat:
+            tidy_axes(axis)
+            axis.grid(color=FAINT, linewidth=0.2)
+        figure.subplots_adjust(left=0.09, right=0.98, bottom=bottom + 0.09, top=top - 0.02, hspace=0.38, wspace=0.25)
+    return figure
