@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from math import hypot, inf
+from math import ceil, hypot, inf
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Gpu, GpuLink, Host, LayerShape, MeasuredOperators, closest_layer
+from apex.simulator.hardware import GEMM_TILE_TOKENS, Gpu, GpuLink, Host, LayerShape, MeasuredOperators, closest_layer
 from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
@@ -149,7 +149,11 @@ def with_operators(table: ProfileTable, times: Operators) -> OperatorTable:
 def linear_curve(gpu: Gpu, shape: LayerShape, itemsize: int, max_tokens: int) -> Curve:
     """T_l over tokens: the measured layer closest in size, scaled to the shape; else from the data sheet."""
     if not gpu.layers:
-        return _curve(_up_to(TOKENS, max_tokens), lambda n: sheet_linear_s(gpu, shape, itemsize, n))
+        sizes = _up_to(TOKENS, max_tokens)
+        if gpu.from_power:  # steps need a size on either side
+            tiles = range(GEMM_TILE_TOKENS, max_tokens, GEMM_TILE_TOKENS)
+            sizes = sorted({*sizes, *tiles, *(tokens + 1 for tokens in tiles)})
+        return _curve(sizes, lambda n: sheet_linear_s(gpu, shape, itemsize, n))
     layer = closest_layer(gpu, shape)
     # Reading weights and multiplying both grow with the number of weights, so one factor fits all batch sizes.
     gemm_factor = shape.gemm_weights / layer.shape.gemm_weights
@@ -173,6 +177,8 @@ def gemm_s(gpu: Gpu, weights: float, itemsize: int, tokens: float) -> float:
     Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%
     (docs/simulator.md).
     """
+    if gpu.from_power and tokens > GEMM_TILE_TOKENS:
+        tokens = GEMM_TILE_TOKENS * ceil(tokens / GEMM_TILE_TOKENS)
     read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])
     return hypot(read_s, multiply_s)

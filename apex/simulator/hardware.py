@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ ASSUMPTIONS_FILE = HARDWARE_DIR / "assumptions.yaml"
 STATUSES = ("measured", "published", "assumed")
 GPU_FIGURES = ("memory_gb", "memory_bandwidth_gb_s", "tensor_tflops", "pcie_gb_s", "compute_capability")
 HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie_gb_s")
+POWER_FIGURES = ("board_watts", "process_nm")
+"""From which the share of a card's FLOPS is predicted that large GEMMs reach; optional, and with them ``has_hbm``."""
+GEMM_TILE_TOKENS = 128
+"""Above so many tokens GEMMs compute whole tiles. Measured tables show it, and the prediction from power needs it."""
 LINK_FIGURES = ("all_reduce_gb_s", "all_reduce_latency_us")
 
 
@@ -141,6 +146,8 @@ class Gpu(Hardware):
 
     layers: tuple[MeasuredLayer, ...] = ()
     operators: Mapping[str, MeasuredOperators] = field(default_factory=dict)
+    from_power: bool = False
+    """Whether its shares of the data sheet are predicted from its power, and no table has them."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,28 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
         for model, folder in raw.get("measured_operators", {}).items()
     }
     layers += [layer_of(model, measured) for model, measured in operators.items()]
-    return Gpu(raw["name"], figures, tuple(layers), operators)
+    from_power = not layers and set(POWER_FIGURES) <= set(figures) and figures["gemm_fraction"].status == "assumed"
+    if from_power:
+        figures |= power_fractions(figures)
+    return Gpu(raw["name"], figures, tuple(layers), operators, from_power)
+
+
+def power_fractions(figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """The shares of bandwidth and FLOPS of a card that nobody measured, from its board power."""
+    value = {name: figure.value for name, figure in figures.items()}
+    factor = value["gemm_power_factor"] * (value["gemm_power_hbm_factor"] if value.get("has_hbm") else 1.0)
+    share = gemm_share(factor, value["board_watts"], value["tensor_tflops"], value["process_nm"])
+    origin = "predicted from board power, by a formula fitted to nine cards"
+    return {
+        "gemm_fraction": replace(figures["gemm_fraction"], value=share, origin=origin),
+        "weight_read_fraction": replace(figures["gemm_power_read_fraction"]),
+    }
+
+
+def gemm_share(factor: float, watts: float, tflops: float, process_nm: float) -> float:
+    """The share of a card's FLOPS that large GEMMs reach. Power limits the clock: the energy of an operation grows
+    with the size of the process, and cards with power to spare come close to their data sheet."""
+    return 1.0 - exp(-factor * watts / (tflops * process_nm))
 
 
 def measured_operators(folder: Path, config: ModelConfig) -> MeasuredOperators:
@@ -285,7 +313,8 @@ def _read(
     needed = ("name", "isa") if kind == "host" else ("name",)
     if missing := (set(required) - set(own)) | {name for name in needed if not isinstance(raw.get(name), str)}:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    if unknown := set(own) - set(required) - set(assumed):
+    optional = {*POWER_FIGURES, "has_hbm"} if kind == "gpu" else set()
+    if unknown := set(own) - set(required) - set(assumed) - optional:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
     return path, raw, assumed | own
 
