@@ -56,7 +56,7 @@ def build_system(
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))
-        platform = this_machine(config, backend)
+        platform = this_machine(system, config, backend)
         table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
         table = with_copies(table, plan.placement, plan.stream_s)
         details = {

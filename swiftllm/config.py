@@ -8,6 +8,7 @@ from typing import Literal, get_args
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+CacheTiers = Literal["auto", "gpu", "both"]
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
@@ -40,6 +41,11 @@ class EngineConfig:
     """KV blocks of the GPU tier; by default as many as free memory allows."""
     num_cpu_blocks: int | None = None
     """KV blocks of the CPU tier; by default as many as free host memory allows."""
+    enable_prefix_caching: bool = True
+    """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens."""
+    prefix_cache_tiers: CacheTiers = "auto"
+    """Tiers where prefixes are cached. auto: both; the GPU tier alone in vllm; none in the papers' baselines (swiftllm,
+    neo, fastdecode, sarathi, llumnix). With both, a GPU-only system copies prefixes back from the CPU tier."""
     max_num_batched_tokens: int = 512
     """Maximum number of tokens in the lane in one iteration; longer prompts are prefilled in chunks."""
     max_num_seqs: int = 256
@@ -69,7 +75,12 @@ class EngineConfig:
     """Run CPU attention inline on the main thread, without overlap; the tokens must not change."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", DeviceName), ("dtype", DtypeName), ("load_format", LoadFormat)):
+        for name, choices in (
+            ("device", DeviceName),
+            ("dtype", DtypeName),
+            ("load_format", LoadFormat),
+            ("prefix_cache_tiers", CacheTiers),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
         if self.ray_address is not None and not (self.attention_hosts or "").isdigit():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine, HostWatch
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
@@ -39,6 +40,13 @@ class System:
     summary: str
     policy: Callable[..., Policy]
     needs_predictions: bool = False
+    cached_tiers: tuple[Tier, ...] = tuple(Tier)
+    """Where prefixes are cached by default; nowhere in the papers' baselines, which had no prefix cache."""
+
+    def caching_tiers(self, config: EngineConfig) -> tuple[Tier, ...]:
+        """Where prefixes are cached with these options."""
+        tiers = {"auto": self.cached_tiers, "gpu": (Tier.GPU,), "both": tuple(Tier)}[config.prefix_cache_tiers]
+        return tiers if config.enable_prefix_caching else ()
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,8 @@ def _load_plugins() -> None:
             raise PluginNotFound(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
-register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm))
-register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM))
+register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm, cached_tiers=(Tier.GPU,)))
+register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM, cached_tiers=()))
 
 
 # -- engines on this machine ------------------------------------------------------------------------------------------

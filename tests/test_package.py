@@ -109,8 +109,8 @@ def test_versions_are_declared_once_in_requirements_txt(wheel: zipfile.ZipFile) 
     assert asked_for(wheel)["torch"] == f"torch=={pins['torch']}"  # Triton's version and the kernels go with torch's
     extras = [line for line in metadata(wheel).get_all("Requires-Dist") if "extra ==" in line]
     assert {line for line in extras if line.startswith("ray")} == {
-        f"ray=={pins['ray']}; extra == \"ray\"",
-        f"ray[serve]=={pins['ray']}; extra == \"ray-serve\"",
+        f'ray=={pins["ray"]}; extra == "ray"',
+        f'ray[serve]=={pins["ray"]}; extra == "ray-serve"',
     }
     assert any(line.startswith("humming-kernels[cu13]==") and 'extra == "t4"' in line for line in extras)
 

@@ -248,4 +248,3 @@ def all_refused_line(system: str, replay: Replay) -> str:
         return ""
     reason = replay.records[0].failure.removeprefix(REFUSED)
     return f"{system} refused every request, the first one because: {reason}"
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from apex.simulator.cpu_path import Interconnect
 from apex.simulator.runtime import OWN_ENGINE, Runtime
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
+from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -38,6 +40,7 @@ def build_simulated(
     remote_hosts: RemoteHosts | None = None,
     scheduler_table: ProfileTable | None = None,
     weights: SimulatedWeights | None = None,
+    cached_tiers: Collection[Tier] = (),
     runtime: Runtime = OWN_ENGINE,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
@@ -53,6 +56,7 @@ def build_simulated(
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
+        cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
         runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 
@@ -63,7 +67,7 @@ def build_simulated(
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
-    kv = KVCacheManager(num_gpu_blocks - runtime.null_blocks, num_cpu_blocks, block_size)
+    kv = KVCacheManager(num_gpu_blocks - runtime.null_blocks, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
 
     def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""

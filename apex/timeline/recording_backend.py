@@ -145,7 +145,7 @@ class RecordingBackend:
     def swap(self, swaps: Sequence[Swap]) -> None:
         start_s = self.now()
         self._swaps = times = self.inner.swap(swaps)
-        end_s, tokens = self.now(), sum(swap.request.num_computed_tokens for swap in swaps)
+        end_s, tokens = self.now(), sum(swap.request.num_computed_tokens for swap in swaps if swap.request is not None)
         self.record_span(Kind.OTHER, start_s, None, work := SpanWork(0, len(swaps), tokens))
         if swaps:
             copied = (start_s, end_s) if times is None else (times.start_s, times.end_s)

@@ -45,7 +45,8 @@ def judge(name_or_folder: str | Path, model: Path | None = None) -> Judged:
 
 
 def predict(run: Run, config: ModelConfig, setup: Setup) -> Outcome:
-    return predict_run(run, setup.table, config.num_layers, pool_blocks(run), setup.runtime)
+    caching = setup.prefix_caching
+    return predict_run(run, setup.table, config.num_layers, pool_blocks(run), setup.runtime, prefix_caching=caching)
 
 
 def ladder(judged: Judged) -> Iterator[tuple[str, dict[str, float]]]:

@@ -12,6 +12,7 @@ from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import Runtime
 from evaluation.groundtruth.run_files import Run
+from swiftllm.core.request import Tier
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LONGEST = 1 << 20
@@ -59,7 +60,14 @@ def measured_outcome(run: Run) -> Outcome:
 
 
 def predict_run(
-    run: Run, table: ProfileTable, num_layers: int, num_gpu_blocks: int, runtime: Runtime, system: str = "vllm"
+    run: Run,
+    table: ProfileTable,
+    num_layers: int,
+    num_gpu_blocks: int,
+    runtime: Runtime,
+    *,
+    prefix_caching: bool = True,
+    system: str = "vllm",
 ) -> Outcome:
     """Simulate the run's requests; the load is sampled at the run's times."""
     engine = build_simulated(
@@ -73,6 +81,7 @@ def predict_run(
         max_num_seqs=run.max_num_seqs,
         max_model_len=run.max_model_len or LONGEST,
         vocab_size=len(run.requests) + 1,
+        cached_tiers=(Tier.GPU,) if prefix_caching else (),
         runtime=runtime,
     )
     requests = [

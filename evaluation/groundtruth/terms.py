@@ -34,6 +34,7 @@ class Setup:
     term: str
     table: ProfileTable
     runtime: Runtime
+    prefix_caching: bool = False
 
 
 def card_of(run: Run) -> Gpu | None:
@@ -80,7 +81,7 @@ def table_of_operators(times: Operators, max_tokens: int) -> OperatorTable:
 def all_terms(run: Run) -> Setup:
     """The prediction from the run's own operator tables."""
     table = table_of_operators(read_operators(run.folder), run.max_num_batched_tokens)
-    return Setup("all terms", table, vllm_runtime(run.max_num_seqs))
+    return Setup("all terms", table, vllm_runtime(run.max_num_seqs), prefix_caching=True)
 
 
 def terms(run: Run, gpu: Gpu, config: ModelConfig) -> Iterator[Setup]:
@@ -112,5 +113,6 @@ def terms(run: Run, gpu: Gpu, config: ModelConfig) -> Iterator[Setup]:
     vllm = vllm_runtime(run.max_num_seqs)
     ahead = replace(host, plans_ahead=True, graph_sizes=vllm.graph_sizes)
     yield Setup("one step of lag, graph padding", equal, ahead)
-    yield Setup("whole prompts reserved, null block", equal, replace(ahead, whole_prompts=True, null_blocks=1))
-    yield Setup("unequal contexts", full, vllm)
+    yield Setup("whole prompts reserved, null block", equal, vllm)
+    yield Setup("own blocks after preemption", equal, vllm, prefix_caching=True)
+    yield Setup("unequal contexts", full, vllm, prefix_caching=True)

@@ -79,9 +79,12 @@ class CohortPlan:
 
 @dataclass(frozen=True)
 class Swap:
-    """A move of a request's blocks to the other tier: ``source_blocks[i]`` is copied to ``target_blocks[i]``."""
+    """Copies of blocks from the tier ``source`` to the other one: ``source_blocks[i]`` goes to ``target_blocks[i]``.
 
-    request: Request
+    ``request`` is the one that moves there. None: cached blocks of no single request are copied.
+    """
+
+    request: Request | None
     source: Tier
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
@@ -126,8 +129,9 @@ class IterationPlan:
         """All requests that the iteration computes."""
         return [*self.in_lane(), *(request for cohort in self.cohorts for request in cohort.requests)]
 
-    def swapping(self) -> list[Request]:
-        return [swap.request for swap in self.swaps]
+    def moving(self) -> list[Request]:
+        """The requests that move to the other tier."""
+        return [swap.request for swap in self.swaps if swap.request is not None]
 
     @property
     def is_empty(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,6 +120,9 @@ class Request:
     ``num_uncomputed`` of these tokens have no K and V in the cache: all at first, only the newest during decoding.
     ``num_kv_slots`` is the number of tokens that the request's blocks can hold; the KV cache manager updates it.
     ``arrival_order`` is the rank of the service class, then the arrival index: requests are served in this order.
+    ``block_names`` are those of its full blocks so far, which may hold K and V or not; of these blocks the first
+    ``num_named`` are findable by others in the request's tier. None: the request has no part in a prefix cache.
+    ``cached_tokens`` tells by tier how many tokens were found there when the prompt was started.
 
     An iteration touches up to a thousand requests, and cache misses dominate that time. So the class has slots, and
     the fields needed for every token are adjacent.
@@ -154,6 +157,10 @@ class Request:
     tier_history: list[tuple[float, str]] = field(default_factory=list)
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
     arrival_order: tuple[int, int] = field(init=False)
+    cache_salt: str | None = None
+    block_names: list[bytes] | None = None
+    num_named: int = 0
+    cached_tokens: Mapping[Tier, int] | None = None
     _token_counts: TokenCounts | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -190,6 +197,11 @@ class Request:
         return self.num_tokens - self.num_uncomputed
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed, since their K and V were cached."""
+        return sum(self.cached_tokens.values()) if self.cached_tokens else 0
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -218,7 +230,7 @@ class Request:
         """Reset to waiting, with nothing computed, after the blocks are gone. The output stays."""
         self.status = RequestStatus.WAITING
         self.tier = self.cohort_id = None
-        self.num_kv_slots = 0
+        self.num_kv_slots = self.num_named = 0
         self.num_tokens = self.num_uncomputed = self.prompt_len + self.output_len
         del self.logprobs[self.output_len :]
 

@@ -46,12 +46,18 @@ class HostWatch(Protocol):
 
 @dataclass
 class EngineStats:
-    """Sums over all iterations. Times are seconds of the engine's clock."""
+    """Sums over all iterations. Times are seconds of the engine's clock.
+
+    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those that
+    were found there, by tier: once a request, when it has its first token.
+    """
 
     iterations: int = 0
     output_tokens: int = 0
     best_effort_output_tokens: int = 0
     prefill_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: dict[str, int] = field(default_factory=Counter)
     duration_s: float = 0.0
     lane_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
@@ -74,6 +80,12 @@ class EngineStats:
         self.predicted_s += plan.predicted.get("iteration_s", 0.0)
         self.swapped_blocks += sum(len(swap.source_blocks) for swap in plan.swaps)
         self.strategy_iterations[plan.strategy.value] += 1
+        for item in plan.prefills:
+            request = item.request
+            if request.block_names is not None and request.output_len == 1 and item.context_len == request.prompt_len:
+                self.prefix_queries += request.prompt_len
+                for tier, tokens in (request.cached_tokens or {}).items():
+                    self.prefix_hits[tier.value] += tokens
 
 
 class Engine:
@@ -120,10 +132,12 @@ class Engine:
         sampling: SamplingParams,
         arrival_s: float | None = None,
         service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
+        cache_salt: str | None = None,
     ) -> Request:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
-        ``arrival_s`` is a time of the engine's clock, by default :meth:`now`.
+        ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
+        share cached prefixes.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
@@ -152,8 +166,10 @@ class Engine:
             arrival_s,
             next(self._arrivals),
             service_class=service_class,
+            cache_salt=cache_salt,
         )
         self.residents.check(request)
+        self.kv.name_prompt(request)
         return request
 
     def add(self, request: Request, *, check_targets: bool = True) -> Request:
@@ -252,7 +268,7 @@ class Engine:
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
         in_swap = plan is not None and death is not None and death.in_swap
-        lost = self.residents.forget_hosts(hosts, plan.swapping() if in_swap else ())
+        lost = self.residents.forget_hosts(hosts, plan.swaps if in_swap else ())
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))

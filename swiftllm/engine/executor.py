@@ -98,7 +98,7 @@ class Executor:
         self._plan = plan
         start_s = backend.now()
         self._remove_leaving(plan, run)
-        with at_work.on([swap.request.request_id for swap in plan.swaps]):
+        with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
         with at_work.on(lane=True):
             lane = backend.open_lane(plan.lane) if plan.lane else None

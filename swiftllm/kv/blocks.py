@@ -1,93 +1,68 @@
-"""Block tables and free blocks of the KV cache in both tiers. Pure bookkeeping, no tensors."""
+"""Block tables of the requests, and the prefix cache, in both tiers. Pure bookkeeping, no tensors.
+
+A request that starts holds the cached blocks of its tokens: those of its tier are shared, those of the other tier are
+copied to its own. Full blocks never change, and the last, partial block is always a request's own.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
+from swiftllm.kv.allocator import BlockAllocator, HostPools
+from swiftllm.kv.names import BlockNames
 
-if TYPE_CHECKING:
-    from swiftllm.scheduling.host_pools import BlockFetcher
-
-
-class BlockAllocator:
-    """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one host's part of the CPU tier.
-
-    Attributes:
-        num_tables: requests whose blocks are here; kept by :class:`KVCacheManager`.
-    """
-
-    def __init__(self, num_blocks: int, first: int = 0) -> None:
-        self.num_blocks = num_blocks
-        self.first = first
-        self.num_tables = 0
-        self._used: set[int] = set()
-        self.free_all()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return len(self._used)
-
-    def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks. The caller checks ``num_free`` first.
-
-        Raises:
-            ValueError: fewer are free.
-        """
-        free = self._free
-        if count > len(free):
-            raise ValueError(f"{count} blocks asked for, {len(free)} of {self.num_blocks} free")
-        blocks = free[: -count - 1 : -1]
-        del free[len(free) - count :]
-        self._used.update(blocks)
-        return blocks
-
-    def free_all(self) -> None:
-        """Free all blocks, whatever their state."""
-        self._free = list(range(self.first + self.num_blocks - 1, self.first - 1, -1))
-        self._used.clear()
-        self.num_tables = 0
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Free blocks.
-
-        Raises:
-            ValueError: some of them are not allocated.
-        """
-        num_used = len(self._used)
-        self._used.difference_update(blocks)
-        if len(self._used) != num_used - len(blocks):
-            raise ValueError(f"blocks freed twice, or never allocated: {blocks}")
-        self._free += blocks
+LEAST_COMPUTED = 2
+"""Tokens of a request that are computed at least when it starts, so that it starts as a prompt and not as a decode."""
 
 
 class KVCacheManager:
     """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens.
 
     The CPU tier may have several pools: this host's, and other hosts'. All blocks of a request are in one pool.
+
+    Attributes:
+        block_tables: of each request, in its tier.
+        names: of full blocks; None without a prefix cache.
+        swaps: copies for the plan being made, in order.
+        most_copies: cached GPU blocks that a plan copies to the CPU tier at most, before they are reused.
+        copying_pays: whether so many blocks should be copied from the tier, or be computed again.
     """
 
+    most_copies = 0
+    copying_pays: Callable[[Tier, int], bool] = staticmethod(lambda source, num_blocks: True)
+
     def __init__(
-        self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, host_blocks: Sequence[int] = ()
+        self,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        host_blocks: Sequence[int] = (),
+        cached_tiers: Collection[Tier] = (),
     ) -> None:
-        """``host_blocks``: the blocks of each other host; their ids follow those of this host."""
+        """``host_blocks``: the blocks of each other host; their ids follow those of this host. ``cached_tiers``: where
+        prefixes are cached."""
         self.block_size = block_size
-        self.host_pools = HostPools((num_cpu_blocks, *host_blocks))
-        local = self.host_pools.pools[0]
+        self.names = BlockNames(block_size) if cached_tiers else None
+        self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
+        local, gpu = self.host_pools.pools[0], BlockAllocator(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
         self.allocators: dict[Tier, BlockAllocator | HostPools] = {
-            Tier.GPU: BlockAllocator(num_gpu_blocks),
+            Tier.GPU: gpu,
             Tier.CPU: self.host_pools if host_blocks else local,
         }
+        self._caching = [pool for pool in (gpu, *self.host_pools.pools) if pool.caches]
+        if gpu.caches and local.caches:
+            gpu.on_evict = self._save_evicted
         self.block_tables: dict[str, list[int]] = {}
+        self.begin_plan()
+
+    def begin_plan(self) -> None:
+        self.swaps: list[Swap] = []
+        self._copies_left = self.most_copies
+        self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -109,10 +84,52 @@ class KVCacheManager:
         return allocator
 
     def num_free(self, tier: Tier) -> int:
+        """Blocks that can be allocated, cached ones included."""
         return self.allocators[tier].num_free
 
     def num_held(self, request: Request) -> int:
         return len(self.block_tables.get(request.request_id, ()))
+
+    def num_freed_with(self, requests: Sequence[Request]) -> int:
+        """Blocks that come free with all of these requests of one tier. Others may share some of theirs."""
+        if not self._caching:
+            return sum(map(self.num_held, requests))
+        tables = (self.block_tables.get(request.request_id, ()) for request in requests)
+        holders, allocator = (
+            Counter(chain.from_iterable(tables)),
+            self.allocators[requests[0].tier] if requests else None,
+        )
+        return sum(
+            count == (allocator.pool_of(block) if isinstance(allocator, HostPools) else allocator).num_holders(block)
+            for block, count in holders.items()
+        )
+
+    # -- blocks of requests -------------------------------------------------------------------------------------------
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        """Give a request that enters its tier, which has room, blocks for ``num_tokens``: cached ones for the longest
+        prefix of its tokens, and others. Its ``num_uncomputed`` tells how many tokens are left to compute."""
+        names, num_blocks = self._names_to_find(request), self.blocks_for(num_tokens)
+        pool = self._pool_with_room(request.tier, num_blocks, names)
+        here, there = self._longest_prefix(names, pool)
+        pool.hold(here.values())
+        if there:
+            self._other_pool(pool).hold(there.values())  # making room in this pool must not take them
+        others = iter(pool.allocate(num_blocks - len(here)))
+        table = [here[i] if i in here else next(others) for i in range(num_blocks)]
+        if there:
+            for i in there:
+                pool.name(table[i], names[i])
+            self._swap(None, request.tier.other, list(there.values()), [table[i] for i in there])
+            self._other_pool(pool).free(list(there.values()))
+        pool.num_tables += 1
+        self.block_tables[request.request_id] = table
+        found = len(here) + len(there)
+        request.num_kv_slots, request.num_named = num_blocks * self.block_size, found
+        request.num_uncomputed = request.num_tokens - found * self.block_size
+        if found and not request.output_len:
+            tokens = len(here) * self.block_size, len(there) * self.block_size
+            request.cached_tokens = dict(zip((request.tier, request.tier.other), tokens, strict=True))
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
         """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
@@ -126,6 +143,7 @@ class KVCacheManager:
         if table is None:
             table = self.block_tables[request.request_id] = []
             pool.num_tables += 1
+        self.publish(request)
         table.extend(pool.allocate(missing))
         request.num_kv_slots += missing * self.block_size
         return True
@@ -141,107 +159,190 @@ class KVCacheManager:
         if len(requests) > allocator.num_free:
             return False
         for request, block in zip(requests, allocator.allocate(len(requests)), strict=True):
+            self.publish(request)
             self.block_tables[request.request_id].append(block)
             request.num_kv_slots += self.block_size
         return True
 
-    def move_blocks(self, request: Request, target: Tier) -> Swap:
-        """Move a request's blocks to the other tier, which must have room. Returns the swap to put into the plan.
+    def move_blocks(self, request: Request, target: Tier) -> None:
+        """Move a request's blocks to the other tier, which must have room: those that are cached there are shared, the
+        others copied by a swap of this plan.
 
         The source blocks are free at once, since an iteration runs its swaps first, in order.
         """
-        source = request.tier
+        self.publish(request)
         old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
         new_pool = self._pool_with_room(target, len(old_blocks))
-        new_blocks = new_pool.allocate(len(old_blocks))
+        names = (request.block_names or [])[: request.num_computed_tokens // self.block_size] if new_pool.caches else []
+        shared = {i: block for i, name in enumerate(names) if (block := new_pool.find(name)) is not None}
+        new_pool.hold(shared.values())
+        others = iter(new_pool.allocate(len(old_blocks) - len(shared)))
+        new_blocks = [shared[i] if i in shared else next(others) for i in range(len(old_blocks))]
         self.block_tables[request.request_id] = new_blocks
         old_pool.free(old_blocks)
         old_pool.num_tables -= 1
         new_pool.num_tables += 1
-        request.tier = target
-        return Swap(request, source, tuple(old_blocks), tuple(new_blocks))
+        copied = [i for i in range(len(old_blocks)) if i not in shared]
+        self._swap(request, request.tier, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
+        request.tier, request.num_named = target, 0
+        self.publish(request)
+
+    def drop_move(self, request: Request) -> None:
+        """The request is about to lose its blocks. A move of this plan is not carried out, unless others may find the
+        blocks that it fills."""
+        if self.names is None:
+            self.swaps = [swap for swap in self.swaps if swap.request is not request]
+
+    def may_move_out(self, request: Request) -> bool:
+        """Whether the blocks of a GPU request can move to the CPU tier: not before the swaps that fill them."""
+        return self._arriving.isdisjoint(self.block_tables[request.request_id])
 
     def free_blocks(self, request: Request) -> None:
         """Free all blocks of a request; no effect if it holds none."""
-        request.num_kv_slots = 0
         if self.block_tables.get(request.request_id):
+            self.publish(request)
             pool = self.pool_of(request)
             pool.free(self.block_tables.pop(request.request_id))
             pool.num_tables -= 1
+        request.num_kv_slots = request.num_named = 0
 
     def free_all_blocks(self) -> None:
-        """Free all blocks of both tiers and drop all block tables."""
+        """Free all blocks of both tiers, and drop all block tables and names."""
         self.block_tables.clear()
         for allocator in self.allocators.values():
             allocator.free_all()
 
-    def _pool_with_room(self, tier: Tier, num_blocks: int) -> BlockAllocator:
-        """Where a request that enters a tier gets its blocks: the first pool with room for it and one more block for
-        each request there, else the first with room. Without any, the one filled first."""
+    def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockAllocator:
+        """Where a request that enters a tier gets its blocks: of the pools with room for it and one more block for
+        each request there, the one with most of ``names``, by default the first; else of those with room. Without any,
+        the one filled first."""
         pools = self.pools(tier)
+        if len(pools) == 1:
+            return pools[0]
         for spare in (1, 0):
-            for pool in pools:
-                if num_blocks + spare * pool.num_tables <= pool.num_free:
-                    return pool
+            roomy = [pool for pool in pools if num_blocks + spare * pool.num_tables <= pool.num_free]
+            if roomy:
+                return max(roomy, key=lambda pool: len(self._longest_prefix(names, pool)[0])) if names else roomy[0]
         return pools[0]
 
+    # -- the prefix cache ---------------------------------------------------------------------------------------------
+
+    def name_prompt(self, request: Request) -> None:
+        """Name the full blocks of a new request's prompt, if there is a prefix cache. Any thread."""
+        if self.names is not None:
+            request.block_names = []
+            self.names.extend(request, request.prompt_len // self.block_size)
+
+    def publish(self, request: Request) -> None:
+        """Make the full blocks of a request findable, as far as their K and V are computed."""
+        if request.block_names is None or self.names is None:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        if num_full <= request.num_named:
+            return
+        pool, table = self.pool_of(request), self.block_tables[request.request_id]
+        if not pool.caches:
+            return
+        self.names.extend(request, num_full)
+        for i in range(request.num_named, num_full):
+            pool.name(table[i], request.block_names[i])
+        request.num_named = num_full
+
+    def num_findable(self, request: Request) -> int:
+        """The first blocks of a request's tokens that are cached, in whatever tier."""
+        count = 0
+        for name in self._names_to_find(request):
+            if all(pool.find(name) is None for pool in self._caching):
+                break
+            count += 1
+        return count
+
+    def num_shared(self, request: Request, tier: Tier) -> int:
+        """The blocks of a request's tokens that others hold in a tier, so that they take no room there."""
+        (pool, *others), count = self.pools(tier), 0
+        for name in self._names_to_find(request) if pool.caches and not others else ():
+            block = pool.find(name)
+            if block is None:
+                break
+            count += pool.num_holders(block) > 0
+        return count
+
+    def _names_to_find(self, request: Request) -> Sequence[bytes]:
+        """The blocks that a request may find; those whose prompt is to be scored must compute all of it."""
+        if not request.block_names or request.sampling.prompt_logprobs is not None:
+            return ()
+        return request.block_names[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
+
+    def _other_pool(self, pool: BlockAllocator) -> BlockAllocator | None:
+        """The pool of the other tier from which cached blocks are copied to this one; those of other hosts stay."""
+        gpu, local = self.allocators[Tier.GPU], self.host_pools.pools[0]
+        return {gpu: local, local: gpu}.get(pool)
+
+    def _longest_prefix(self, names: Sequence[bytes], pool: BlockAllocator) -> tuple[dict[int, int], dict[int, int]]:
+        """The cached blocks of the longest prefix, by place: those of a pool, and those to be copied to it."""
+        here: dict[int, int] = {}
+        there: dict[int, int] = {}
+        other = self._other_pool(pool)
+        for i, name in enumerate(names if pool.caches else ()):
+            if (block := pool.find(name)) is not None:
+                here[i] = block
+            elif other is not None and (block := other.find(name)) is not None:
+                there[i] = block
+            else:
+                break
+        if there and not self.copying_pays(Tier.GPU if pool is not self.allocators[Tier.GPU] else Tier.CPU, len(there)):
+            first = min(there)
+            return {i: block for i, block in here.items() if i < first}, {}
+        return here, there
+
+    def _save_evicted(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Copy cached GPU blocks that are about to be reused to the CPU tier, if it has room; of too many the newest.
+
+        A block that a swap of this plan fills cannot be the source of another one."""
+        local = self.host_pools.pools[0]
+        saved = [
+            (block, name)
+            for block, name in zip(blocks, names, strict=True)
+            if block not in self._arriving and local.find(name) is None
+        ]
+        most = min(self._copies_left, local.num_free)
+        saved = saved[len(saved) - most :] if most < len(saved) else saved
+        if not saved:
+            return
+        self._copies_left -= len(saved)
+        targets = local.allocate(len(saved))
+        for target, (_, name) in zip(targets, saved, strict=True):
+            local.name(target, name)
+        local.free(targets[::-1])
+        self._swap(None, Tier.GPU, [block for block, _ in saved], targets)
+
+    def _swap(self, request: Request | None, source: Tier, blocks: Sequence[int], targets: Sequence[int]) -> None:
+        self.swaps.append(Swap(request, source, tuple(blocks), tuple(targets)))
+        if source is Tier.CPU:
+            self._arriving.update(targets)
+
+    def forget_copies(self, swap: Swap) -> None:
+        """Forget the blocks that a swap fills: it is not known whether it did."""
+        pools, target = self.host_pools, self.allocators[Tier.GPU]
+        for block in swap.target_blocks:
+            (pools.pool_of(block) if swap.source is Tier.GPU else target).forget([block])
+
+    def reset_cache(self) -> None:
+        """Forget all names. Requests keep their blocks; nobody finds those any more."""
+        for pool in self._caching:
+            pool.forget_all()
+
+    @property
+    def num_cached(self) -> dict[Tier, int]:
+        """Blocks that no request holds and that are still findable."""
+        return {tier: allocator.num_cached for tier, allocator in self.allocators.items()}
+
     def check_blocks(self) -> None:
-        """Assert that each block is either free or in exactly one table."""
-        for allocator in self.allocators.values():
-            assert allocator.num_free + allocator.num_used == allocator.num_blocks
-        held = sum(len(table) for table in self.block_tables.values())
-        assert held == sum(allocator.num_used for allocator in self.allocators.values()), "a block is lost"
-
-
-class HostPools:
-    """The pools of the CPU tier, one a host; host 0 is this one.
-
-    The pool of a host that is gone is withdrawn: it has no blocks until it is restored.
-
-    Attributes:
-        fetcher: brings blocks of other hosts here; without one, swaps read them as they are carried out.
-    """
-
-    fetcher: BlockFetcher | None = None
-
-    def __init__(self, num_blocks: Sequence[int]) -> None:
-        firsts = [0, *accumulate(num_blocks)]
-        self.pools = [BlockAllocator(count, first) for count, first in zip(num_blocks, firsts, strict=False)]
-        self._firsts, self._sizes = firsts[:-1], tuple(num_blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(pool.num_blocks for pool in self.pools)
-
-    @property
-    def num_free(self) -> int:
-        return sum(pool.num_free for pool in self.pools)
-
-    @property
-    def num_used(self) -> int:
-        return sum(pool.num_used for pool in self.pools)
-
-    def by_preference(self) -> list[BlockAllocator]:
-        local, *others = self.pools
-        return [local, *sorted(others, key=lambda pool: -pool.num_free)]
-
-    def pool_of(self, block: int) -> BlockAllocator:
-        return self.pools[bisect_right(self._firsts, block) - 1]
-
-    def free_all(self) -> None:
-        for pool in self.pools:
-            pool.free_all()
-
-    def withdraw(self, host: int) -> None:
-        """Take a host's blocks away; no request may hold any."""
-        assert self.pools[host].num_used == 0
-        self.pools[host].num_blocks = 0
-        self.pools[host].free_all()
-
-    def restore(self, host: int) -> None:
-        """Give a host's withdrawn pool its blocks again."""
-        self.pools[host].num_blocks = self._sizes[host]
-        self.pools[host].free_all()
+        """Assert that each block is free, cached, or in as many tables as it has holders."""
+        pools, held = (self.allocators[Tier.GPU], *self.host_pools.pools), Counter()
+        for pool in pools:
+            held += pool.check()
+        assert held == Counter(chain.from_iterable(self.block_tables.values())), "a block is lost"
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:

@@ -25,9 +25,7 @@ class LlamaModel:
     :class:`~swiftllm.model.loaded_weights.LoadedWeights`.
     """
 
-    def __init__(
-        self, config: ModelConfig, weights: LoadedWeights, ops: Ops, max_model_len: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: LoadedWeights, ops: Ops, max_model_len: int | None = None) -> None:
         """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum."""
         self.config = config
         self.ops = ops

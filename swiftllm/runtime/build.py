@@ -43,8 +43,8 @@ def scheduler_limits(config: EngineConfig, backend: TorchBackend) -> SchedulerLi
     return SchedulerLimits(config.max_num_batched_tokens, config.max_num_seqs, longest)
 
 
-def this_machine(config: EngineConfig, backend: TorchBackend) -> Platform:
-    """The platform that a backend stands for. The backend reads the block tables of its two pools from here.
+def this_machine(system: System, config: EngineConfig, backend: TorchBackend) -> Platform:
+    """The platform that a backend is for a system. The backend reads the block tables of its two pools from here.
 
     Raises:
         ValueError: there is no KV cache at all.
@@ -53,7 +53,8 @@ def this_machine(config: EngineConfig, backend: TorchBackend) -> Platform:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     limits, hosts = scheduler_limits(config, backend), backend.attention_hosts
     host_blocks = () if hosts is None else hosts.num_blocks
-    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks)
+    cached = system.caching_tiers(config)
+    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks, cached)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
     description = {
@@ -67,6 +68,7 @@ def this_machine(config: EngineConfig, backend: TorchBackend) -> Platform:
         "tensor_parallel": config.tensor_parallel,
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
+        "prefix_cache": [tier.value for tier in cached],
         "kv_cache": backend.kv_plan.describe(limits.max_model_len) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
@@ -113,7 +115,7 @@ def build_gpu_only(
         raise ValueError(f"attention_hosts has no effect on {system.name}, which decodes on the GPU only: drop it")
     backend = make_backend(config, placement=placement)
     with closed_on_failure(backend):
-        return build(system, this_machine(config, backend), details=details)
+        return build(system, this_machine(system, config, backend), details=details)
 
 
 @contextmanager

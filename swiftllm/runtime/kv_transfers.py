@@ -184,9 +184,11 @@ class KVTransfers:
     def _pieces(self, swaps: Sequence[Swap], size: int) -> Iterator[_Blocks]:
         """The swaps in order, at most ``size`` blocks at once."""
         for source, run in groupby(swaps, key=lambda swap: swap.source):
-            pairs = [pair for swap in run for pair in zip(swap.source_blocks, swap.target_blocks, strict=True)]
+            # Of a target that is filled twice only the last source counts: copies of one piece have no order.
+            sources_of = dict(pair for swap in run for pair in zip(swap.target_blocks, swap.source_blocks, strict=True))
+            pairs = list(sources_of.items())
             for first in range(0, len(pairs), size):
-                sources, targets = torch.tensor(pairs[first : first + size]).T.contiguous()
+                targets, sources = torch.tensor(pairs[first : first + size]).T.contiguous()
                 if source is Tier.GPU:
                     sources = self._device.swap.send(sources)
                 else:

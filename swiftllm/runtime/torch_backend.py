@@ -353,9 +353,7 @@ def open_torch_backend(
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
     check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)
-    weights = open_weights(
-        config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops
-    )
+    weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
     plan = plan_blocks(config, loaded.kv_bytes_per_block, available_host_bytes(), loaded.free_bytes)
     return serve_loaded(loaded, plan, make_worker)

@@ -23,6 +23,7 @@ class Draft:
         self.prefills: list[LaneItem] = []
         self.tokens_left = self.prompt_limit = residents.limits.max_num_batched_tokens
         self._started: set[str] = set()
+        self._computed_blocks: set[bytes] = set()  # names of those that are full after this plan
         self._decode_context = self._num_counted = 0
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
@@ -40,11 +41,18 @@ class Draft:
     def prompt_tokens_left(self) -> int:
         return min(self.tokens_left, self.prompt_limit)
 
-    def tokens_to_hold(self, request: Request) -> int:
-        """Tokens for which a prompt needs blocks: all, or with ``by_chunk`` as many as the budget allows."""
+    def tokens_to_hold(self, request: Request, num_found: int = 0) -> int:
+        """Tokens for which a prompt needs blocks: all, or with ``by_chunk`` as many as the budget allows, beside those
+        in ``num_found`` cached blocks."""
         if not self.residents.rules.by_chunk:
             return request.num_tokens
-        return min(request.num_tokens, request.num_computed_tokens + self.prompt_tokens_left)
+        num_computed = request.num_computed_tokens + num_found * self.residents.kv.block_size
+        return min(request.num_tokens, num_computed + self.prompt_tokens_left)
+
+    def computes_block(self, request: Request, index: int) -> bool:
+        """Whether this plan computes this block of a request's tokens for another request."""
+        names = request.block_names
+        return bool(self._computed_blocks) and index < len(names or ()) and names[index] in self._computed_blocks
 
     def add_prefill(self, request: Request, *, starts: bool = False) -> None:
         """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
@@ -53,7 +61,10 @@ class Draft:
         """
         num_tokens = min(request.num_uncomputed, self.prompt_tokens_left)
         if num_tokens > 0:
-            self.prefills.append(LaneItem(request, request.num_computed_tokens, num_tokens, request.tier, True))
+            start, size = request.num_computed_tokens, self.residents.kv.block_size
+            self.prefills.append(LaneItem(request, start, num_tokens, request.tier, True))
+            if request.block_names is not None:
+                self._computed_blocks.update(request.block_names[start // size : (start + num_tokens) // size])
             self.tokens_left -= num_tokens
             self.prompt_limit -= num_tokens
         if starts:
@@ -78,7 +89,7 @@ class Draft:
             tuple(self.decodes),
             tuple(self.prefills),
             tuple(cohorts),
-            tuple(residents.swaps),
+            tuple(residents.kv.swaps),
             frozenset(residents.cohorts.leaving),
             dict(predicted or {}),
             time_limit_s,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.blocks import BlockAllocator, KVCacheManager
+from swiftllm.kv.allocator import BlockAllocator
+from swiftllm.kv.blocks import KVCacheManager
 
 
 class BlockFetcher(Protocol):
@@ -68,7 +69,7 @@ def pool_has_room(kv: KVCacheManager, pool: BlockAllocator, num_blocks: int, wit
     request in it."""
     gone = [request for request in without if kv.pool_of(request) is pool]
     reserved = pool.num_tables - len(gone)
-    return num_blocks + reserved <= pool.num_free + sum(map(kv.num_held, gone))
+    return num_blocks + reserved <= pool.num_free + kv.num_freed_with(gone)
 
 
 def victims_for(kv: KVCacheManager, num_blocks: int, evictable: Sequence[Request]) -> list[Request] | None:

@@ -22,7 +22,7 @@ def swap_in(draft: Draft, service_class: ServiceClass) -> None:
     One with CPU attention under way is called back first, one of another host fetched; its GPU blocks are reserved.
     """
     residents, kv = draft.residents, draft.residents.kv
-    if Tier.GPU not in residents.open_tiers or residents.swap_source is Tier.GPU:  # pushed some out: the GPU is full
+    if Tier.GPU not in residents.open_tiers or residents.move_source is Tier.GPU:  # pushed some out: the GPU is full
         return
     for request in residents.running[Tier.CPU].of_class(service_class):
         if draft.tokens_left < 1 or not residents.finds_room(Tier.GPU, request, num_blocks=1):
@@ -35,7 +35,7 @@ def swap_in(draft: Draft, service_class: ServiceClass) -> None:
         if not residents.call_back(request, num_blocks):
             continue
         if not residents.has_room(Tier.GPU, num_blocks):  # others make way first; it follows in the next iteration
-            if not residents.swaps:
+            if residents.move_source is None:
                 residents.make_way(Tier.GPU, request, num_blocks)
             break
         residents.move(request, Tier.GPU)
@@ -67,19 +67,22 @@ def new_prompts(draft: Draft, service_class: ServiceClass, made_way: Callable[[D
 
 
 def start_prompt(draft: Draft, request: Request, made_way: Callable[[Draft], None] | None = None) -> bool:
-    """Start a waiting request with the first chunk of its prompt. False: it has no room, or no token is left for it."""
+    """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
+    this plan computes blocks that the next one will find for it."""
     residents = draft.residents
     if draft.prompt_tokens_left <= 0 or residents.arrived_too_late(request):
         return False
-    num_tokens = draft.tokens_to_hold(request)
-    needed = request.num_tokens if residents.rules.whole_prompts else num_tokens
-    num_blocks = residents.kv.blocks_for(needed)
+    num_found = residents.kv.num_findable(request)
+    if draft.computes_block(request, num_found):
+        return False
+    num_tokens = draft.tokens_to_hold(request, num_found)
+    num_blocks = residents.kv.blocks_for(request.num_tokens if residents.rules.whole_prompts else num_tokens)
     tier = residents.find_tier(request, num_blocks)
     if tier is None:
         return False
-    num_swaps = len(residents.swaps)
+    num_moves = len(residents.moves)
     residents.make_way(tier, request, num_blocks)
-    if made_way is not None and len(residents.swaps) > num_swaps:
+    if made_way is not None and len(residents.moves) > num_moves:
         made_way(draft)
     residents.start(request, tier, num_tokens)
     draft.add_prefill(request, starts=True)

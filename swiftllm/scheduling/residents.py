@@ -37,7 +37,7 @@ class Residents:
     - ``requests`` by id, and the queues: ``waiting``; ``running`` by tier, which hold blocks; of these ``prefilling``,
       and ``decoding`` by tier. ``cohorts``: CPU requests part of the way through their token.
     - ``iteration`` counts plans, and goes on after a failure.
-    - ``swaps``, and requests ``recomputed`` because they lost their blocks to others: of the plan being made.
+    - requests ``recomputed`` because they lost their blocks to others, in the plan being made.
     """
 
     confined_to: Tier | None = None
@@ -70,7 +70,7 @@ class Residents:
         self._forget_moves()
 
     def _forget_moves(self) -> None:
-        self.swaps: list[Swap] = []
+        self.kv.begin_plan()
         self.recomputed: list[Request] = []
         self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
 
@@ -147,20 +147,25 @@ class Residents:
             request.start_over()
         return requests
 
-    def forget_hosts(self, hosts: Sequence[int], unfinished_swaps: Sequence[Request]) -> list[Request]:
+    def forget_hosts(self, hosts: Sequence[int], unfinished_swaps: Sequence[Swap]) -> list[Request]:
         """Requeue the requests whose K and V were on hosts that are gone, and withdraw their blocks.
 
-        No ticket may use any block, and no cohort is under way any more. The same holds for ``unfinished_swaps``,
-        requests whose K and V may be incomplete. Returns the requests, which are computed again.
+        No ticket may use any block, and no cohort is under way any more. Requests with blocks that ``unfinished_swaps``
+        fill are requeued too: their K and V may be incomplete. Returns the requests, which are computed again.
         """
         for request in self.cohorts.dissolve():
             self._come_to_rest(request)
         pools = [self.kv.host_pools.pools[host] for host in hosts]
         lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
-        lost += [r for r in unfinished_swaps if r.status is RequestStatus.RUNNING and r not in lost]
+        for swap in unfinished_swaps:
+            here, filled = self.running[swap.source.other], set(swap.target_blocks)
+            tables = self.kv.block_tables
+            lost += [r for r in here if not filled.isdisjoint(tables[r.request_id]) and r not in lost]
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
+        for swap in unfinished_swaps:
+            self.kv.forget_copies(swap)
         for host in hosts:
             self.kv.host_pools.withdraw(host)
         return lost
@@ -207,6 +212,7 @@ class Residents:
             request = item.request
             request.last_served = iteration
             request.num_uncomputed -= item.num_tokens
+            self.kv.publish(request)
             if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
@@ -275,12 +281,12 @@ class Residents:
 
     def push_out(self, request: Request) -> None:
         """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
-        moves = request.service_class in self.rules.spills and self.swap_source is not Tier.CPU
-        if moves and can_hold(self.kv, Tier.CPU, request) and self.may_swap_out(request):
-            victims = victims_for(self.kv, self.kv.num_held(request), self._evictable_for(request))
-            for victim in victims or ():
+        moves = request.service_class in self.rules.spills and self.move_source is not Tier.CPU
+        if moves and can_hold(self.kv, Tier.CPU, request) and self._may_move_out(request):
+            num_blocks = self.kv.num_held(request)
+            for victim in victims_for(self.kv, num_blocks, self._evictable_for(request)) or ():
                 self.recompute(victim)
-            if victims is not None:
+            if any(pool.num_free >= num_blocks for pool in self.kv.pools(Tier.CPU)):  # they may have shared blocks
                 self.move(request, Tier.CPU)
                 return
         self.recompute(request)
@@ -291,14 +297,22 @@ class Residents:
             return self.yielding(Tier.CPU, request)
         return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
 
+    def _may_move_out(self, request: Request) -> bool:
+        return self.kv.may_move_out(request) and self.may_swap_out(request)
+
     @property
-    def swap_source(self) -> Tier | None:
-        """The tier that the swaps leave. All go in one direction, so that a backend may copy them at once."""
-        return self.swaps[0].source if self.swaps else None
+    def moves(self) -> list[Swap]:
+        """The swaps of the plan being made by which requests move."""
+        return [swap for swap in self.kv.swaps if swap.request is not None]
+
+    @property
+    def move_source(self) -> Tier | None:
+        """The tier that requests leave in the plan being made: all move in one direction."""
+        return next((swap.source for swap in self.kv.swaps if swap.request is not None), None)
 
     def move(self, request: Request, target: Tier) -> None:
         source = request.tier
-        self.swaps.append(self.kv.move_blocks(request, target))
+        self.kv.move_blocks(request, target)
         for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
             queues[source].remove_request(request)
             queues[target].insert_request(request)
@@ -306,7 +320,7 @@ class Residents:
         self._note_tier(request)
 
     def recompute(self, request: Request) -> None:
-        self.swaps = [swap for swap in self.swaps if swap.request is not request]  # this plan may have moved it
+        self.kv.drop_move(request)  # this plan may have moved it
         self.recomputed.append(request)
         self.requeue(request)
         request.num_preemptions += 1
@@ -353,7 +367,7 @@ class Residents:
             return any(pool_has_room(self.kv, pool, num_blocks, without) for pool in pools)
         reserved = self.rules.reserve * (len(self.running[tier]) - len(without))
         reserved += self._gpu_blocks_promised if tier is Tier.GPU else 0
-        return num_blocks + reserved <= self.kv.num_free(tier) + sum(map(self.kv.num_held, without))
+        return num_blocks + reserved <= self.kv.num_free(tier) + self.kv.num_freed_with(without)
 
     def yielding(self, tier: Tier, request: Request) -> list[Request]:
         """The requests of the tier that can make way at once for a request of a more urgent class, in order."""
@@ -361,7 +375,9 @@ class Residents:
 
     def finds_room(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         """Whether a request may enter the tier, once the requests that yield to it have made way."""
-        if not self.has_room(tier, num_blocks, self.yielding(tier, request)):
+        yielding = self.yielding(tier, request)
+        num_shared = 0 if yielding else self.kv.num_shared(request, tier)
+        if not self.has_room(tier, num_blocks - num_shared, yielding):
             return False
         return tier is not Tier.GPU or not self._gpu_is_wanted_before(request.service_class)
 
@@ -373,7 +389,7 @@ class Residents:
     def make_way(self, tier: Tier, request: Request, num_blocks: int) -> None:
         """Preempt requests that yield, the youngest first, until a request that ``finds_room`` has it."""
         for victim in reversed(self.yielding(tier, request)):
-            if self.has_room(tier, num_blocks):
+            if self.has_room(tier, num_blocks - self.kv.num_shared(request, tier)):
                 break
             (self.push_out if tier is Tier.GPU else self.recompute)(victim)
 
@@ -407,10 +423,10 @@ class Residents:
         return bool(yielding)
 
     def start(self, request: Request, tier: Tier, num_tokens: int) -> None:
-        """Move a waiting request into a tier that has room, with blocks for ``num_tokens``."""
+        """Move a waiting request into a tier that has room, with blocks for ``num_tokens``, cached ones among them."""
         self.waiting.remove_request(request)
         request.status, request.tier = RequestStatus.RUNNING, tier
-        self.kv.allocate_slots(request, num_tokens)
+        self.kv.start(request, num_tokens)
         self.running[tier].insert_request(request)
         self.prefilling.insert_request(request)
         self._note_tier(request)

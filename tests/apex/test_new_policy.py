@@ -44,9 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(engine: Engine, classes: Sequence[ServiceClass] = (LS,)) -> list[Request]:
     """All requests, in order of arrival, once they are done and both pools are empty."""
     requests = [
-        engine.add(
-            engine.make_request(str(i), range(5, 5 + length), SAMPLING, service_class=classes[i % len(classes)])
-        )
+        engine.add(engine.make_request(str(i), range(5, 5 + length), SAMPLING, service_class=classes[i % len(classes)]))
         for i, length in enumerate(LENGTHS)
     ]
     while engine.has_unfinished():

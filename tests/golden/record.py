@@ -37,10 +37,7 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
         plan.strategy.value,
         [request.request_id for request in plan.decodes],
         [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
-        [
-            (cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests])
-            for cohort in plan.cohorts
-        ],
+        [(cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests]) for cohort in plan.cohorts],
         [
             (swap.request.request_id, swap.source.value, blocks(swap.source_blocks), blocks(swap.target_blocks))
             for swap in plan.swaps

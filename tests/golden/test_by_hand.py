@@ -30,9 +30,7 @@ GPU_BLOCKS = [(system, 8) for system in SYSTEMS] + [(system, 0) for system in ("
 
 @pytest.mark.parametrize("prompt", [BLOCK * n + beside for n in (1, 2) for beside in (-1, 0, 1)])
 @pytest.mark.parametrize(("system", "num_gpu_blocks"), GPU_BLOCKS)
-def test_a_request_holds_the_blocks_of_all_tokens_but_its_newest(
-    system: str, num_gpu_blocks: int, prompt: int
-) -> None:
+def test_a_request_holds_the_blocks_of_all_tokens_but_its_newest(system: str, num_gpu_blocks: int, prompt: int) -> None:
     """The newest token's K and V are computed with the next token, so a block is taken no earlier."""
     pools = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": 8}
     engine = build_simulated(system, TABLE, LAYERS, **pools, block_size=BLOCK)

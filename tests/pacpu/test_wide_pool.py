@@ -29,9 +29,7 @@ def test_a_context_beyond_2_to_the_31_elements_is_attended(wide, kernel, isa, nu
     store_new_tokens(k, v, wide.small[1], small_tables, seq_lens)
     expected = paged_attention(q, wide.small[1], small_tables, seq_lens, 0.125)
     out = torch.full((2, 4, 64), torch.nan, dtype=torch.float16)
-    pacpu.paged_attention(
-        q, k, v, wide.pool[1], tables, seq_lens, out, 0.125, kernel=kernel, num_threads=num_threads
-    )
+    pacpu.paged_attention(q, k, v, wide.pool[1], tables, seq_lens, out, 0.125, kernel=kernel, num_threads=num_threads)
     assert_close(out, expected)
     assert torch.equal(wide.used(), wide.small)
 

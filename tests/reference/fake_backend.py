@@ -1,7 +1,7 @@
 """A backend without tensors that notices every mistake a scheduler or executor can make.
 
-Each cache slot remembers whose token it holds; attention checks every slot it would read, swaps carry the notes along,
-and a slot that nobody owns is empty. Boundaries check that the attention before them has happened. Tickets become
+Each cache slot has a note of whose token it holds, or with a prefix cache of which text it is the last token. Attention
+checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Boundaries check that the attention before them has happened. Tickets become
 ready after a random number of polls. Tokens are a hash of the text before them, so they do not depend on scheduling.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
+from swiftllm.kv.blocks import KVCacheManager
 
 EOS = 1
 VOCABULARY = 50
@@ -77,7 +78,9 @@ class FakeBackend:
         self.block_tables: Mapping[str, list[int]] = {}
         self.random = random.Random(seed)
         self.clock_s = 0.0
-        self.slots: dict[tuple[Tier, int, int, int], tuple[str, int]] = {}
+        self.kv: KVCacheManager | None = None  # with it, writes to blocks that others may read are noticed
+        self.slots: dict[tuple[Tier, int, int, int], tuple[str, int] | int] = {}
+        self._notes: dict[str, tuple[Request, list[int]]] = {}
         self.logprobs: dict[str, TokenLogprob] = {}
         self.calls: list[tuple] = []  # what was asked of the hardware, in order
         self.crosses_in_one_go = False
@@ -99,9 +102,25 @@ class FakeBackend:
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
+    def note(self, request: Request, position: int) -> tuple[str, int] | int:
+        """What a slot with this token of a request should hold."""
+        if request.block_names is None:
+            return request.request_id, position
+        of, notes = self._notes.get(request.request_id, (None, []))
+        if of is not request:
+            notes = [hash(request.cache_salt)]
+            self._notes[request.request_id] = request, notes
+        for token in request.token_ids(len(notes) - 1, position + 1):
+            notes.append(hash((notes[-1], token)))
+        return notes[position + 1]
+
     def store(self, request: Request, tier: Tier, layer: int, table: list[int], position: int) -> None:
         block, offset = table[position // self.block_size], position % self.block_size
-        self.slots[tier, block, offset, layer] = (request.request_id, position)
+        if self.kv is not None:
+            pool = self.kv.pool_of(request)
+            assert pool.num_holders(block) == 1, f"{request.request_id} writes to a block that it shares"
+            assert not pool.caches or pool._names[block - pool.first] is None, "a full block is written again"
+        self.slots[tier, block, offset, layer] = self.note(request, position)
 
     def attend(self, request: Request, tier: Tier, layer: int, table: list[int], upto: int | None = None) -> None:
         """Store the newest token's K and V, then check that all tokens before it are where they should be."""
@@ -110,22 +129,27 @@ class FakeBackend:
         for position in range(newest + 1):
             block, offset = table[position // self.block_size], position % self.block_size
             found = self.slots.get((tier, block, offset, layer))
-            assert found == (request.request_id, position), f"{request.request_id}@{position}: found {found}"
+            assert found == self.note(request, position), f"{request.request_id}@{position}: found {found}"
 
     def holds_weights(self, layer: int) -> bool:
         return True
 
     def swap(self, swaps: Sequence[Swap]) -> None:
-        # A backend may copy all of them at once: one direction, and no block written twice.
-        assert len({swap.source for swap in swaps}) <= 1
-        targets = [block for swap in swaps for block in swap.target_blocks]
-        assert len(set(targets)) == len(targets)
+        # All requests that move go in one direction. What comes to the GPU arrives last, so nothing takes it out again.
+        assert len({swap.source for swap in swaps if swap.request is not None}) <= 1
+        arriving: set[int] = set()
         for swap in swaps:
-            assert len(swap.source_blocks) == len(swap.target_blocks)
+            assert len(swap.source_blocks) == len(swap.target_blocks) == len(set(swap.target_blocks))
+            if swap.source is Tier.CPU:
+                arriving.update(swap.target_blocks)
+            else:
+                assert arriving.isdisjoint(swap.source_blocks)
             for source, target in zip(swap.source_blocks, swap.target_blocks, strict=True):
                 for offset in range(self.block_size):
                     for layer in range(self.num_layers):
-                        note = self.slots.pop((swap.source, source, offset, layer), None)
+                        note = self.slots.get((swap.source, source, offset, layer))
+                        if self.kv is None or self.kv.names is None:  # else others may find it there
+                            self.slots.pop((swap.source, source, offset, layer), None)
                         self.slots.pop((swap.source.other, target, offset, layer), None)
                         if note is not None:
                             self.slots[swap.source.other, target, offset, layer] = note

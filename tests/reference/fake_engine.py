@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.strategy import StrategyConfig
+from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -47,13 +48,14 @@ def fake_engine(
     table: ProfileTable | None = None,
     seed: int = 0,
     host_blocks: Sequence[int] = (),
+    cached_tiers: Sequence[Tier] = (),
 ) -> Engine:
     """With ``host_blocks`` the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
-    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, host_blocks)
+    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, host_blocks, cached_tiers)
     hosts = FakeHosts(kv.host_pools) if host_blocks else None
     backend = FakeBackend(num_layers, block_size, seed) if hosts is None else BackendOfHosts(hosts, num_layers, seed)
     backend.block_size = block_size
-    backend.block_tables = kv.block_tables
+    backend.block_tables, backend.kv = kv.block_tables, kv
     limits = SchedulerLimits(max_tokens, max_num_seqs, max_model_len)
     found, model = find_system(system), PerfModel(table or flat_table(), num_layers)
     predictions = (model, strategy or StrategyConfig(disable_admission_control=True)) if found.needs_predictions else ()

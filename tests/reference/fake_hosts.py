@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.backend import HostDied
-from swiftllm.kv.blocks import HostPools
+from swiftllm.kv.allocator import HostPools
 from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeTicket
 
 
@@ -76,8 +76,8 @@ class BackendOfHosts(FakeBackend):
 
     def swap(self, swaps: Sequence[Swap]) -> None:
         for swap in swaps:
-            blocks = swap.source_blocks if swap.source is Tier.CPU else swap.target_blocks
-            self.hosts.touch(self, blocks[0], in_swap=True)
+            for block in (swap.source_blocks if swap.source is Tier.CPU else swap.target_blocks)[:1]:
+                self.hosts.touch(self, block, in_swap=True)
             super().swap([swap])
 
     def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:

@@ -67,6 +67,7 @@ def drive(
     longest: int = 40,
     best_effort_share: float = 0.0,
     check: Callable[[Residents], None] = check_queues,
+    draw: Callable[..., tuple] = make_request,
 ) -> dict:
     """Random arrivals and aborts until all is done; checks each output and that both pools end empty."""
     wanted, aborted, finished = {}, set(), {}
@@ -75,13 +76,13 @@ def drive(
         steps += 1
         assert steps < 400 * num_requests, f"no end in sight: {engine.state()}"
         if len(wanted) + refused < num_requests and rng.random() < 0.3:
-            prompt, sampling = make_request(rng, longest, longest)
+            prompt, sampling, *salt = draw(rng, longest, longest)
             request_id = f"r{len(wanted) + refused}"
             try:
                 service_class = LS
                 if best_effort_share and rng.random() < best_effort_share:
                     service_class = BE
-                engine.add(engine.make_request(request_id, prompt, sampling, service_class=service_class))
+                engine.add(engine.make_request(request_id, prompt, sampling, None, service_class, *salt))
                 wanted[request_id] = expected_output(prompt, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
             except RequestRefused as error:
                 assert "tier" in str(error)
@@ -268,9 +269,9 @@ def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -
     residents = engine.residents
     residents.begin_plan()
     residents.push_out(younger)
-    assert [swap.request for swap in residents.swaps] == [younger]
+    assert [swap.request for swap in residents.kv.swaps] == [younger]
     residents.push_out(older)  # the CPU tier holds one of the two
-    assert [swap.request for swap in residents.swaps] == [older]
+    assert [swap.request for swap in residents.kv.swaps] == [older]
     assert older.tier is Tier.CPU and younger in residents.waiting
     engine.kv.check_blocks()
 

@@ -194,7 +194,7 @@ def test_best_effort_ones_make_way_for_one_that_comes_back_from_the_cpu_tier(sys
     residents = engine.residents
     residents.begin_plan()
     residents.push_out(urgent)
-    engine.executor.backend.swap(residents.swaps)
+    engine.executor.backend.swap(residents.kv.swaps)
     others = [engine.add(engine.make_request(str(i), [3] * 12, up_to(30), service_class=BE)) for i in range(2)]
     draft = Draft(residents)
     for other in others:  # where the urgent one wants to go

@@ -1,6 +1,5 @@
 """Predicted machines for tests, and a card of one's own."""
 
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -41,5 +40,3 @@ def write_gpu(path: Path, **changes) -> Path:
     }
     path.write_text(yaml.safe_dump({"kind": "gpu", "name": "New card", "figures": figures}))
     return path
-
-

@@ -1,6 +1,5 @@
 """The profile tables made of hardware files."""
 
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,6 +1,5 @@
 """Hardware files: what they must hold, and how broken ones are refused."""
 
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -157,5 +156,3 @@ def test_models_have_the_published_sizes() -> None:
     assert load_model_config("llama-3.1-70b").num_parameters == 70_553_706_496
     assert LLAMA_2_7B.kv_bytes_per_token(2) == 524_288
     assert LLAMA_3_8B.kv_bytes_per_token(2) == 131_072
-
-

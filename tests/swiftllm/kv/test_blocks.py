@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.blocks import BlockAllocator, KVCacheManager
+from swiftllm.kv.allocator import BlockAllocator
+from swiftllm.kv.blocks import KVCacheManager
 
 
 def holding(kv: KVCacheManager, tier: Tier, num_tokens: int) -> Request:

@@ -122,9 +122,7 @@ def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch,
     places = [place] * 3 if place is not Place.RESIDENT else [Place.STREAMED, *[place] * 2]  # not all resident
     config, device = EngineConfig(str(tmp_path / "packed")), HostDevice()
     with CountedMemory("cpu") as memory:
-        provider = open_weights(
-            config, model, torch.float32, Ops(), Placement(tuple(places)), device, CpuOps()
-        )
+        provider = open_weights(config, model, torch.float32, Ops(), Placement(tuple(places)), device, CpuOps())
         peak = memory.peak
     matrices = fused_matrices(model)  # 4 bits of code, 16 of scale, 8 of zero point; 32 of each input's place
     largest = max(max(m.out_features) * m.in_features * (4 + 24 / 128) / 8 + 4 * m.in_features for m in matrices)

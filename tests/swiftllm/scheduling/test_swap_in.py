@@ -19,7 +19,7 @@ def pushed_out(engine: Engine, *prompt_lens: int) -> list[Request]:
     for request in reversed(requests):
         engine.residents.begin_plan()
         engine.residents.push_out(request)
-        engine.executor.backend.swap(engine.residents.swaps)
+        engine.executor.backend.swap(engine.kv.swaps)
     assert all(request.tier is Tier.CPU for request in requests)
     return requests
 

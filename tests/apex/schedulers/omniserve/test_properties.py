@@ -146,7 +146,7 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
         def check(plan: IterationPlan, residents=residents) -> None:
             assert not any(residents.running[Tier.CPU].of_class(LS))
             riding = [request for cohort in plan.cohorts for request in cohort.requests]
-            assert all(request.service_class is BE for request in [*riding, *plan.swapping()])
+            assert all(request.service_class is BE for request in [*riding, *plan.moving()])
 
         residents.push_out = lambda victim, note=note, call=push_out: (note(victim), call(victim))
         residents.recompute = lambda victim, note=note, call=recompute: (note(victim), call(victim))
