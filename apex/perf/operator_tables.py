@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import log2
 
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, total_s
@@ -96,16 +97,16 @@ class OperatorModel(PerfModel):
         seconds = super().lane_attention_s(decodes, decode_context, chunks)
         if not decodes:
             return seconds
-        mean = decode_context / decodes
+        mean, together = decode_context / decodes, self.table.gpu_attention
         if chunks and mixed is not None:
             tokens = sum([new for new, _ in chunks])
             cached = total_s([new * before for new, before in chunks]) / tokens
-            apart_s = self.table.prefill_attention(tokens, cached) + self.table.gpu_attention(decodes, mean)
-            seconds += mixed(tokens, cached, decodes, mean) - apart_s
+            together = partial(mixed, tokens, cached)
+            seconds += together(decodes, mean) - self.table.gpu_attention(decodes, mean)
+            seconds -= self.table.prefill_attention(tokens, cached)
         if unequal is not None and longest_context > mean:
             share = unequal.share(decodes, beside_chunks=bool(chunks))
-            longest_s = self.table.gpu_attention(decodes, longest_context)
-            seconds += share * (longest_s - self.table.gpu_attention(decodes, mean))
+            seconds += share * (together(decodes, longest_context) - together(decodes, mean))
         return max(seconds, 0.0)
 
 
