@@ -14,7 +14,16 @@ from math import ceil, hypot, inf
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import GEMM_TILE_TOKENS, Gpu, GpuLink, Host, LayerShape, MeasuredOperators, closest_layer
+from apex.simulator.hardware import (
+    GEMM_TILE_TOKENS,
+    POWER_ERRORS,
+    Gpu,
+    GpuLink,
+    Host,
+    LayerShape,
+    MeasuredOperators,
+    closest_layer,
+)
 from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
@@ -336,6 +345,18 @@ def _linear_origin(gpu: Gpu, shape: LayerShape) -> str:
     if layer.shape == shape:
         return f"measured ({layer.model})"
     return f"scaled by {shape.gemm_weights / layer.shape.gemm_weights:.4g} from measured ({layer.model})"
+
+
+def how_known(gpu: Gpu, config: ModelConfig) -> str:
+    """In words: what the times of a card's operators rest on, for a model with these layers."""
+    if measured_operators_of(gpu, config) is not None:
+        return "measured tables of the card's operators with this model"
+    attention = f"attention from {gpu.figures['decode_attention_fraction'].status} figures"
+    if gpu.layers:
+        return f"linear layers {_linear_origin(gpu, LayerShape.from_config(config))}; {attention}"
+    if gpu.from_power:
+        return f"no table: shares of the data sheet from its board power ({POWER_ERRORS}); {attention}"
+    return f"no table: the data sheet and {gpu.figures['gemm_fraction'].status} shares of it; {attention}"
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:

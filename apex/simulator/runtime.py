@@ -39,6 +39,8 @@ class Runtime:
 
 
 OWN_ENGINE = Runtime()
+VLLM_DEFAULTS = "vLLM 0.19 with its defaults: prefix cache, asynchronous scheduling, graphs, whole prompts reserved"
+PAPERS_VLLM = "vllm: as the papers ran it, without prefix cache, asynchronous scheduling and reservation"
 
 
 def vllm_runtime(max_num_seqs: int) -> Runtime:
