@@ -70,7 +70,7 @@ def start_prompt(draft: Draft, request: Request, made_way: Callable[[Draft], Non
     """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
     this plan computes blocks that the next one will find for it."""
     residents = draft.residents
-    if draft.prompt_tokens_left <= 0 or residents.arrived_too_late(request):
+    if draft.prompt_tokens_left <= 0 or not residents.look_ahead.knows(request):
         return False
     num_found = residents.kv.num_findable(request)
     if draft.computes_block(request, num_found):

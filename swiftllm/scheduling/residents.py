@@ -28,6 +28,7 @@ from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_serva
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.cohorts import Cohorts
 from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
+from swiftllm.scheduling.look_ahead import LookAhead
 from swiftllm.scheduling.rules import Rules
 
 
@@ -63,10 +64,7 @@ class Residents:
         self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
         self.fetches = Fetches(self.kv)
-        self._ending: list[Request] = []  # with ``plans_ahead``: ended since the last plan, and still with their blocks
-        self._ended: list[Request] = []  # those that the plan being made does not know to be gone
-        self._arriving: set[str] = set()  # with ``plans_ahead``: ids that were added while an iteration ran
-        self._arrived: set[str] = set()
+        self.look_ahead = LookAhead(self.kv)
         self._forget_moves()
 
     def _forget_moves(self) -> None:
@@ -87,8 +85,8 @@ class Residents:
         self.requests[request.request_id] = request
         self.waiting.insert_request(request)
         self._note_tier(request)
-        if self.rules.plans_ahead and self._is_running():
-            self._arriving.add(request.request_id)
+        if self.rules.plans_ahead and any(self.running.values()):
+            self.look_ahead.arrives(request)
 
     def check(self, request: Request) -> None:
         """Check that a request can be served if it is alone. Thread-safe.
@@ -129,7 +127,7 @@ class Residents:
         else:
             self._leave_running(request)
             if self.rules.plans_ahead:
-                self._ending.append(request)
+                self.look_ahead.ends(request)
             else:
                 self.kv.free_blocks(request)
         del self.requests[request.request_id]
@@ -177,24 +175,7 @@ class Residents:
         self._forget_moves()
         self.fetches.begin_plan()
         if self.rules.plans_ahead:
-            self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """What ended or arrived in the last iteration is not known yet; what did so in the one before it now is."""
-        gone, self._ended, self._ending = self._ended, self._ending, []
-        self._arrived, self._arriving = self._arriving, set()
-        if not self._is_running():
-            gone, self._ended = gone + self._ended, []
-            self._arrived.clear()
-        for request in gone:
-            self.kv.free_blocks(request)
-
-    def _is_running(self) -> bool:
-        return any(self.running.values())
-
-    def arrived_too_late(self, request: Request) -> bool:
-        """Whether the plan being made was begun before the request arrived."""
-        return request.request_id in self._arrived
+            self.look_ahead.begin_plan(is_running=any(self.running.values()))
 
     def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
         """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
@@ -413,7 +394,7 @@ class Residents:
 
         One with CPU attention under way is called out first. Its seat comes free as soon as it is at rest.
         """
-        if sum(map(len, self.running.values())) + len(self._ended) < self.limits.max_num_seqs:
+        if sum(map(len, self.running.values())) + self.look_ahead.num_seats < self.limits.max_num_seqs:
             return True
         yielding = [other for tier in Tier for other in self.yielding(tier, request)]
         if yielding:
