@@ -33,6 +33,10 @@ class Grid:
         self.sizes = sorted(by_first)
         self._below = [below[()] if () in (below := by_first[size]) else Grid(below) for size in self.sizes]
 
+    def sizes_after(self, first: float) -> list[float]:
+        """The second sizes that were measured with a first one."""
+        return self._below[self.sizes.index(first)].sizes
+
     def __call__(self, *sizes: float) -> float:
         first, *rest = sizes
         i = bisect_right(self.sizes, first, 1, len(self.sizes) - 1) - 1

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from evaluation.groundtruth.models import RunModel, find_model
 from evaluation.groundtruth.prediction import Outcome, measured_outcome, predict_run
 from evaluation.groundtruth.report import errors
 from evaluation.groundtruth.run_files import RUNS, Run, find_run, read_run
-from evaluation.groundtruth.terms import Setup, all_terms, card_of, run_model, terms
-from swiftllm.model.config import ModelConfig
+from evaluation.groundtruth.terms import Setup, all_terms, card_of, terms
 
 ERRORS_FILE = RUNS / "errors.yaml"
 TOLERANCE = 0.01
@@ -24,7 +24,7 @@ class Judged:
     """A real run, and its prediction with all terms."""
 
     run: Run
-    config: ModelConfig
+    model: RunModel
     measured: Outcome
     predicted: Outcome
 
@@ -33,27 +33,27 @@ class Judged:
         return errors(self.measured, self.predicted)
 
 
-def judge(name_or_folder: str | Path, model: Path | None = None) -> Judged:
-    """Predict a run from its own operator tables.
+def judge(name_or_folder: str | Path, model_folder: Path | None = None) -> Judged:
+    """Predict a run from its own operator tables. ``model_folder`` has the config.json of a model that is unknown.
 
     Raises:
         ValueError: there is no such run, a file of it is missing or malformed, or its model is unknown.
     """
     run = read_run(find_run(name_or_folder))
-    config = run_model(run, model)
-    return Judged(run, config, measured_outcome(run), predict(run, config, all_terms(run)))
+    model = find_model(run.model, model_folder)
+    return Judged(run, model, measured_outcome(run), predict(run, model, all_terms(run, model)))
 
 
-def predict(run: Run, config: ModelConfig, setup: Setup) -> Outcome:
+def predict(run: Run, model: RunModel, setup: Setup) -> Outcome:
     caching = setup.prefix_caching
-    return predict_run(run, setup.table, config.num_layers, pool_blocks(run), setup.runtime, prefix_caching=caching)
+    return predict_run(run, setup.table, model.num_layers, pool_blocks(run), setup.runtime, prefix_caching=caching)
 
 
 def ladder(judged: Judged) -> Iterator[tuple[str, dict[str, float]]]:
     """The errors with each further term; nothing for a run whose card has no file in ``configs/hardware``."""
     gpu = card_of(judged.run)
-    for setup in () if gpu is None else terms(judged.run, gpu, judged.config):
-        yield setup.term, errors(judged.measured, predict(judged.run, judged.config, setup))
+    for setup in () if gpu is None else terms(judged.run, gpu):
+        yield setup.term, errors(judged.measured, predict(judged.run, judged.model, setup))
 
 
 def pool_blocks(run: Run) -> int:

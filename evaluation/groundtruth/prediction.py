@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from apex.replay.loop import replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import Runtime
-from evaluation.groundtruth.run_files import Run
+from evaluation.groundtruth.run_files import Run, RunRequest
 from swiftllm.core.request import Tier
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -66,30 +67,16 @@ def predict_run(
     num_gpu_blocks: int,
     runtime: Runtime,
     *,
-    prefix_caching: bool = True,
-    system: str = "vllm",
+    prefix_caching: bool,
 ) -> Outcome:
-    """Simulate the run's requests; the load is sampled at the run's times."""
-    engine = build_simulated(
-        system,
-        table,
-        num_layers,
-        num_gpu_blocks=num_gpu_blocks,
-        num_cpu_blocks=0,
-        block_size=run.block_size,
-        max_num_batched_tokens=run.max_num_batched_tokens,
-        max_num_seqs=run.max_num_seqs,
-        max_model_len=run.max_model_len or LONGEST,
-        vocab_size=len(run.requests) + 1,
-        cached_tiers=(Tier.GPU,) if prefix_caching else (),
-        runtime=runtime,
-    )
-    requests = [
-        # The prompts are not known: every request has a token of its own, so that no two share a prefix.
-        ReplayRequest(f"{index}", request.arrival_s, (index + 1,) * request.prompt_len, request.output_len)
-        for index, request in enumerate(run.requests)
+    """Simulate the run's requests; the load is sampled at the run's times. Data-parallel ranks take them in turn."""
+    parts = [
+        _replay(
+            run, run.requests[rank :: run.data_parallel], table, num_layers, num_gpu_blocks, runtime, prefix_caching
+        )
+        for rank in range(run.data_parallel)
     ]
-    records = replay_requests(engine, requests, wait=engine.backend.sleep).records
+    records = sorted((record for part in parts for record in part), key=lambda record: record.arrival_s)
     running, waiting = load_at([sample.time_s for sample in run.load], records)
     return Outcome(
         np.array([record.tier_history[0][0] for record in records]),
@@ -102,7 +89,39 @@ def predict_run(
     )
 
 
-def load_at(times_s: list[float], records: tuple[RequestRecord, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _replay(
+    run: Run,
+    served: Sequence[RunRequest],
+    table: ProfileTable,
+    num_layers: int,
+    num_gpu_blocks: int,
+    runtime: Runtime,
+    prefix_caching: bool,
+) -> Sequence[RequestRecord]:
+    """Serve requests by one engine."""
+    engine = build_simulated(
+        "vllm",
+        table,
+        num_layers,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=0,
+        block_size=run.block_size,
+        max_num_batched_tokens=run.max_num_batched_tokens,
+        max_num_seqs=run.max_num_seqs,
+        max_model_len=run.max_model_len or LONGEST,
+        vocab_size=len(served) + 1,
+        cached_tiers=(Tier.GPU,) if prefix_caching else (),
+        runtime=runtime,
+    )
+    requests = [
+        # The prompts are not known: every request has a token of its own, so that no two share a prefix.
+        ReplayRequest(f"{index}", request.arrival_s, (index + 1,) * request.prompt_len, request.output_len)
+        for index, request in enumerate(served)
+    ]
+    return replay_requests(engine, requests, wait=engine.backend.sleep).records
+
+
+def load_at(times_s: list[float], records: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:
     """Running and waiting requests at these times."""
     counts = {"running": np.zeros(len(times_s)), "waiting": np.zeros(len(times_s))}
     times = np.array(times_s)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
-from apex.perf.operator_tables import OperatorTable
-from apex.simulator.calibrated_profile import hardware_profile
+from apex.perf.operator_tables import Grid, OperatorTable
+from apex.simulator.calibrated_profile import ITEMSIZES, all_reduce_s, hardware_profile
 from apex.simulator.hardware import (
     ASSUMPTIONS_FILE,
     Gpu,
     known_hardware,
     load_gpu,
     load_host,
+    load_link,
     load_model_config,
     read_figures,
 )
-from apex.simulator.operator_files import Operators, read_operators
+from apex.simulator.operator_files import read_operators
 from apex.simulator.runtime import OWN_ENGINE, Runtime, vllm_runtime
+from evaluation.groundtruth.models import RunModel
 from evaluation.groundtruth.run_files import Run
-from swiftllm.model.config import ModelConfig
 
+LINK = "pcie-4"
+"""What joins data-parallel ranks that exchange tokens between experts; assumed."""
 HOST = "xeon-6342"
 """Whose assumed milliseconds an iteration takes on the host: the same in every host's file."""
 
@@ -46,26 +48,27 @@ def card_of(run: Run) -> Gpu | None:
     return None
 
 
-def run_model(run: Run, model: Path | None) -> ModelConfig:
-    """The shape of the run's model: that of a folder, or that of its name in ``configs/models``.
+def table_of_operators(run: Run, model: RunModel) -> OperatorTable:
+    """A table of the run's operators alone: no CPU tier, and the host's assumed time an iteration.
 
-    Raises:
-        ValueError: neither is known.
+    Of a mixture of experts, all ranks have batches of one size, and each token picks its experts at random.
     """
-    try:
-        return load_model_config(model or run.model.rsplit("/", 1)[-1].lower())
-    except ValueError as error:
-        raise ValueError(f"{run.folder / 'meta.json'}: {error} with --model") from None
-
-
-def table_of_operators(times: Operators, max_tokens: int) -> OperatorTable:
-    """A table of measured operators alone: no CPU tier, and the host's assumed time an iteration."""
+    times, ranks = read_operators(run.folder), run.data_parallel
     host_s = read_figures(ASSUMPTIONS_FILE)["iteration_overhead_ms"].value * 1e-3
     sizes = sorted({*times.gemm.sizes, *times.elementwise.sizes})
+    linear = [times.gemm(n) + times.elementwise(n) for n in sizes]
+    if times.experts is not None:
+        linear = [seconds + experts_s(times.experts, n, ranks) for n, seconds in zip(sizes, linear, strict=True)]
+    if times.experts is not None and ranks > 1:
+        link, bytes_per_token = load_link(LINK), ranks * model.hidden_size * ITEMSIZES[run.dtype]
+        exchanges = [
+            2 * all_reduce_s(link, n * bytes_per_token) for n in sizes
+        ]  # all tokens there, and their sums back
+        linear = [seconds + exchange_s for seconds, exchange_s in zip(linear, exchanges, strict=True)]
     free = Surface((1, 2), (FREE, FREE))
     return OperatorTable(
         {"kind": "measured operators"},
-        linear=Curve(tuple(sizes), tuple(times.gemm(n) + times.elementwise(n) for n in sizes)),
+        linear=Curve(tuple(sizes), tuple(linear)),
         ends=times.row_ends,
         swap=FREE,
         prefill_attention=times.prefill,
@@ -78,15 +81,25 @@ def table_of_operators(times: Operators, max_tokens: int) -> OperatorTable:
     )
 
 
-def all_terms(run: Run) -> Setup:
+def experts_s(experts: Grid, tokens: float, ranks: int) -> float:
+    """A layer's experts on one of the ranks that divide them, with ``tokens`` on each rank.
+
+    A rank computes its part of the experts for the tokens of all.
+    """
+    fewest, *_, all_experts = sorted(experts.sizes_after(experts.sizes[-1]))
+    tokens *= ranks
+    idle = (1.0 - fewest / all_experts) ** tokens
+    return experts(tokens, all_experts / ranks * (1.0 - idle))
+
+
+def all_terms(run: Run, model: RunModel) -> Setup:
     """The prediction from the run's own operator tables."""
-    table = table_of_operators(read_operators(run.folder), run.max_num_batched_tokens)
-    return Setup("all terms", table, vllm_runtime(run.max_num_seqs), prefix_caching=True)
+    return Setup("all terms", table_of_operators(run, model), vllm_runtime(run.max_num_seqs), prefix_caching=True)
 
 
-def terms(run: Run, gpu: Gpu, config: ModelConfig) -> Iterator[Setup]:
+def terms(run: Run, gpu: Gpu) -> Iterator[Setup]:
     """The terms in order, each with those before it. ``gpu`` is the run's card."""
-    assumed = read_figures(ASSUMPTIONS_FILE)
+    assumed, config = read_figures(ASSUMPTIONS_FILE), load_model_config(run.model.rsplit("/", 1)[-1].lower())
     fractions = {name: assumed[name] for name in ("weight_read_fraction", "gemm_fraction")}
 
     def profile(card: Gpu) -> ProfileTable:

@@ -10,6 +10,7 @@ import pytest
 
 from apex.replay.records import RequestRecord
 from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded
+from evaluation.groundtruth.models import RunModel, find_model
 from evaluation.groundtruth.prediction import Outcome, load_at
 from evaluation.groundtruth.report import draw_run
 from tests.evaluation.groundtruth.folders import write_run
@@ -28,12 +29,12 @@ def test_a_worse_prediction_is_told() -> None:
     times = np.array([1.0, 2.0])
     measured = Outcome(times * 0, times, times + 10, np.array([11, 11]), running=times, waiting=times)
     slower = replace(measured, first_token_s=times * 2, last_token_s=times * 2 + 10)
-    told = worse_than_recorded(Judged(run=_named(name), config=None, measured=measured, predicted=slower))
+    told = worse_than_recorded(Judged(run=_named(name), model=None, measured=measured, predicted=slower))
     assert any(line.startswith("ttft_mean_s: +100.0%, recorded") for line in told)
-    assert not worse_than_recorded(Judged(run=_named(name), config=None, measured=measured, predicted=measured))
+    assert not worse_than_recorded(Judged(run=_named(name), model=None, measured=measured, predicted=measured))
 
 
-class _named:  # noqa: N801
+class _named:
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -66,8 +67,18 @@ def test_a_run_of_an_unknown_card_is_predicted_from_its_own_tables(tmp_path: Pat
     draw_run(judged.run, judged.measured, judged.predicted)
 
 
+def test_a_model_is_known_by_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "hidden_size": 8}')
+    assert find_model("someone/Unknown-9B", tmp_path) == RunModel(3, 8)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match=r"config.json lacks num_hidden_layers"):
+        find_model("someone/Unknown-9B", tmp_path)
+    assert find_model("Qwen/Qwen3-30B-A3B-Instruct-2507").num_layers == 48
+    assert find_model("Qwen/Qwen3-4B").num_layers == 36
+
+
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("Llama-3.1-8B", "Unknown-9B"))
-    with pytest.raises(ValueError, match="no model 'unknown-9b'"):
+    with pytest.raises(ValueError, match="the layers of 'meta-llama/Unknown-9B' are not known"):
         judge(folder)

@@ -73,13 +73,13 @@ def without_key(key: str) -> Callable[[str], str]:
         ("dense.csv", lambda text: text.replace("10.1", "fast", 1), "dense.csv, line 2: time_us='fast' must be"),
         ("dense.csv", lambda text: text.replace("10.1", "nan", 1), "dense.csv, line 2: time_us='nan' must be"),
         ("dense.csv", lambda text: text.splitlines()[0], "dense.csv has no row"),
-        ("attention.csv", lambda text: "\n".join(text.splitlines()[:3]), "attention.csv needs at least two batch sizes"),
+        ("attention.csv", lambda text: "\n".join(text.splitlines()[:3]), "attention.csv needs at least two"),
         ("per_sequence.csv", lambda text: text.replace("sampler", "sample"), "lacks the layers sampler"),
         ("timeseries.csv", lambda text: text.replace("running", "run"), "timeseries.csv lacks the columns running"),
         ("requests.jsonl", without_key("queued_ts"), "requests.jsonl, line 1: queued_ts=None must be a number"),
         ("requests.jsonl", lambda text: "{" + text, "requests.jsonl, line 1 is not JSON"),
         ("requests.jsonl", lambda text: "", "requests.jsonl has no request"),
-        ("requests.jsonl", lambda text: text.replace("51.0", "50.1", 1), "line 1: it needs a prompt, an output, and times"),
+        ("requests.jsonl", lambda text: text.replace("51.0", "50.1", 1), "line 1: it needs a prompt, an output"),
         ("meta.json", lambda text: text[:-1], "meta.json is not JSON"),
         ("meta.json", without_key("model"), 'meta.json lacks "model"'),
         ("meta.json", without_key("engine_kwargs"), 'meta.json lacks "engine_kwargs"'),
@@ -108,5 +108,5 @@ def test_runs_have_names(tmp_path: Path) -> None:
     assert find_run(tmp_path) == tmp_path
     assert known_runs() == ["rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b", "rtxpro6000-qwen3-30b-a3b"]
     assert all(len(read_run(find_run(name)).requests) == 300 for name in known_runs())
-    with pytest.raises(ValueError, match="no run 'h100': give its folder, or one of rtx4090-llama-3.1-8b"):
+    with pytest.raises(ValueError, match="no run 'h100': give its folder, or one of rtx4090"):
         find_run("h100")
