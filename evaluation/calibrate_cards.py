@@ -96,7 +96,7 @@ def card_tables() -> list[CardTable]:
         if not set(POWER_FIGURES) <= set(gpu.figures):
             continue
         tables += [CardTable(name, model, m.shape, m.times.gemm) for model, m in gpu.operators.items()]
-        for path in sorted((HARDWARE_DIR / "measured").glob(f"{name}_*.yaml")):
+        for path in sorted((HARDWARE_DIR / "measured").rglob(f"{name}_*.yaml")):
             layer = read_measured_layer(path)
             tables.append(CardTable(name, layer.model, layer.shape, layer.gemm))
     return tables

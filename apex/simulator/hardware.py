@@ -8,6 +8,7 @@ a host and a model into a profile table; a link joins several such GPUs.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import exp
@@ -180,10 +181,7 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     """
     path, raw, figures = _read(name_or_path, "gpu", GPU_FIGURES)
     layers = [read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ())]
-    operators = {
-        model: measured_operators(path.parent / folder, load_model_config(model))
-        for model, folder in raw.get("measured_operators", {}).items()
-    }
+    operators = dict(measured_operators(path.parent / folder) for folder in raw.get("measured_operators", ()))
     layers += [layer_of(model, measured) for model, measured in operators.items()]
     from_power = not layers and set(POWER_FIGURES) <= set(figures) and figures["gemm_fraction"].status == "assumed"
     if from_power:
@@ -209,9 +207,11 @@ def gemm_share(factor: float, watts: float, tflops: float, process_nm: float) ->
     return 1.0 - exp(-factor * watts / (tflops * process_nm))
 
 
-def measured_operators(folder: Path, config: ModelConfig) -> MeasuredOperators:
-    """The operator times of a model in a folder."""
-    return MeasuredOperators(folder, LayerShape.from_config(config), config.vocab_size)
+def measured_operators(folder: Path) -> tuple[str, MeasuredOperators]:
+    """The operator times in a folder, and the name of their model, which its meta.json says."""
+    model = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["model"].rsplit("/", 1)[-1].lower()
+    config = load_model_config(model)
+    return model, MeasuredOperators(folder, LayerShape.from_config(config), config.vocab_size)
 
 
 def layer_of(model: str, measured: MeasuredOperators) -> MeasuredLayer:
