@@ -230,7 +230,7 @@ setup(
     package_dir={"apex.configs": "configs"},  # apex/source_tree.py finds it in either place
     package_data={
         "swiftllm.server.observe": ["page/*"],
-        "evaluation.figures": ["templates/*"],
+        "evaluation": ["templates/*"],
         "apex.configs": ["**/*.yaml", "**/*.json", "groundtruth/**"],
     },
     extras_require={

@@ -7,6 +7,7 @@ alone, run under Python 3.8, and stand in a package whose ``__init__`` imports n
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -18,11 +19,18 @@ from apex.source_tree import IS_SOURCE_TREE, ROOT, SETUP
 TESTED = ((3, 11), (3, 12))
 CHANGED = "APEX_CHANGED_PYTHON"
 """Set for the moment in which one Python takes over from another, so that this happens once."""
-PACKAGES = (
-    *("fastapi", "httpx", "httpx_sse", "jinja2", "matplotlib", "numpy", "pacpu", "pandas", "prometheus_client", "rich"),
-    *("safetensors", "tokenizers", "torch", "transformers", "tyro", "uvicorn", "yaml"),
-)
-"""What a command needs that simulates, measures, serves and draws."""
+IMPORTED_AS = {"pyyaml": "yaml"}
+
+
+def pinned_modules(requirements: str) -> dict[str, str]:
+    """The packages that a requirements file pins, each with the name by which it is imported."""
+    names = re.findall(r"^([\w.-]+)==", requirements, re.MULTILINE)
+    return {name: IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")) for name in names}
+
+
+REQUIREMENTS = (ROOT / "requirements.txt").read_text() if IS_SOURCE_TREE else ""
+PACKAGES = ("pacpu", *pinned_modules(re.sub(".*;.*|(?s:# development.*)", "", REQUIREMENTS)).values())
+"""What a command needs that simulates, measures, serves and draws: what every platform has of the requirements."""
 
 
 def use_environment(*packages: str) -> None:

@@ -36,9 +36,8 @@ from apex.cli.parser import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from evaluation.replay.http import BEST_EFFORT_PRIORITY, allow_open_files
-from evaluation.replay.launch import free_port
-from evaluation.replay.server import connect_server
+from evaluation.measure.http import BEST_EFFORT_PRIORITY, allow_open_files
+from evaluation.measure.server import connect_server, free_port
 from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from swiftllm.engine.engine import Engine

@@ -42,8 +42,7 @@ from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_t
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
-from evaluation.replay.launch import free_port
-from evaluation.replay.server import connect_server
+from evaluation.measure.server import connect_server, free_port
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens

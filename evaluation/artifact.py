@@ -18,18 +18,22 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.options import FigureOptions, ResultsDir, experiment_settings
+from evaluation.experiments.options import ResultsDir, experiment_settings
+from evaluation.experiments.papers.jobs import FigureJob, make_job, run_jobs, without_traceback
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.runner import Point, PointResult, RunPoint, one_line_errors
-from evaluation.figures.figure_jobs import FigureJob, make_job, run_jobs, without_traceback
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import LiveSystems
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.planning.prepare import measures_settings
-from evaluation.replay.launch import stop_on_sigterm
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.progress import print_line
 from swiftllm.machine import first_card
 
 FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)
+SHARED = ("all_gpu_blocks", "plan", "rehearse", "jobs")
+"""Options that mean the same to each figure."""
 REHEARSED_REQUESTS = 32
 """Requests of every simulated point of a rehearsal."""
 FAILS_AFTER, STOPS_AFTER = 1, 3
@@ -91,24 +95,20 @@ def main(options: Options) -> int:
     results_dir = options.results_dir / "rehearsal" if options.rehearse else options.results_dir
     chosen = FigureOptions(
         setting=options.gpu and f"apex-{options.gpu}",
-        all_gpu_blocks=options.all_gpu_blocks,
-        plan=options.plan,
-        rehearse=options.rehearse,
         num_requests=REHEARSED_REQUESTS if options.rehearse else None,
-        jobs=options.jobs,
         results_dir=results_dir,
+        **{name: getattr(options, name) for name in SHARED},
     )
     if measures_settings(chosen, first_card()):
         chosen = replace(chosen, hours=options.hours)
     else:
         text = "no GPU here: nothing is measured in a paper's setting, and --hours has no effect"
-        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, text, "yellow")
     with without_traceback(console), LiveSystems(results_dir / "logs", console) as live:
         jobs = make_jobs(chosen, console, live)
         if options.rehearse and not options.plan:
             rehearse_faults(jobs, chosen, console, live)
-        # The number of requests is for simulations; measured points have as many as there is time for.
-        status = run_jobs(jobs, replace(chosen, num_requests=None), console, live.run_point)
+        status = run_jobs(jobs, chosen, console, live.run_point)
     if options.plan:
         return status
     report = ReportOptions(output=results_dir / "report.html", results_dir=results_dir)
@@ -128,13 +128,7 @@ def make_jobs(options: FigureOptions, console: Console, live: LiveSystems) -> li
     ]
     neo = reproduce_neo.Options(
         setting=options.setting and options.setting.replace("apex-", "neo-"),
-        hours=options.hours,
-        all_gpu_blocks=options.all_gpu_blocks,
-        plan=options.plan,
-        rehearse=options.rehearse,
-        num_requests=options.num_requests,
-        jobs=options.jobs,
-        results_dir=options.results_dir,
+        **{name: getattr(options, name) for name in ("hours", "num_requests", "results_dir", *SHARED)},
     )
     return jobs + reproduce_neo.neo_jobs(experiment_settings("neo"), neo, console, live)
 
@@ -144,7 +138,7 @@ def rehearse_faults(jobs: list[FigureJob], options: FigureOptions, console: Cons
     console.rule("rehearsal of a failing point and of an interruption", align="left")
     rehearsal = Rehearsal(live.run_point)
     try:
-        run_jobs(jobs[:1], replace(options, num_requests=None), console, rehearsal.run_point)
+        run_jobs(jobs[:1], options, console, rehearsal.run_point)
     except SystemExit as stopped:
         console.print(f"interrupted as rehearsed (exit status {stopped.code}); now the same command again")
 

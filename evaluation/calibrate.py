@@ -39,13 +39,17 @@ from evaluation.calibration.tables import (
     SHORT_NAMES,
     LayerTable,
     read_layer_tables,
-    read_rows,
+    read_table,
 )
-from evaluation.results.folder import ResultFolder
+from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.files import write_atomically
 
 ITEMSIZE = 2
+COLUMNS = (
+    ("gpu", "GPU", "{}"), ("model", "model", "{}"), ("op", "operation", "{}"), ("method", "predicted from", "{}"),
+    ("num_rows", "rows", "{}"), ("median_error", "median error", "{:.1%}"), ("p90_error", "p90", "{:.1%}"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,6 @@ class Options:
     """Also write the compact curves to configs/hardware/measured, fitted to all rows."""
 
 
-@dataclass(frozen=True)
-class ErrorRecord:
-    """Absolute relative errors of predictions for measured rows that were not used in the fit."""
-
-    gpu: str
-    model: str
-    op: str
-    method: str
-    num_rows: int
-    median_error: float
-    p90_error: float
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +73,7 @@ def held_out(num_rows: int) -> np.ndarray:
     return np.arange(num_rows) % 3 == 2
 
 
-def layer_errors(table: LayerTable) -> list[ErrorRecord]:
+def layer_errors(table: LayerTable) -> list[FlatRecord]:
     """Fit each operation, and the layer as in the hardware files, to two thirds of the rows; predict the rest."""
     test = held_out(len(table.tokens))
     fitted = table.fit(~test)
@@ -97,7 +88,7 @@ def layer_errors(table: LayerTable) -> list[ErrorRecord]:
     ]
 
 
-def transfer_errors(tables: Sequence[LayerTable]) -> list[ErrorRecord]:
+def transfer_errors(tables: Sequence[LayerTable]) -> list[FlatRecord]:
     """Errors of a layer predicted from the same card's table of another model, and from data sheets alone.
 
     "other cards' fractions" are the medians of the other cards, as for an unmeasured card.
@@ -118,36 +109,33 @@ def transfer_errors(tables: Sequence[LayerTable]) -> list[ErrorRecord]:
     return records
 
 
-def attention_errors(folder: Path) -> tuple[list[ErrorRecord], dict[str, dict[str, float]]]:
+def attention_errors(folder: Path) -> tuple[list[FlatRecord], dict[str, dict[str, float]]]:
     """Errors of attention fitted to two thirds of the rows, and with the figures assumed for unmeasured cards.
 
     Returns:
         The errors, and the figures fitted to all rows by GPU.
     """
     records, figures = [], {}
+    # The A100 has no measured attention figures, so its file holds those assumed for unmeasured cards.
+    assumed = {key: figure.value for key, figure in load_gpu("a100").figures.items() if "_attention_" in key}
     for name, (file, shape) in ATTENTION_TABLES.items():
-        gpu, rows = load_gpu(name), read_rows(folder / file)
-        # The A100 has no measured attention figures, so its file holds those assumed for unmeasured cards.
-        assumed = {key: figure.value for key, figure in load_gpu("a100").figures.items() if "_attention_" in key}
+        gpu, frame, model = load_gpu(name), read_table(folder / file), file.split("_")[2]
         figures[name] = {}
         for op, first, fit, predict in (
             ("attn_decode", "batch_size", fit_decode, gpu_attention),
             ("attn_prefill", "num_tokens", fit_prefill, prefill_attention),
         ):
-            selected = [row for row in rows if row["op"] == op]
-            if not selected:
+            rows = frame.loc[frame["op"] == op, [first, "context_tokens", "seconds"]].astype(float).to_numpy()
+            if not len(rows):
                 continue
-            firsts = np.array([float(row[first]) for row in selected])
-            contexts = np.array([float(row["context_tokens"]) for row in selected])
-            measured = np.array([float(row["time_ms"]) * 1e-3 for row in selected])
-            test = held_out(len(measured))
-            fitted = with_figures(gpu, fit(gpu, shape, firsts[~test], contexts[~test], measured[~test]))
-            seconds = predict(fitted, shape, firsts[test], contexts[test])
-            model = file.split("_")[2]
-            records.append(_errors(name, model, op, "held-out third", seconds, measured[test]))
-            seconds = predict(with_figures(gpu, assumed), shape, firsts, contexts)
-            records.append(_errors(name, model, op, "figures assumed for other cards", seconds, measured))
-            figures[name] |= fit(gpu, shape, firsts, contexts, measured)
+            test = held_out(len(rows))
+            for method, chosen, held in (
+                ("held-out third", fit(gpu, shape, *rows[~test].T), rows[test]),
+                ("figures assumed for other cards", assumed, rows),
+            ):
+                seconds = predict(with_figures(gpu, chosen), shape, *held[:, :2].T)
+                records.append(_errors(name, model, op, method, seconds, held[:, 2]))
+            figures[name] |= fit(gpu, shape, *rows.T)
     return records, figures
 
 
@@ -186,10 +174,12 @@ def with_figures(gpu: Gpu, values: Mapping[str, float]) -> Gpu:
     return replace(gpu, figures={**gpu.figures, **changed})
 
 
-def _errors(gpu: str, model: str, op: str, method: str, predicted, measured: np.ndarray) -> ErrorRecord:
+def _errors(gpu: str, model: str, op: str, method: str, predicted, measured: np.ndarray) -> FlatRecord:
+    """Absolute relative errors of predictions for measured rows that were not used in the fit."""
     errors = np.abs(np.array(list(predicted)) / measured - 1)
-    middle, p90 = np.quantile(errors, (0.5, 0.9))
-    return ErrorRecord(gpu, model, op, method, len(errors), float(middle), float(p90))
+    middle, p90 = map(float, np.quantile(errors, (0.5, 0.9)))
+    row = {"gpu": gpu, "model": model, "op": op, "method": method, "num_rows": len(errors)}
+    return row | {"median_error": middle, "p90_error": p90}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -218,18 +208,6 @@ def _points(curve: Curve) -> str:
     return "".join(f"  - [{n:.0f}, {s * 1e3:.4g}]\n" for n, s in zip(curve.sizes, curve.seconds, strict=True))
 
 
-def markdown(records: Sequence[ErrorRecord]) -> str:
-    lines = [
-        "| GPU | model | operation | predicted from | rows | median error | p90 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.gpu} | {r.model} | {r.op} | {r.method} | {r.num_rows} | {r.median_error:.1%} | {r.p90_error:.1%} |"
-        for r in records
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main(options: Options) -> int:
     """Print and save the errors. Returns the exit status: 1 when a table is missing, 2 for options that do not fit."""
     if options.write_curves and not IS_SOURCE_TREE:
@@ -248,8 +226,9 @@ def main(options: Options) -> int:
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in read}
     folder = ResultFolder("calibration", {"files": hashes}, options.results_dir)
     folder.record_invocation()
-    folder.save_summary([asdict(record) for record in records], markdown(records))
-    print(markdown(records))
+    text = markdown_table(records, COLUMNS)
+    folder.save_summary(records, text)
+    print(text)
     for name, values in figures.items():
         print(f"{name}, fitted to all rows: " + ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
     print(f"written to {folder.path}")

@@ -12,37 +12,26 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-
 from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
+from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.machines import IDEAL, make_machine_points, with_machine_totals
-from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
-from evaluation.experiments.runner import one_line_errors
+from evaluation.experiments.options import RunOptions, experiment_settings
+from evaluation.experiments.runner import Point
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
 
 NAME = "machines"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """Which machine with several GPUs for which model, and how: replicas of the engine or tensor parallelism, and what
     CPU attention adds. SIMULATED (predicted times, no GPU needed).
 
     Machines, models and lengths come from configs/experiments/machines.yaml. Results and provenance go to
     results/machines/<run>/. Running the same command again continues an interrupted run.
     """
-
-    jobs: Jobs = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/machines.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to machines/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; print again from the summary.json of this result folder."""
 
 
 def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
@@ -77,17 +66,15 @@ def _question(row: FlatRecord) -> tuple[str, ...]:
     return row["machine"], row["model"], f"{row['input_len']:.0f}"
 
 
-EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), with_machine_totals)
+def points(options: Options) -> Sequence[Point]:
+    made, refused = make_machine_points(experiment_settings(NAME, options.config))
+    for reason in refused:
+        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
+    return made
 
 
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [EXPERIMENT])
-    points, refused = make_machine_points(experiment_settings(NAME, options.config))
-    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
-
+EXPERIMENT = Experiment(NAME, lambda run, console: print_machines(run.summary, console), points, with_machine_totals)
+main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

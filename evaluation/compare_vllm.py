@@ -10,10 +10,8 @@ the same round.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,33 +19,31 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
-from apex.cli.output import stdout_console
+from apex.cli.output import stdout_console, table
 from apex.cli.parser import parse_options
-from evaluation.experiments.http_point import HttpTask, run_http_point
-from evaluation.experiments.runner import Point, PointResult, print_failure, run_experiment
-from evaluation.figures.servers import (
-    BASELINE,
-    ROUND_COLUMNS,
-    cores_text,
-    draw_servers,
-    median_rows,
-    results_table,
-    with_ratios,
-)
-from evaluation.replay.bench_serve import BenchFailed, bench_serve
-from evaluation.replay.launch import LaunchedServer, ServerCommand, launched_server, stop_on_sigterm
-from evaluation.replay.vllm import READY_TIMEOUT_S, how_to_install, vllm_command, vllm_path
-from evaluation.results.folder import markdown_table
+from evaluation.experiments.options import check_counts
+from evaluation.experiments.runner import Point, one_line_errors, print_failure, run_experiment
+from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
+from evaluation.figures.style import FigureText, save_figure
+from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
+from evaluation.measure.server import ServerCommand
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
+from evaluation.results.folder import FlatRecord, markdown_table, median_record
+from evaluation.results.frame import bases, frame_of, over, with_columns
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from swiftllm.files import write_atomically
+from swiftllm.machine import cpu_model
 
 NAME = "compare_vllm"
 DEFAULT_VLLM = vllm_path("cpu")
@@ -56,8 +52,7 @@ BLOCK_SIZE = 16
 DTYPE = "bfloat16"
 VLLM_KV_CACHE_BYTES = 2 * 2**30  # enough for all requests at once
 MAX_NUM_BATCHED_TOKENS = 2048  # vLLM's default, for all: with fewer, running requests wait less and new ones longer
-IDLE_SHARE_THAT_DISTURBS = 0.05  # cores
-QUIET_CHECK_S, MOST_QUIET_CHECKS = 1.0, 20
+BASELINE = "vllm"
 
 
 @dataclass(frozen=True)
@@ -92,34 +87,7 @@ class Options:
     """Results go to compare_vllm/<run>/ in this folder."""
 
 
-@dataclass(frozen=True)
-class System:
-    """A server to measure, and the cores on which it may run."""
-
-    name: str
-    command: ServerCommand
-
-    @property
-    def cores(self) -> int:
-        return len(self.command.cores)
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}-{self.cores}core"
-
-
-@dataclass(frozen=True)
-class RoundTask:
-    """The measurement of one system in one round."""
-
-    system: System
-    round: int
-    lengths: Lengths
-    model: Path
-    prompt_tokens: PromptTokens
-
-
-def make_systems(options: Options, model: Path) -> list[System]:
+def make_systems(options: Options, model: Path) -> list[ServerCommand]:
     """The systems, on one core and on all cores; vLLM only if its command exists."""
     usable = sorted(os.sched_getaffinity(0))
     one, everything = tuple(usable[:1]), tuple(usable)
@@ -127,15 +95,15 @@ def make_systems(options: Options, model: Path) -> list[System]:
     blocks = str((options.num_requests + 1) * blocks_each)
     max_model_len = blocks_each * BLOCK_SIZE + BLOCK_SIZE
 
-    def ours(system: str, cores: Sequence[int]) -> System:
-        arguments = (sys.executable, "-m", "apex", "serve", str(model), "--system", system)
-        limits = ("--dtype", DTYPE, "--max-model-len", str(max_model_len))
-        limits += ("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS))
-        sizes = ("--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks)
-        environment = {"PYTHONPATH": str(REPO_ROOT)}
-        return System(system, ServerCommand(system, (*arguments, *limits, *sizes), environment, tuple(cores)))
+    def ours(system: str, cores: Sequence[int]) -> ServerCommand:
+        arguments = [sys.executable, "-m", "apex", "serve", str(model), "--system", system, "--dtype", DTYPE]
+        arguments += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
+        arguments += ["--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks]
+        return ServerCommand(system, tuple(arguments), {"PYTHONPATH": str(REPO_ROOT)}, tuple(cores))
 
-    def vllm(name: str, cores: Sequence[int], threads: str | None = None) -> System:
+    def vllm(name: str, cores: Sequence[int], threads: str | None = None) -> list[ServerCommand]:
+        if not options.vllm.is_file():
+            return []
         command = vllm_command(
             options.vllm,
             model,
@@ -148,17 +116,12 @@ def make_systems(options: Options, model: Path) -> list[System]:
             threads=threads,
             name=name,
         )
-        return System(name, command)
+        return [command]
 
-    systems = [ours("swiftllm", one)]
-    if options.vllm.is_file():
-        systems.append(vllm(BASELINE, one))
+    systems = [ours("swiftllm", one), *vllm(BASELINE, one)]
     if len(everything) > 1:
-        systems.append(ours("apex", everything))
-        if options.vllm.is_file():
-            # By default vLLM computes on all cores but one, and reserves that one for the rest of its work.
-            systems.append(vllm(BASELINE, everything, "auto"))
-            systems.append(vllm("vllm-all-cores", everything))
+        # By default vLLM computes on all cores but one, and reserves that one for the rest of its work.
+        systems += [ours("apex", everything), *vllm(BASELINE, everything, "auto"), *vllm("vllm-all-cores", everything)]
     names = {system.name for system in systems}
     if unknown := set(options.systems) - names:
         install = "" if options.vllm.is_file() else f"; vLLM itself comes with {INSTALL}"
@@ -167,15 +130,13 @@ def make_systems(options: Options, model: Path) -> list[System]:
     return [system for system in systems if not options.systems or system.name in options.systems]
 
 
-def make_points(options: Options, systems: Sequence[System], model: Path) -> list[Point]:
+def make_points(options: Options, systems: Sequence[ServerCommand], model: Path) -> list[Point]:
     """The points, round by round; each round starts with another system.
 
     Raises:
         ValueError: a count is below 1.
     """
-    for name in ("rounds", "num_requests", "input_len", "output_len"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    check_counts(options, ("rounds", "num_requests", "input_len", "output_len"))
     row = TraceRow(options.input_len, options.output_len, 0.0)
     origin = Origin("synthetic", "requests of one size, all at once")
     vocabulary = PromptTokens(load_prompt_tokens(model).vocab_size)
@@ -186,113 +147,117 @@ def make_points(options: Options, systems: Sequence[System], model: Path) -> lis
         lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
         first = number % len(systems)
         for system in (*systems[first:], *systems[:first]):
-            key = f"{system.key}-round{number}"
-            label = f"round {number + 1}, {system.name} on {cores_text(system.cores)}"
-            points.append(Point(key, key, label, RoundTask(system, number, lengths, model, vocabulary)))
+            key, task = f"{key_of(system)}-round{number}", RoundTask(system, number, lengths, model, vocabulary)
+            points.append(Point(key, key, f"round {number + 1}, {label_of(system)}", task))
     return points
 
 
-class RunningServers:
-    """Servers, started when first needed and stopped at the end. A context manager."""
-
-    def __init__(self, logs: Path, console: Console) -> None:
-        self.logs = logs
-        self.console = console
-        self.by_key: dict[str, LaunchedServer] = {}
-        self.stack = contextlib.ExitStack()
-
-    def __enter__(self) -> RunningServers:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stack.__exit__(*exception)
-
-    def get_server(self, system: System) -> LaunchedServer:
-        """The ready server of a system, started unless it is running."""
-        running = self.by_key.get(system.key)
-        if running is None:
-            start = time.monotonic()
-            self.console.print(f"starting {system.name} on {cores_text(system.cores)} ...", highlight=False)
-            log = self.logs / f"{system.key}.log"
-            running = self.stack.enter_context(launched_server(system.command, log, READY_TIMEOUT_S))
-            self.by_key[system.key] = running
-            self.console.print(f"  ready after {time.monotonic() - start:.0f} s", highlight=False)
-        return running
-
-    def run_point(self, point: Point, label: str, console: Console) -> PointResult:
-        """Measure one system in one round."""
-        measured: RoundTask = point.task
-        running = self.get_server(measured.system)
-        others = [server for server in self.by_key.values() if server is not running]
-        _await_quiet(others)
-        prompts = measured.prompt_tokens
-        task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=prompts, launched=running)
-        start, own, idle = time.monotonic(), running.processor_s(), sum(other.processor_s() for other in others)
-        result = run_http_point(replace(point, task=task), label, console)
-        seconds = time.monotonic() - start
-        values = {
-            **result.values,
-            "system": measured.system.name,
-            "server": f"version {running.server.version}",
-            "panel": cores_text(measured.system.cores),
-            "cores": measured.system.cores,
-            "round": measured.round,
-            "server_cores_busy": (running.processor_s() - own) / seconds,
-            "idle_servers_cores_busy": (sum(other.processor_s() for other in others) - idle) / seconds,
-            "resident_gib": running.resident_bytes() / 2**30,
-        }
-        if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
-            text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
-            console.print(f"warning: {text}", style="yellow", highlight=False)
-        return PointResult(values, result.records, {**result.details, "command": measured.system.command.describe()})
-
-
-def _await_quiet(servers: Sequence[LaunchedServer]) -> None:
-    """Wait until idle servers leave the cores alone, some seconds at most: vLLM's go on after their last request."""
-    for _ in range(MOST_QUIET_CHECKS):
-        before = sum(server.processor_s() for server in servers)
-        time.sleep(QUIET_CHECK_S)
-        if sum(server.processor_s() for server in servers) - before < IDLE_SHARE_THAT_DISTURBS * QUIET_CHECK_S:
-            return
-
-
 def run_vllm_client(
-    options: Options, systems: Sequence[System], model: Path, servers: RunningServers, folder: Path, console: Console
+    options: Options,
+    systems: Sequence[ServerCommand],
+    model: Path,
+    servers: RunningServers,
+    folder: Path,
+    console: Console,
 ) -> list[str]:
     """Send requests to our servers with vLLM's client. Returns a line for each server that failed some."""
-    problems = []
+    problems, sizes = [], (options.num_requests, options.input_len, options.output_len)
     for system in systems:
         if system.name.startswith(BASELINE):
             continue
-        server, result = servers.get_server(system).server, folder / "bench_serve" / f"{system.key}.json"
-        sizes = (options.num_requests, options.input_len, options.output_len)
         try:
+            server, result = servers.get_server(system).server, folder / f"{key_of(system)}.json"
             figures = bench_serve(options.vllm, server, model, *sizes, result)
         except BenchFailed as error:
             problems.append(f"{system.name}: {error}")
             continue
         completed, failed, rate = (figures[name] for name in ("completed", "failed", "output_throughput"))
         text = f"{completed} requests completed, {failed} failed, {rate:.1f} tokens/s"
-        console.print(f"vllm bench serve, {system.name} on {cores_text(system.cores)}: {text}")
+        console.print(f"vllm bench serve, {label_of(system)}: {text}")
         if failed or completed != options.num_requests:
             problems.append(f"{system.name}: vllm bench serve: {text}")
     return problems
 
 
+def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """The rows with ``ratio``: output tokens/s over vLLM's with as many cores in the same round, or None."""
+    frame = frame_of(rows)
+    base = bases(frame, frame["system"] == BASELINE, ["cores", "round"])
+    return with_columns(rows, ratio=over(frame["output_tokens_per_s"], base))
+
+
+COLUMNS = (
+    ("tok/s", "output_tokens_per_s", ".1f"),
+    ("ratio", "ratio", ".2f"),
+    *LATENCY_COLUMNS,
+    ("cores busy", "server_cores_busy", ".2f"),
+    ("failed", "failed", ".0f"),
+)
+# Columns of summary.md, which has a row for every round.
+ROUND_COLUMNS = (
+    ("cores", "cores", "{}"),
+    ("system", "system", "{}"),
+    ("round", "round", "{}"),
+    *((field, title, f"{{:{form}}}") for title, field, form in COLUMNS),
+    ("idle_servers_cores_busy", "idle servers' cores busy", "{:.3f}"),
+    ("resident_gib", "resident GiB", "{:.2f}"),
+)
+
+
+def median_rows(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """One row per system and number of cores: the median of each column over the rounds, the sum of failures."""
+    middle = []
+    for _, lines in frame_of(rows).groupby(["cores", "system"]):
+        group = [rows[line] for line in lines.index]
+        medians = lines[[field for _, field, _ in COLUMNS]].astype(float).median()
+        known = medians.astype(object).where(medians.notna(), None).to_dict()
+        counts = {"failed": sum(row["failed"] for row in group), "rounds": len(group)}
+        middle.append(median_record(group) | known | counts)
+    return middle
+
+
+def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> Table:
+    cells = []
+    for row in middle:
+        mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
+        rates = [format_cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"])]
+        figures = [format_cell(row[field], form) for _, field, form in COLUMNS]
+        cells.append([str(row["cores"]), row["system"], *figures, " ".join(rates)])
+    titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
+    return table(titles, cells, left=("system",))
+
+
+def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
+    """Bars of the medians, one panel per number of cores. Returns the path of the figure."""
+    first = middle[0]
+    panels = []
+    for cores in sorted({row["cores"] for row in middle}):
+        mine = tuple(row for row in middle if row["cores"] == cores)
+        label = f"{first['num_requests']} requests at once, {first['input_len']:.0f} in / {first['output_len']:.0f} out"
+        panels.append(BarPanel(cores_text(cores), "", (Group(label, mine),)))
+    systems = tuple(dict.fromkeys(row["system"] for row in middle))
+    text = FigureText(
+        "This engine's servers and vLLM's CPU build, over HTTP",
+        f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds, "
+        "thin lines from the lowest to the highest",
+        f"Above the bars: ratio to vLLM on as many cores, or tokens/s. {BASELINE}: its default, which computes on all "
+        "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
+    )
+    half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
+    return save_figure(throughput_figure([half]), folder)[0]
+
+
+@one_line_errors
 def main(options: Options, console: Console | None = None) -> int:
     """Measure, print, draw. Returns the exit status: 0 when everything was measured and no request failed."""
     console = console or stdout_console()
     if options.quick:
         options = replace(options, rounds=1, num_requests=16, input_len=32, output_len=32)
-    try:
-        model = model_folder(options.model)
-        if options.bench_serve and not options.vllm.is_file():
-            raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
-        systems = make_systems(options, model)
-        points = make_points(options, systems, model)
-    except ValueError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
+    model = model_folder(options.model)
+    if options.bench_serve and not options.vllm.is_file():
+        raise ValueError(f"--bench-serve needs vLLM, and there is none at {options.vllm}: run {INSTALL}")
+    systems = make_systems(options, model)
+    points = make_points(options, systems, model)
     if not options.vllm.is_file():
         text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
@@ -301,16 +266,16 @@ def main(options: Options, console: Console | None = None) -> int:
         "model": model_identity(model),
         "workload": asdict(points[0].task.lengths.spec),
         "rounds": options.rounds,
-        "commands": {system.key: system.command.describe() for system in systems},
+        "commands": {key_of(system): system.describe() for system in systems},
     }
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
         outcome = run_experiment(
-            NAME, configuration, points, servers.run_point, options.results_dir, console, complete=with_ratios
+            NAME, configuration, points, servers.run_point, options.results_dir, console, derive=with_ratios
         )
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
-            problems += run_vllm_client(options, systems, model, servers, outcome.folder, console)
+            problems += run_vllm_client(options, systems, model, servers, outcome.folder / "bench_serve", console)
     rows = outcome.summary
     if rows:
         write_atomically(outcome.folder / "summary.md", markdown_table(rows, ROUND_COLUMNS))

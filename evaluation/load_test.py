@@ -30,10 +30,10 @@ from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
-from evaluation.experiments.runner import Point, run_experiment
+from evaluation.experiments.runner import Point, one_line_errors, run_experiment
 from evaluation.figures.table import LATENCY_COLUMNS, format_cell
-from evaluation.replay.launch import ServerCommand, launched_server, stop_on_sigterm
-from evaluation.replay.server import Server, connect_server
+from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
@@ -86,19 +86,20 @@ class Options(HttpOptions):
     """Results go to load_test/<run>/ in this folder. Running the same command again continues an interrupted run."""
 
 
-def make_specs(options: Options, trace: Trace) -> list[WorkloadSpec]:
-    """The workloads of one server, one for each point."""
+def make_specs(options: Options, trace: Trace) -> dict[str, WorkloadSpec]:
+    """The workloads of one server, one for each point, by the words for its load."""
     fixed = {"name": trace.name, "num_requests": options.num_requests, "scale": options.scale, "seed": options.seed}
-    specs = [WorkloadSpec(**fixed, arrivals="poisson", request_rate=rate) for rate in options.request_rates]
-    specs += [WorkloadSpec(**fixed, arrivals="closed-loop", concurrency=number) for number in options.concurrency]
-    specs += [WorkloadSpec(**fixed, arrivals="trace")] if options.trace_arrivals else []
-    return specs or [WorkloadSpec(**fixed)]
-
-
-def load_text(spec: WorkloadSpec) -> str:
-    if spec.arrivals == "poisson":
-        return f"{spec.request_rate:g} requests/s"
-    return f"{spec.concurrency} under way" if spec.arrivals == "closed-loop" else spec.arrivals
+    specs = {
+        f"{rate:g} requests/s": WorkloadSpec(**fixed, arrivals="poisson", request_rate=rate)
+        for rate in options.request_rates
+    }
+    specs |= {
+        f"{number} under way": WorkloadSpec(**fixed, arrivals="closed-loop", concurrency=number)
+        for number in options.concurrency
+    }
+    if options.trace_arrivals:
+        specs["trace"] = WorkloadSpec(**fixed, arrivals="trace")
+    return specs or {"at-once": WorkloadSpec(**fixed)}
 
 
 def parse_commands(texts: Sequence[str]) -> list[ServerCommand]:
@@ -117,19 +118,21 @@ def parse_commands(texts: Sequence[str]) -> list[ServerCommand]:
 
 
 def make_points(options: Options, servers: Sequence[Server], model: Path, trace: Trace) -> list[Point]:
-    targets = Targets(options.ttft_target_s, options.tpot_target_s)
+    fixed = {
+        "targets": Targets(options.ttft_target_s, options.tpot_target_s),
+        "request_timeout_s": options.request_timeout_s,
+        "duration_s": options.duration_s,
+    }
     points = []
-    for spec in make_specs(options, trace):
+    for load, spec in make_specs(options, trace).items():
         lengths = make_lengths(spec, trace)
         if options.best_effort_requests:
             backlog = WorkloadSpec(trace.name, options.best_effort_requests, options.scale, seed=options.seed + 1)
             lengths = merge_lengths(lengths, make_lengths(backlog, trace))
         for server in servers:
-            values = {"load": load_text(spec)}
-            limits = {"request_timeout_s": options.request_timeout_s, "duration_s": options.duration_s}
-            task = HttpTask(server, model, lengths, values, targets=targets, **limits)
-            key = f"{spec.name}-{load_text(spec)}-{server.name}".replace("/", "-per-").replace(" ", "-")
-            points.append(Point(key, key, f"{server.name}, {load_text(spec)}", task))
+            key = f"{spec.name}-{load}-{server.name}".replace("/", "-per-").replace(" ", "-")
+            task = HttpTask(server, model, lengths, {"load": load}, **fixed)
+            points.append(Point(key, key, f"{server.name}, {load}", task))
     return points
 
 
@@ -161,36 +164,32 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
     return {"experiment": NAME, "model": model_identity(model), "points": [described(point) for point in points]}
 
 
+@one_line_errors
 def main(options: Options, console: Console | None = None) -> int:
     """Measure and print. Returns the exit status: 0 when every point is finished, 2 for invalid options."""
     console = console or stdout_console()
+    model = model_folder(options.model)
+    urls, commands = parse_urls(options.url), parse_commands(options.start)
+    names = [*urls, *(command.name for command in commands)]
+    if not names or len(set(names)) < len(names):
+        raise ValueError("name every server once: --url NAME=http://HOST:PORT, or --start NAME=COMMAND")
+    trace: Trace = UniformTrace(options.input_len, options.output_len)
+    if options.workload is not None:
+        trace = load_trace(options.workload, options.trace_dir)
     with contextlib.ExitStack() as stack:
-        try:
-            model = model_folder(options.model)
-            urls, commands = parse_urls(options.url), parse_commands(options.start)
-            names = [*urls, *(command.name for command in commands)]
-            if not names or len(set(names)) < len(names):
-                raise ValueError("name every server once: --url NAME=http://HOST:PORT, or --start NAME=COMMAND")
-            if options.workload is None:
-                trace: Trace = UniformTrace(options.input_len, options.output_len)
-            else:
-                trace = load_trace(options.workload, options.trace_dir)
-            servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
-            for command in commands:
-                console.print(f"starting {command.name} ...")
-                log = options.results_dir / NAME / "logs" / f"{command.name}.log"
-                servers.append(stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S)).server)
-            points = make_points(options, servers, model, trace)
-        except (ValueError, OSError) as error:
-            print(f"{NAME}: {error}", file=sys.stderr)
-            return 2
+        servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
+        for command in commands:
+            log = options.results_dir / NAME / "logs" / f"{command.name}.log"
+            running = stack.enter_context(launched_server(command, log, STARTED_READY_TIMEOUT_S, console))
+            servers.append(running.server)
+        points = make_points(options, servers, model, trace)
         settings = configuration(options, commands, points, model)
-        outcome = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
-    if outcome.summary:
-        console.print(results_table(outcome.summary))
+        run = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
+    if run.summary:
+        console.print(results_table(run.summary))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s with {keep}")
-    return outcome.print_outcome(console)
+    return run.print_outcome(console)
 
 
 if __name__ == "__main__":

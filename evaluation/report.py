@@ -13,8 +13,9 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
@@ -27,18 +28,23 @@ import tyro
 from rich.console import Console
 
 from apex.cli.parser import parse_options
+from apex.replay.metrics import compute_metrics
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import one_line_errors
-from evaluation.figures.overview import LIMITS, overview
-from evaluation.figures.report_tables import Table, columns_of, make_table
-from evaluation.results.claims import Comparison, compare_claims, load_claims
-from evaluation.results.folder import FlatRecord
+from evaluation.results.claims import LIMITS, compare_claims, load_claims, overview
+from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
 from evaluation.results.kinds import MEASURED, claimable, kind_of, what_ran
 from evaluation.results.paths import RESULTS_DIR, evaluation_command
 from swiftllm.files import write_atomically
 
-TEMPLATES_DIR = Path(__file__).resolve().parent / "figures" / "templates"
+TEMPLATES_DIR = Path(__file__).resolve().parent / "templates"
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
+# Metrics of replays that are not in the summary table: shown under "all columns", not in the short table.
+SIDE_METRICS = {
+    *compute_metrics([], 0.0), "iterations", "preemptions", "swapped_blocks", "gpu_busy_fraction", "extrapolated",
+    "trace_note", "predicted_wall_s", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
+    *(f"{metric}_{end}" for metric in DRAWN for end in ("low", "high")),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,56 +59,36 @@ class Options:
     """Folder in which to look for the latest results."""
 
 
-@dataclass(frozen=True)
-class ClaimRow:
-    """A paper's claim in words, our ratio with its span over the points, and our ratio over the claim minus 1.
-
-    ``origin`` is the kind of our rows, ``measured_on`` the setting and the card, if measured here.
-    """
-
-    origin: str
-    measured_on: str
-    hardware: str
-    workload: str
-    what: str
-    section: str
-    claimed: str
-    ours: str
-    span: str
-    difference: str
-
-
-@dataclass(frozen=True)
-class FailedPoint:
-    """``reason`` is the last line of ``text``, which is the traceback."""
-
-    key: str
-    reason: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Section:
     """The content of one result folder, as the page shows it. ``device`` is its machine's GPU, or its CPU."""
 
-    anchor: str
-    experiment: str
-    run: str
-    device: str
-    date: str
-    records: Sequence[FlatRecord]
-    origins: Mapping[str, int]
-    figures: Mapping[str, str]
-    short: Table
-    full: Table
-    common: Mapping[str, str]
-    claims: Sequence[ClaimRow]
-    errors: Sequence[FailedPoint]
-    unfinished: Sequence[str]
-    failed_requests: int
-    provenance: Mapping[str, Any]
-    configuration: str
-    trace_notes: Sequence[str] = field(default_factory=list)
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if the folder is no result folder; the message says what is missing."""
+        missing = [name for name in ("summary.json", "provenance.json") if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder} holds no {' and no '.join(missing)}: give a folder like results/fig5/latest")
+        folder = folder.resolve()
+        self.records: list[FlatRecord] = json.loads((folder / "summary.json").read_text())
+        provenance: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+        invocations = provenance["invocations"]
+        self.experiment: str = provenance["configuration"].get("experiment", folder.parent.name)
+        self.run: str = provenance["run"]
+        self.anchor = f"{self.experiment}-{self.run}"
+        self.device = ", ".join(provenance["machine"]["gpus"]) or provenance["machine"]["cpu"]
+        self.date = invocations[-1]["date"].replace("T", " ").replace("+00:00", " UTC")
+        self.origins = Counter(map(kind_of, self.records))
+        self.figures = figures_of(folder)
+        short, full, self.common = columns_of(self.records)
+        self.short, self.full = make_table(self.records, short), make_table(self.records, full)
+        self.claims = claim_rows(self.experiment, self.records)
+        self.errors = [failed_point(path) for path in sorted((folder / "errors").glob("*.txt"))]
+        planned, configuration = without_points(provenance["configuration"])
+        known = {path.stem for path in (folder / "points").glob("*.json")} | {point["key"] for point in self.errors}
+        self.unfinished = [key for key in planned if key not in known]
+        self.failed_requests = sum(record.get("failed") or 0 for record in self.records)
+        self.provenance = {**provenance, "invocations": [readable(item) for item in reversed(invocations)]}
+        self.configuration = json.dumps(configuration, indent=1)
+        self.trace_notes = sorted({record["trace_note"] for record in self.records if record.get("trace_note")})
 
 
 def latest_folders(results_dir: Path) -> list[Path]:
@@ -110,90 +96,43 @@ def latest_folders(results_dir: Path) -> list[Path]:
     return [link.parent.resolve() for link in sorted(results_dir.glob("*/latest/summary.json"))]
 
 
-def data_uri(path: Path) -> str:
-    return f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 def figures_of(folder: Path) -> dict[str, str]:
     """Every figure of the folder as a data URI, by name; SVG is preferred over PNG."""
     found: dict[str, str] = {}
-    for suffix in KINDS:
-        for path in sorted(folder.glob(f"*{suffix}")):
-            found.setdefault(path.stem, data_uri(path))
+    for suffix, kind in KINDS.items():
+        for path in folder.glob(f"*{suffix}"):
+            found.setdefault(path.stem, f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}")
     return dict(sorted(found.items()))
 
 
-def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[ClaimRow]:
-    """The claims about a figure, separately for each comparison that concerns them."""
-    return [claim_row(item, rows) for rows in claimable(records) for item in compare_claims(load_claims(figure), rows)]
+def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[dict[str, str]]:
+    """The claims about a figure in words beside our ratios, separately for each comparison that concerns them."""
+    return [row for rows in claimable(records) for row in rows_of_comparison(figure, rows)]
 
 
-def claim_row(comparison: Comparison, records: Sequence[FlatRecord]) -> ClaimRow:
+def rows_of_comparison(figure: str, records: Sequence[FlatRecord]) -> Iterator[dict[str, str]]:
     origin = kind_of(records[0])
-    claim, ours, difference = comparison.claim, comparison.ours, comparison.difference
-    stand_in = "" if comparison.systems == claim.systems else f" (here {' / '.join(comparison.systems)})"
-    lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
-    return ClaimRow(
-        origin=origin,
-        measured_on=what_ran(records) if origin == MEASURED else "",
-        hardware=claim.hardware,
-        workload=(claim.workload or "any") + lengths,
-        what=f"{claim.metric.replace('_', ' ')}, {' / '.join(claim.systems)}{stand_in}",
-        section=claim.section,
-        claimed=claim.stated(),
-        ours="not run" if comparison.summary is None else f"{comparison.summary:.2f}",
-        span=f"{min(ours):.2f} to {max(ours):.2f}" + (f", best at {comparison.best_at}" if comparison.best_at else "")
-        if len(ours) > 1
-        else "",
-        difference="" if difference is None else f"{difference:+.0%}",
-    )
+    for item in compare_claims(load_claims(figure), records):
+        claim = item.claim
+        lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
+        yield {
+            "origin": origin,
+            "measured_on": what_ran(records) if origin == MEASURED else "",
+            "hardware": claim.hardware,
+            "workload": (claim.workload or "any") + lengths,
+            "what": item.what,
+            "section": claim.section,
+            "claimed": claim.stated(),
+            "ours": "not run" if item.summary is None else f"{item.summary:.2f}",
+            "span": item.span(" to ") + (f", best at {item.best_at}" if item.best_at else ""),
+            "difference": item.differs,
+        }
 
 
-def read_section(folder: Path) -> Section:
-    """Everything that the page shows of a folder.
-
-    Raises:
-        ValueError: the folder is no result folder; the message says what is missing.
-    """
-    missing = [name for name in ("summary.json", "provenance.json") if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder} holds no {' and no '.join(missing)}: give a folder like results/fig5/latest")
-    folder = folder.resolve()
-    records: list[FlatRecord] = json.loads((folder / "summary.json").read_text())
-    provenance: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
-    experiment = provenance["configuration"].get("experiment", folder.parent.name)
-    run = provenance["run"]
-    planned, configuration = without_points(provenance["configuration"])
-    finished = {path.stem for path in (folder / "points").glob("*.json")}
-    errors = [failed_point(path) for path in sorted((folder / "errors").glob("*.txt"))]
-    short, full, common = columns_of(records)
-    origins = [kind_of(record) for record in records]
-    last = provenance["invocations"][-1]
-    return Section(
-        anchor=f"{experiment}-{run}",
-        experiment=experiment,
-        run=run,
-        device=", ".join(provenance["machine"]["gpus"]) or provenance["machine"]["cpu"],
-        date=last["date"].replace("T", " ").replace("+00:00", " UTC"),
-        records=records,
-        origins={origin: origins.count(origin) for origin in dict.fromkeys(origins)},
-        figures=figures_of(folder),
-        short=make_table(records, short),
-        full=make_table(records, full),
-        common=common,
-        claims=claim_rows(experiment, records),
-        errors=errors,
-        unfinished=[key for key in planned if key not in finished | {point.key for point in errors}],
-        failed_requests=sum(record.get("failed") or 0 for record in records),
-        provenance={**provenance, "invocations": [readable(item) for item in reversed(provenance["invocations"])]},
-        configuration=json.dumps(configuration, indent=1),
-        trace_notes=sorted({record["trace_note"] for record in records if record.get("trace_note")}),
-    )
-
-
-def failed_point(path: Path) -> FailedPoint:
+def failed_point(path: Path) -> dict[str, str]:
+    """A failed point: ``reason`` is the last line of ``text``, which is the traceback."""
     text = path.read_text()
-    return FailedPoint(path.stem, (text.strip().splitlines() or ["no text"])[-1], text)
+    return {"key": path.stem, "reason": (text.strip().splitlines() or ["no text"])[-1], "text": text}
 
 
 def without_points(configuration: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -215,6 +154,57 @@ def readable(invocation: Mapping[str, Any]) -> dict[str, Any]:
     """An invocation with its command as typed in a shell and an abbreviated commit."""
     commit = invocation["git"]["commit"]
     return {**invocation, "command": shlex.join(invocation["command"]), "commit": commit[:12] if commit else None}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def make_cell(value: Any, form: str | None = None) -> dict[str, Any]:
+    """A value as ``text``, and as ``order``, by which a column is sorted: a number if the value is one."""
+    if value is None:
+        return {"text": "\u2013", "order": ""}
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return {"text": str(value), "order": str(value)}
+    if form is None:
+        form = "{:.4g}" if isinstance(value, float) and abs(value) < 1e4 else "{:.0f}"
+    return {"text": form.format(value), "order": value}
+
+
+def make_table(records: Sequence[FlatRecord], names: Sequence[str]) -> dict[str, Any]:
+    """The named fields of the records, with titles and formats of summary.md if it has the field.
+
+    ``origins`` says for each row whether it is simulated or measured.
+    """
+    known = {name: (title, form) for name, title, form in TABLE}
+    rows = [[make_cell(record.get(name), known.get(name, ("", None))[1]) for name in names] for record in records]
+    columns = [
+        {
+            "title": known.get(name, (name.replace("_", " "), None))[0],
+            "name": name,
+            "numeric": any(not isinstance(row[place]["order"], str) for row in rows),
+            "simulated": name.startswith(("simulated_", "predicted_wall")),
+        }
+        for place, name in enumerate(names)
+    ]
+    return {"columns": columns, "rows": rows, "origins": [kind_of(record) for record in records]}
+
+
+def columns_of(records: Sequence[FlatRecord]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Names for the short table, names of all fields that have a value, and the inputs that all rows share.
+
+    The short table has the system, the swept variables, the main metrics, and every other input that differs.
+    """
+    values = {name: [record.get(name) for record in records] for record in records for name in record}
+    names = [name for name, given in values.items() if any(value is not None for value in given)]
+    headline = [name for name, _, _ in TABLE if name in names]
+    inputs = [name for name in names if name not in SIDE_METRICS and name not in headline]
+    same = [name for name in inputs if len(set(values[name])) == 1 and len(records) > 1]
+    common = {name: make_cell(values[name][0])["text"] for name in same}
+    first = [name for name in ("system", "workload", *SWEPT) if name in names and name not in common]
+    return list(dict.fromkeys([*first, *headline, *(name for name in inputs if name not in common)])), names, common
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def render(sections: Sequence[Section]) -> str:
@@ -239,7 +229,7 @@ def main(options: Options) -> int:
     if not folders:
         command = "make fig5" if IS_SOURCE_TREE else evaluation_command("reproduce_fig5")
         raise ValueError(f"no results in {options.results_dir}: type `{command}` first, or name result folders")
-    sections = [read_section(folder) for folder in folders]
+    sections = [Section(folder) for folder in folders]
     write_atomically(options.output, render(sections))
     shown = ", ".join(f"{section.experiment}/{section.run}" for section in sections)
     Console().print(f"{options.output}: {shown}", highlight=False, markup=False, soft_wrap=True)

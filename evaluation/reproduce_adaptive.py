@@ -18,41 +18,41 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
-from evaluation.experiments.adaptive.bandwidth_map import CPU, make_map_points
-from evaluation.experiments.adaptive.cases import Selection, make_case_points
-from evaluation.experiments.adaptive.latency import (
-    make_capacity_points,
-    make_latency_points,
+from evaluation.experiments.adaptive.points import (
+    capacity_points,
+    case_points,
+    latency_points,
+    map_points,
     requests_per_s,
-    with_latency_ratios,
+    wrong_table_points,
 )
-from evaluation.experiments.adaptive.ratios import with_ratios
-from evaluation.experiments.adaptive.wrong_tables import make_wrong_table_points, with_error_ratios
-from evaluation.experiments.experiment import Experiment, Show, show_again
-from evaluation.experiments.options import File, FromFolder, Jobs, Names, ResultsDir, TraceDir, experiment_settings
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.adaptive.ratios import with_error_ratios, with_latency_ratios, with_ratios
+from evaluation.experiments.axes import OWN_KERNELS
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.options import Names, TraceOptions, experiment_settings
+from evaluation.experiments.places import FIELDS
+from evaluation.experiments.runner import Derive, Point, Run
 from evaluation.figures.adaptive.cases import draw_cases
 from evaluation.figures.adaptive.heat_map import draw_map
 from evaluation.figures.adaptive.latency import draw_latency
 from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
 from evaluation.figures.style import show_figure
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
-from swiftllm.machine import usable_cores
+from swiftllm.systems import find_system
 
 NAME = "adaptive"
 CAPACITY = f"{NAME}-capacity"
 """Result folder of the throughput of which the loads of part latency are fractions."""
 
+Settings = Mapping[str, Any]
+Tables = Callable[[Sequence[FlatRecord], Console], None]
+Draw = Callable[[Sequence[FlatRecord]], Figure]
 PartName = Literal["cases", "map", "latency", "wrong-tables"]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TraceOptions):
     """The scheduler `adaptive` beside the papers' schedulers, SIMULATED (predicted times, no GPU needed).
 
     The cases and all constants come from configs/experiments/adaptive.yaml. Results, figure and provenance go to
@@ -80,92 +80,95 @@ class Options:
     """Switch off one of the ideas of adaptive, to see what it is worth."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: Jobs = None
-    trace_dir: TraceDir = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/adaptive.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to adaptive/<run>/ or adaptive-<part>/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from this result folder, of any part."""
 
 
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    settings, console = experiment_settings(NAME, options.config), stdout_console()
-    experiments = experiments_of(settings["published"])
-    if options.from_folder is not None:
-        return show_again(options.from_folder, list(experiments.values()))
-    selection = selection_of(options, settings)
-    points = {
-        "cases": make_case_points,
-        "map": make_map_points,
-        "latency": functools.partial(latency_points, options, console),
-        "wrong-tables": make_wrong_table_points,
-    }[options.part](settings, selection)
-    return experiments[options.part].run(points, options.results_dir, console, options.jobs)
+def grid_of(options: Options, section: Settings, systems: Sequence[str], **axes: Any) -> Grid:
+    """The grid of a section with the chosen options and systems; ``axes`` vary more slowly than the systems."""
+    grid = Grid.read(section, FIELDS | {"case"}, "quick" if options.quick else None)
+    if options.seed is not None:
+        grid = grid.with_(seed=options.seed)
+    of_run = {"hand_over_us": options.hand_over_us, "without": [options.without], "trace_dir": options.trace_dir}
+    return grid.with_(**of_run, **axes, system=[find_system(name).name for name in options.systems or systems])
 
 
-def selection_of(options: Options, settings: Mapping[str, Any]) -> Selection:
-    cases = options.cases
-    return Selection(
-        cases=[raw["case"] for raw in settings["cases"]] if cases == ("all",) else cases,
-        systems=options.systems,
-        quick=options.quick,
-        kernel=options.kernel,
-        hand_over_us=options.hand_over_us,
-        without=options.without,
-        seed=options.seed,
-        trace_dir=options.trace_dir,
-    )
+def cases(options: Options, settings: Settings, part: Settings | None = None, **axes: Any) -> Grid:
+    """The chosen cases, by default those of the part of the experiment file, with its systems."""
+    part = {"case": None, "system": settings["system"], **(part or {})}
+    chosen = None if options.cases == ("all",) else options.cases or part["case"]
+    kernel = options.kernel or OWN_KERNELS
+    return grid_of(options, settings["cases"], part["system"], kernel=kernel, **axes).only("case", chosen)
 
 
-def latency_points(
-    options: Options, console: Console, settings: Mapping[str, Any], selection: Selection
-) -> list[Point]:
+def cells(options: Options, settings: Settings) -> Grid:
+    if options.cases:
+        raise ValueError("the map has cells in place of cases: leave out --cases")
+    grid = grid_of(options, settings["map"], settings["system"])
+    return grid.with_(kernel=[options.kernel]) if options.kernel else grid
+
+
+def under_load(options: Options, part: Settings, settings: Settings) -> list[Point]:
     """The points under load, once it is known what the cases serve.
 
     Raises:
         ValueError: a name is unknown, or no throughput is known.
     """
-    points = make_capacity_points(settings, selection)
-    make_latency_points(settings, selection, {point.task.values["case"]: 1.0 for point in points})  # refuse names early
-    described = {"experiment": CAPACITY, "simulated": describe_simulated_points(points)}
-    jobs = options.jobs or usable_cores()
-    capacity = run_experiment(CAPACITY, described, points, run_point, options.results_dir, console, jobs)
+    loaded = cases(options, settings, part, loaded_as=part["loaded_as"], load=part["load"])
+    points = capacity_points(loaded.with_(system=part["loaded_as"], load=None))
+    capacity = Experiment(CAPACITY).run(points, options.results_dir, options.jobs)
     if capacity.failed:
         raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
-    return make_latency_points(settings, selection, requests_per_s(capacity.summary))
+    return latency_points(loaded, requests_per_s(capacity.summary))
 
 
-def experiments_of(published: Sequence[str]) -> dict[PartName, Experiment]:
-    """The experiment of each part. ``published`` are the papers' systems, to which all are compared."""
-    return {
-        "cases": Experiment(NAME, shows(print_cases, draw_cases), with_ratios(published)),
-        "map": Experiment(
-            f"{NAME}-map", shows(print_map, draw_map), with_ratios(published, at=("output_len",), any_of=CPU)
+def experiments(options: Options) -> list[Experiment]:
+    """The experiment of each part."""
+    settings = experiment_settings(NAME, options.config)
+    published = settings["published"]  # the papers' systems, to which all are compared
+
+    def experiment(
+        name: str, make: Callable[[Options], list[Point]], derive: Derive, tables: Tables, draw: Draw | None = None
+    ) -> Experiment:
+        return Experiment(name, functools.partial(show, tables, draw), make, derive)
+
+    return [
+        experiment(
+            NAME,
+            lambda options: case_points(cases(options, settings)),
+            with_ratios(published),
+            print_cases,
+            draw_cases,
         ),
-        "latency": Experiment(
-            f"{NAME}-latency", shows(print_latency, draw_latency), with_latency_ratios(published)
+        experiment(
+            f"{NAME}-map",
+            lambda options: map_points(cells(options, settings)),
+            with_ratios(published, at=("output_len",), any_of=("kernel", "host_read_gb_s")),
+            print_map,
+            draw_map,
         ),
-        "wrong-tables": Experiment(f"{NAME}-wrong-tables", shows(print_wrong_tables), with_error_ratios(published)),
-    }
+        experiment(
+            f"{NAME}-latency",
+            lambda options: under_load(options, settings["latency"], settings),
+            with_latency_ratios(published),
+            print_latency,
+            draw_latency,
+        ),
+        experiment(
+            f"{NAME}-wrong-tables",
+            lambda options: wrong_table_points(cases(options, settings).with_(**settings["wrong_tables"])),
+            with_error_ratios(published),
+            print_wrong_tables,
+        ),
+    ]
 
 
-def shows(
-    print_tables: Callable[[Sequence[FlatRecord], Console], None],
-    draw: Callable[[Sequence[FlatRecord]], Figure] | None = None,
-) -> Show:
+def show(tables: Tables, draw: Draw | None, run: Run, console: Console) -> None:
     """``draw`` is None where tables say it all."""
+    tables(run.summary, console)
+    if draw is not None:
+        show_figure(draw(run.summary), run.folder, console)
 
-    def show(run: Run, console: Console) -> None:
-        print_tables(run.summary, console)
-        if draw is not None:
-            show_figure(draw(run.summary), run.folder, console)
 
-    return show
-
+main = command(Options, experiments, lambda options: [NAME if options.part == "cases" else f"{NAME}-{options.part}"])
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

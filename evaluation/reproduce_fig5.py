@@ -11,11 +11,10 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from apex.cli.parser import parse_options
-from evaluation.experiments.options import FigureOptions
+from evaluation.experiments.papers.figure import PaperFigure
+from evaluation.experiments.papers.jobs import figure_command
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.figures.apex_paper import draw_fig5
-from evaluation.figures.figure_jobs import reproduce
-from evaluation.figures.paper_figure import PaperFigure
 
 FIGURE = PaperFigure(
     "fig5",
@@ -39,10 +38,7 @@ class Options(FigureOptions):
     """
 
 
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished."""
-    return reproduce(FIGURE, options)
-
+main = figure_command(Options, FIGURE)
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
@@ -19,9 +20,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from apex.cli.output import stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
+from apex.cli.output import table
+from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
@@ -31,22 +31,14 @@ from evaluation.experiments.omniserve.served import (
     make_served_points,
     run_served_point,
 )
-from evaluation.experiments.options import (
-    File,
-    Folder,
-    FromFolder,
-    Jobs,
-    Names,
-    ResultsDir,
-    TraceDir,
-    experiment_settings,
-)
-from evaluation.experiments.runner import Point, Run, one_line_errors, run_experiment
+from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings
+from evaluation.experiments.runner import Point, Run
 from evaluation.figures.omniserve.draw import draw_omniserve
 from evaluation.figures.omniserve.tables import print_omniserve
 from evaluation.figures.style import show_figure
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.claims import load_claims, print_claims
-from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
@@ -69,7 +61,7 @@ HTTP = "http"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TraceOptions):
     """The figures of OmniServe's evaluation, SIMULATED (predicted times, no GPU needed), but for figure http.
 
     Defaults come from configs/experiments/omniserve.yaml. Results, figure and provenance go to
@@ -91,68 +83,60 @@ class Options:
     """Seconds of every point, virtual ones but for http; by default from the experiment file."""
     seed: int | None = None
     """Seed of lengths and arrivals; by default that of the experiment file."""
-    jobs: Jobs = None
-    trace_dir: TraceDir = None
     model: Folder = None
     """Folder of the model that figure http serves; by default SmolLM2-135M-Instruct."""
-    config: File = None
-    """Experiment file to use instead of configs/experiments/omniserve.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to omniserve-<figure>/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from this result folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.duration is not None and self.duration <= 0:
             raise ValueError(f"--duration {self.duration:g} must be more than 0 seconds")
 
 
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    settings, console = experiment_settings("omniserve", options.config), stdout_console()
-    experiments = {
-        section: Experiment(name_of(section), functools.partial(show, here, name_of(section)), with_service_ratios)
-        for section, here in settings["figures"].items()
-    }
-    served = Experiment(name_of(HTTP), functools.partial(show_served, settings[HTTP]), with_service_ratios)
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [*experiments.values(), served])
+def experiments(options: Options) -> list[Experiment]:
+    """Those of the sections of the experiment file, and the one that serves."""
+    settings = experiment_settings("omniserve", options.config)
     selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
-    sections = dict.fromkeys(SECTIONS[figure] for figure in options.figure if figure != HTTP)
-    points = {section: make_omniserve_points(settings, section, selection) for section in sections}
-    status = run_served(served, options, settings, selection, console) if HTTP in options.figure else 0
-    for section, here in points.items():
-        status = max(status, experiments[section].run(here, options.results_dir, console, options.jobs))
-    return status
+
+    def simulated(section: str, here: Mapping[str, Any]) -> Experiment:
+        name = name_of(section)
+        show_section = functools.partial(show, here, name)
+        points = functools.partial(make_omniserve_points, settings, section)
+        return Experiment(name, show_section, lambda options: points(selection), with_service_ratios)
+
+    model = functools.cache(lambda: model_folder(options.model))
+    served = Experiment(
+        name_of(HTTP),
+        functools.partial(show_served, settings[HTTP]),
+        lambda options: served_points(options.results_dir, settings, selection, model()),
+        with_service_ratios,
+        run_served_point,
+        lambda points: described(points, model()),
+    )
+    return [served, *(simulated(section, here) for section, here in settings["figures"].items())]
 
 
-def run_served(
-    experiment: Experiment, options: Options, settings: Mapping[str, Any], selection: Selection, console: Console
-) -> int:
-    """Figure http: the machine first, then the systems. Returns the exit status.
+def chosen(options: Options) -> list[str]:
+    return [name_of(HTTP if figure == HTTP else SECTIONS[figure]) for figure in options.figure]
+
+
+def described(points: Sequence[Point], model: Path) -> dict[str, Any]:
+    tasks = [{"key": point.key, **point.task.describe()} for point in points]
+    return {"model": model_identity(model), "points": tasks}
+
+
+def served_points(results_dir: Path, settings: Mapping[str, Any], selection: Selection, model: Path) -> Sequence[Point]:
+    """The points of figure http. The machine is measured first: its throughput decides the load.
 
     Raises:
-        ValueError: there is no model.
+        ValueError: the machine's throughput could not be measured.
     """
-    from evaluation.replay.launch import stop_on_sigterm  # the HTTP client is needed only here
-
     stop_on_sigterm()
-    model, logs = model_folder(options.model), options.results_dir / experiment.name / "logs"
-
-    def described(points: Sequence[Point]) -> dict[str, Any]:
-        tasks = [{"key": point.key, **point.task.describe()} for point in points]
-        return {"model": model_identity(model), "points": tasks}
-
-    name, points = f"{experiment.name}-alone", [alone_point(settings, selection, model, logs)]
-    setting = {"experiment": name, **described(points)}
-    alone = run_experiment(name, setting, points, run_served_point, options.results_dir, console)
-    if not alone.summary:
-        return alone.print_outcome(console)
-    points = make_served_points(settings, found_here(settings, alone.summary[0]), selection, model, logs)
-    return experiment.run(
-        points, options.results_dir, console, configuration=described(points), run_point=run_served_point
-    )
+    logs, name = results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
+    alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))
+    found = alone.run([alone_point(settings, selection, model, logs)], results_dir)
+    if not found.summary:
+        raise ValueError(f"no throughput of this machine; see errors/ in {found.folder}")
+    return make_served_points(settings, found_here(settings, found.summary[0]), selection, model, logs)
 
 
 def show_served(section: Mapping[str, Any], run: Run, console: Console) -> None:
@@ -175,5 +159,7 @@ def show(section: Mapping[str, Any], name: str, run: Run, console: Console) -> N
     show_figure(draw_omniserve(section, run.summary), run.folder, console)
 
 
+main = command(Options, experiments, chosen)
+
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

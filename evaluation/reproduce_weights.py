@@ -12,39 +12,28 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-
 from rich.console import Console
 
 from apex.cli.output import number, stdout_console, table
-from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment, show_again
-from evaluation.experiments.options import File, FromFolder, Jobs, ResultsDir, experiment_settings
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.placements.points import make_weight_points, with_gains
-from evaluation.experiments.runner import Run, one_line_errors
+from evaluation.experiments.runner import Point, Run
 from evaluation.figures.placements.weights import draw_weights
 from evaluation.figures.style import show_figure
 from evaluation.results.folder import FlatRecord
-from evaluation.results.paths import RESULTS_DIR
 
 NAME = "weights"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """Models in 16 and 4 bits on cards that hold them or not, with and without the CPU tier of KV cache. SIMULATED
     (predicted times, no GPU needed).
 
     Machines, models and lengths come from configs/experiments/weights.yaml. Results, figure and provenance go to
     results/weights/<run>/. Running the same command again continues an interrupted run.
     """
-
-    jobs: Jobs = None
-    config: File = None
-    """Experiment file to use instead of configs/experiments/weights.yaml."""
-    results_dir: ResultsDir = RESULTS_DIR
-    """Results go to weights/<run>/ in this folder."""
-    from_folder: FromFolder = None
-    """Run nothing; draw and print again from the summary.json of this result folder."""
 
 
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
@@ -75,17 +64,15 @@ def show(run: Run, console: Console) -> None:
     show_figure(draw_weights(run.summary), run.folder, console)
 
 
-EXPERIMENT = Experiment(NAME, show, with_gains)
+def points(options: Options) -> Sequence[Point]:
+    made, refused = make_weight_points(experiment_settings(NAME, options.config))
+    for reason in refused:
+        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
+    return made
 
 
-@one_line_errors
-def main(options: Options) -> int:
-    """Returns the exit status: 0 when every point is finished, 2 for invalid options."""
-    if options.from_folder is not None:
-        return show_again(options.from_folder, [EXPERIMENT])
-    points, refused = make_weight_points(experiment_settings(NAME, options.config))
-    return EXPERIMENT.run(points, options.results_dir, stdout_console(), options.jobs, refused=refused)
-
+EXPERIMENT = Experiment(NAME, show, points, with_gains)
+main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options)))
+    sys.exit(main())

@@ -12,18 +12,17 @@ in this process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import multiprocessing
-import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +32,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import httpx
 
 from apex.cli.parser import parse_options
-from evaluation.replay.launch import free_port, stop_on_sigterm
-from evaluation.replay.server import connect_server
-from evaluation.replay.soak_requests import RequestSource, Unexpected, plain_request, send_request
+from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.soak_requests import RequestSource, Unexpected, send_request
+from evaluation.results.paths import REPO_ROOT
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
 from swiftllm.server.service.service import ServiceLimits
@@ -107,7 +107,7 @@ def make_tiny_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
-def serve(model: Path, port: int, system: str) -> None:
+def serve() -> None:
     """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, like a crash in native code."""
     from apex.strategy import StrategyConfig
     from apex.systems import build_system
@@ -115,60 +115,50 @@ def serve(model: Path, port: int, system: str) -> None:
     from swiftllm.server.service.service import EngineService
 
     logging.basicConfig(level=logging.WARNING)
+    model, system, *_, port = sys.argv[1:]
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
     config = EngineConfig(
-        str(model), device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
+        model, device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
     )
     # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
     engine = build_system(system, config, StrategyConfig(strategy="asynchronous-overlap"))
     worker = engine.backend.cpu_tier.worker
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     limits = ServiceLimits(max_queued_requests=MAX_QUEUED, max_queued_best_effort=MAX_QUEUED)
-    run_server(EngineService(engine, limits), ServerSettings(port=port))
-
-
-def ended(process: BaseProcess) -> str | None:
-    return None if process.is_alive() else f"it ended with status {process.exitcode}"
-
-
-def resident_mib(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    run_server(EngineService(engine, limits), ServerSettings(port=int(port)))
 
 
 # -- the clients -------------------------------------------------------------------------------------------------------
 
 
-async def soak(options: Options, url: str, source: RequestSource, process: BaseProcess) -> Report:
+async def soak(options: Options, running: LaunchedServer, source: RequestSource) -> Report:
     """Send all requests. A failing request does not stop the others."""
     report = Report()
     start_s = time.monotonic()
     left = iter(range(options.requests))
     every = max(1, options.requests // REPORTS)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.concurrency)
-    client = httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
+    client = httpx.AsyncClient(base_url=running.server.url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
 
     async def one_after_the_other() -> None:
         for number in left:
             if number == options.requests // 2:
-                os.kill(process.pid, signal.SIGUSR1)
+                running.process.send_signal(signal.SIGUSR1)
             if number and number % every == 0:
-                report.resident_mib.append(resident_mib(process.pid))
+                report.resident_mib.append(running.resident_bytes() / 2**20)
                 print_progress(number, options.requests, time.monotonic() - start_s, report)
             asked = source.next_request()
             try:
-                end = await send_request(client, asked)
+                report.ends[asked.kind, await send_request(client, asked)] += 1
             except Unexpected as problem:
                 report.problems.append(str(problem))
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 report.problems.append(f"{asked.kind}: {type(error).__name__}: {error}; body {asked.body[:200]!r}")
-            else:
-                report.ends[asked.kind, end] += 1
 
     async with client:
         await asyncio.gather(*(one_after_the_other() for _ in range(options.concurrency)))
         await check_idle_server(client, source, report)
-    report.resident_mib.append(resident_mib(process.pid))
+    report.resident_mib.append(running.resident_bytes() / 2**20)
     report.seconds = time.monotonic() - start_s
     return report
 
@@ -190,16 +180,17 @@ async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, re
         await asyncio.sleep(0.1)
     for name in ("worker_restarts", "preemptions", "swapped_blocks"):
         setattr(report, name, now[name])
-    if not report.worker_restarts:
-        report.problems.append("the CPU worker was never restarted: killing it had no effect")
-    if not all(counts["output_tokens"] for counts in now["classes"].values()) or len(now["classes"]) < 2:
-        report.problems.append(f"one of the service classes got no token: {now['classes']}")
-    if not now["cpu_busy_s"]:
-        report.problems.append("the CPU worker has computed nothing, so this soak has tested little")
-    if (health := await client.get("/health")).status_code != 200:
-        report.problems.append(f"the server is not healthy: {health.text}")
+    classes, health = now["classes"], await client.get("/health")
+    got_none = not all(counts["output_tokens"] for counts in classes.values()) or len(classes) < 2
+    faults = {
+        "the CPU worker was never restarted: killing it had no effect": not report.worker_restarts,
+        f"one of the service classes got no token: {classes}": got_none,
+        "the CPU worker has computed nothing, so this soak has tested little": not now["cpu_busy_s"],
+        f"the server is not healthy: {health.text}": health.status_code != 200,
+    }
+    report.problems += [problem for problem, happened in faults.items() if happened]
     try:
-        await send_request(client, plain_request(source))
+        await send_request(client, source.request("plain"))
     except (Unexpected, httpx.HTTPError) as error:
         report.problems.append(f"the server no longer serves: {error}")
 
@@ -220,26 +211,19 @@ def run_soak(options: Options) -> Report:
         ServerNotReady: the server did not start.
     """
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "tiny"
-        model.mkdir()
-        make_tiny_model(model)
-        port = free_port()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(model, port, options.system), daemon=True
-        )
-        process.start()
-        try:
-            url = f"http://127.0.0.1:{port}"
-            server = connect_server("soak", url, READY_TIMEOUT_S, ended=lambda: ended(process))
-            source = RequestSource(server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
-            report = asyncio.run(soak(options, url, source, process))
-            process.terminate()
-            process.join(IDLE_TIMEOUT_S)
-            if process.exitcode != 0:
-                report.problems.append(f"the server ended with status {process.exitcode} where SIGTERM should drain it")
-        finally:
-            process.kill()
-            process.join()
+        make_tiny_model(Path(folder))
+        code, log = "from evaluation.soak import serve; serve()", Path(folder) / "log"
+        arguments = (sys.executable, "-c", code, folder, options.system)
+        command = ServerCommand("soak", arguments, {"PYTHONPATH": str(REPO_ROOT)})
+        with launched_server(command, log, READY_TIMEOUT_S) as running:
+            source = RequestSource(running.server.model, TINY["vocab_size"], MAX_MODEL_LEN, random.Random(options.seed))
+            report = asyncio.run(soak(options, running, source))
+            running.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(IDLE_TIMEOUT_S)
+            if running.process.returncode != 0:
+                report.problems.append(f"SIGTERM should drain the server: {running.ended() or 'it has not ended'}")
+        print(log.read_text(errors="replace"), end="", file=sys.stderr)
     report.problems += memory_problems(options, report)
     return report
 

@@ -7,25 +7,26 @@ The simulator's only input about the machine is profile tables, measured right b
 
 from __future__ import annotations
 
-import statistics
+import functools
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
+from matplotlib import pyplot as plt
 from rich.console import Console
-from rich.table import Table
 
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
-from apex.cli.output import stdout_console
+from apex.cli.output import number, stdout_console, table
 from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points
-from evaluation.experiments.options import FigureOptions, make_measured_plan
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.profile_check import (
     MachineProfiles,
     OperationError,
@@ -36,9 +37,18 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.figures.style import save_figure
-from evaluation.figures.validation import draw_validation
+from evaluation.figures.style import (
+    FAINT,
+    FigureText,
+    figure_legend,
+    figure_style,
+    save_figure,
+    set_words,
+    system_colour,
+    tidy_axes,
+)
 from evaluation.results.folder import FlatRecord, to_json
+from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
@@ -47,6 +57,9 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 AIM = 0.1
+PLACE = ("workload", "output_len", "system")
+MARKERS = "osD^vP"
+SIZE = (6.6, 6.4)
 
 
 @dataclass(frozen=True)
@@ -73,28 +86,22 @@ class Options(ConfigFile):
     """Results go to validate/<run>/ in this folder."""
 
 
-class PairRunner:
-    """Runs each point for real and simulated."""
-
-    def __init__(self, profiles: MachineProfiles) -> None:
-        self._profiles = profiles
-
-    def run_pair(self, point: Point, label: str, console: Console) -> PointResult:
-        """The result of the real run, with the figures of the simulated run under ``simulated_*`` names."""
-        task: TorchTask = point.task
-        before = self._profiles.profile_before(task.engine)
-        real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
-        machine = mean_machine(before, self._profiles.profile_after(task.engine))
-        simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
-        rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
-        values = {
-            **real.values,
-            "simulated_output_tokens_per_s": simulated_rate,
-            "simulated_error": simulated_rate / rate - 1.0 if rate and simulated_rate else None,
-            "simulated_iterations": simulated.values["iterations"],
-        }
-        details = {**real.details, "profile": asdict(machine.table), "simulated": dict(simulated.values)}
-        return PointResult(values, real.records, details)
+def run_pair(profiles: MachineProfiles, point: Point, label: str, console: Console) -> PointResult:
+    """The result of the real run, with the figures of the simulated run under ``simulated_*`` names."""
+    task: TorchTask = point.task
+    before = profiles.profile_before(task.engine)
+    real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
+    machine = mean_machine(before, profiles.profile_after(task.engine))
+    simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
+    rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
+    values = {
+        **real.values,
+        "simulated_output_tokens_per_s": simulated_rate,
+        "simulated_error": simulated_rate / rate - 1.0 if rate and simulated_rate else None,
+        "simulated_iterations": simulated.values["iterations"],
+    }
+    details = {**real.details, "profile": asdict(machine.table), "simulated": dict(simulated.values)}
+    return PointResult(values, real.records, details)
 
 
 def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) -> Engine:
@@ -126,51 +133,32 @@ def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
 
 def comparison(summary: Sequence[FlatRecord]) -> list[FlatRecord]:
     """A record for each workload and system: medians and the spread of errors over its pairs of runs."""
-    by_place: dict[tuple, list[FlatRecord]] = {}
-    for record in summary:
-        if record["simulated_error"] is not None:
-            by_place.setdefault((record["workload"], record["output_len"], record["system"]), []).append(record)
-    compared = []
-    for (workload, output_len, system), records in by_place.items():
-
-        def median(name: str, records: Sequence[FlatRecord] = records) -> float:
-            return statistics.median(record[name] for record in records)
-
-        errors = [record["simulated_error"] for record in records]
-        others = [cores for record in records if (cores := record.get("others_busy_cores")) is not None]
-        compared.append(
-            {
-                "workload": workload,
-                "output_len": output_len,
-                "system": system,
-                "repeats": len(records),
-                "measured": median("output_tokens_per_s"),
-                "simulated": median("simulated_output_tokens_per_s"),
-                "error": median("simulated_error"),
-                "lowest_error": min(errors),
-                "highest_error": max(errors),
-                "mean_absolute_error": statistics.fmean(map(abs, errors)),
-                "others_busy_cores": max(others, default=None),
-            }
-        )
-    return compared
+    rates, error = ("output_tokens_per_s", "simulated_output_tokens_per_s"), "simulated_error"
+    frame = frame_of(summary, (*PLACE, *rates, error, "others_busy_cores")).dropna(subset=[error])
+    compared = frame.astype({"others_busy_cores": float}).groupby(list(PLACE), sort=False, as_index=False)
+    columns = compared.agg(
+        repeats=(error, "size"),
+        measured=(rates[0], "median"),
+        simulated=(rates[1], "median"),
+        error=(error, "median"),
+        lowest_error=(error, "min"),
+        highest_error=(error, "max"),
+        mean_absolute_error=(error, lambda errors: errors.abs().mean()),
+        others_busy_cores=("others_busy_cores", "max"),
+    )
+    return columns.astype(object).where(columns.notna(), None).to_dict("records")
 
 
 def system_errors(compared: Sequence[FlatRecord]) -> dict[str, float]:
     """Mean absolute error of each system over its workloads and repeats."""
-    by_system: dict[str, list[float]] = {}
-    for record in compared:
-        by_system.setdefault(record["system"], []).append(record["mean_absolute_error"])
-    return {system: statistics.fmean(errors) for system, errors in by_system.items()}
+    frame = frame_of(compared, ("system", "mean_absolute_error"))
+    return frame.groupby("system", sort=False)["mean_absolute_error"].mean().to_dict()
 
 
 def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
-    table = Table(title="Output tokens/s of this machine: measured and SIMULATED", title_justify="left")
-    for title in ("workload", "out", "system", "measured", "SIMULATED", "error", "spread", "others"):
-        table.add_column(title, justify="left" if title in ("workload", "system") else "right", no_wrap=True)
-    for record in compared:
-        others = record["others_busy_cores"]
-        table.add_row(
+    console.print("Output tokens/s of this machine: measured and SIMULATED", highlight=False)
+    rows = [
+        (
             record["workload"],
             f"{record['output_len']:.0f}",
             record["system"],
@@ -178,9 +166,12 @@ def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
             f"{record['simulated']:.1f}",
             f"{record['error']:+.1%}",
             f"{record['lowest_error']:+.1%} to {record['highest_error']:+.1%}",
-            "-" if others is None else f"{others:.2f}",
+            number(record["others_busy_cores"], ".2f"),
         )
-    console.print(table)
+        for record in compared
+    ]
+    titles = ("workload", "out", "system", "measured", "SIMULATED", "error", "spread", "others")
+    console.print(table(titles, rows, left=("workload", "system")))
     means = ", ".join(
         f"{system} {error:.1%}" + ("" if error <= AIM else f" (above the aim of {AIM:.0%})")
         for system, error in system_errors(compared).items()
@@ -190,13 +181,47 @@ def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
 
 
 def print_operations(errors: Sequence[OperationError], console: Console) -> None:
-    table = Table(title="Profile table at sizes that were held out: predicted against measured", title_justify="left")
-    for title in ("operation", "sizes", "median", "90%", "bias"):
-        table.add_column(title, justify="left" if title == "operation" else "right", no_wrap=True)
-    for error in errors:
-        name = error.operation.replace("_", " ")
-        table.add_row(name, str(error.sizes), f"{error.median:.1%}", f"{error.p90:.1%}", f"{error.bias:+.1%}")
-    console.print(table)
+    console.print("Profile table at sizes that were held out: predicted against measured", highlight=False)
+    rows = [
+        (e.operation.replace("_", " "), str(e.sizes), f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.bias:+.1%}")
+        for e in errors
+    ]
+    console.print(table(("operation", "sizes", "median", "90%", "bias"), rows, left=("operation",)))
+
+
+def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -> plt.Figure:
+    """A point for each pair of runs in ``summary``: colours are systems, shapes are workloads."""
+    real, simulated = "output_tokens_per_s", "simulated_output_tokens_per_s"
+    records = [record for record in summary if record["simulated_error"] is not None]
+    workloads, systems = (tuple(dict.fromkeys(record[name] for record in records)) for name in ("workload", "system"))
+    marker_of = dict(zip(workloads, itertools.cycle(MARKERS), strict=False))
+    first = records[0]
+    device = first["gpu"] or f"{machine['cpu']}, {machine['usable_cores']} cores, no GPU"
+    text = FigureText(
+        "The simulator against this machine",
+        f"{first['model']} ({first['dtype']}) on {device}\n{first['num_requests']} requests at once; a point is a pair "
+        "of runs",
+        "Vertical: SIMULATED from profiles measured right before and after the run. "
+        f"Band: within {AIM:.0%} of the measured rate.",
+    )
+    with figure_style():
+        figure, ax = plt.subplots(figsize=SIZE)
+        bottom, top = set_words(figure, text, *SIZE)
+        ends = (0.0, 1.1 * max(record[name] for record in records for name in (real, simulated)))
+        ax.fill_between(ends, [(1 - AIM) * x for x in ends], [(1 + AIM) * x for x in ends], color="#E8E8E8", zorder=0)
+        ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
+        for record in records:
+            look = {"color": system_colour(record["system"]), "markersize": 6, "alpha": 0.85, "markeredgewidth": 0}
+            ax.plot(record[real], record[simulated], marker_of[record["workload"]], **look)
+        for workload, marker in marker_of.items():
+            ax.plot([], [], marker, color=FAINT, label=workload, linestyle="none")
+        ax.legend(loc="upper left", frameon=False)
+        figure_legend(figure, systems, *SIZE)
+        ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
+        tidy_axes(ax)
+        ax.grid(axis="x", color="#E2E2E2", linewidth=0.7)
+        figure.subplots_adjust(left=0.11, right=0.97, bottom=bottom + 0.08, top=top - 0.02)
+    return figure
 
 
 @one_line_errors
@@ -210,9 +235,8 @@ def main(options: Options) -> int:
         output_lens=(options.output_len,),
         repeats=options.repeats,
     )
-    plan = make_measured_plan("fig5", wanted)
-    # One group per repeat, since the spread is reported.
-    points = [replace(point, group=point.key) for point in make_measured_points(plan)]
+    made, configuration = small_points("fig5", wanted)
+    points = [replace(point, group=point.key) for point in made]  # one group per repeat: the spread is reported
 
     def show(run: Run, console: Console) -> None:
         compared = comparison(run.summary)
@@ -221,14 +245,13 @@ def main(options: Options) -> int:
             print_operations(errors, console)
             report = {"systems": system_errors(compared), "points": compared, "operations": [asdict(e) for e in errors]}
             write_atomically(run.folder / "comparison.json", to_json(report))
-            save_figure(draw_validation(run.summary, run.machine, AIM), run.folder)
+            save_figure(draw_validation(run.summary, run.machine), run.folder)
         print_comparison(compared, console)
 
-    run_pair = PairRunner(MachineProfiles()).run_pair
-    described = describe_measured_plan(plan, points)
-    return Experiment("validate", show).run(
-        points, options.results_dir, stdout_console(), configuration=described, run_point=run_pair
-    )
+    run = functools.partial(run_pair, MachineProfiles())
+    experiment = Experiment("validate", show, run_point=run, describe=lambda points: configuration)
+    console = stdout_console()
+    return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
-    NEEDS = ("numpy", "pandas", "rich", "tokenizers", "tyro")
+    NEEDS = ("numpy", "pandas", "rich", "tokenizers", "tyro", "yaml")
     import here
 
 from typing import TYPE_CHECKING, Annotated

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM in an environment of its own, for measurements beside our servers (evaluation/replay/vllm.py,
+# vLLM in an environment of its own, for measurements beside our servers (evaluation/measure/vllm.py,
 # evaluation/compare_vllm.py). Optional: nothing else needs it.
 #
 #   scripts/install_vllm.sh [--cpu|--gpu]     by default the GPU build where there is an NVIDIA GPU

@@ -92,7 +92,7 @@ class Bench(SystemsCommand):
     def run(self) -> int:
         self.check_flags()
         check_output_folder("--results-dir", self.results_dir)
-        results = self.results_dir and optional_module("evaluation.results.bench", "apex bench --results-dir")
+        results = self.results_dir and optional_module("evaluation.results.folder", "apex bench --results-dir")
         runs: list[BenchRun] = []
         with input_errors():
             config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)

@@ -19,16 +19,20 @@ HINTS = ConstructorRegistry()
 
 @HINTS.struct_rule
 def without_empty_hints(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Suppresses "(default: None)" and the like: for None and empty defaults the help text says what applies."""
+    """Suppresses "(default: None)" and the like: for None and empty defaults the help text says what applies.
+
+    Options that ``LAST_IN_HELP`` of their class names come after the others.
+    """
     if not is_dataclass(info.type) or SEEN in info.markers:
         return None
     spec = ConstructorRegistry.get_struct_spec(replace(info, markers=(*info.markers, SEEN)))
     no_hint = tyro.conf.arg(help_behavior_hint="")
-    fields = (
+    fields = [
         replace(field, type=Annotated[field.type, no_hint]) if field.default is None or field.default == () else field
         for field in spec.fields
-    )
-    return replace(spec, fields=tuple(fields))
+    ]
+    last = getattr(info.type, "LAST_IN_HELP", ())
+    return replace(spec, fields=tuple(sorted(fields, key=lambda field: field.name in last)))
 
 
 def parse_options(

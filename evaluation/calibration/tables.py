@@ -7,12 +7,12 @@ files.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from apex.simulator.hardware import LayerShape, MeasuredLayer
 from evaluation.calibration.curve_fit import compact_curve
@@ -70,19 +70,22 @@ class LayerTable:
 def read_layer_tables(folder: Path) -> list[LayerTable]:
     tables = []
     for (gpu, model), (shape, origin) in LAYER_TABLES.items():
-        ops: dict[str, dict[int, float]] = {}
-        for row in read_rows(folder / f"mlp_{gpu}_{model}_tp1.csv"):
-            ops.setdefault(row["op"], {})[int(row["num_tokens"])] = float(row["time_ms"]) * 1e-3
-        tokens = sorted(set.intersection(*(set(ops[op]) for op in (*GEMMS, *ELEMENTWISE))))
-        columns = {op: np.array([seconds[n] for n in tokens]) for op, seconds in ops.items()}
-        tables.append(LayerTable(gpu, model, shape, origin, np.array(tokens), columns))
+        frame = read_table(folder / f"mlp_{gpu}_{model}_tp1.csv")
+        times = frame.pivot_table("seconds", "num_tokens", "op", aggfunc="last").dropna(subset=[*GEMMS, *ELEMENTWISE])
+        columns = {op: times[op].to_numpy(copy=True) for op in times}
+        tables.append(LayerTable(gpu, model, shape, origin, times.index.to_numpy(), columns))
     return tables
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path) -> pd.DataFrame:
+    """A measured table, with ``seconds`` in place of milliseconds.
+
+    Raises:
+        FileNotFoundError: there is none; the message says what to do.
+    """
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: name the folder that has it with --tables; docs/simulator.md names its origin"
         )
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    frame = pd.read_csv(path)
+    return frame.assign(seconds=frame["time_ms"] * 1e-3)

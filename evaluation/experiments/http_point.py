@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,14 @@ import numpy as np
 from rich.console import Console
 
 from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
-from apex.replay.records import RequestRecord
+from apex.replay.records import ReplayRequest, RequestRecord
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import warm_up, workload_values
+from evaluation.experiments.torch_point import ENGINE_FIELDS, warm_up, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
-    from evaluation.replay.launch import LaunchedServer
-    from evaluation.replay.server import Server
+    from evaluation.measure.server import LaunchedServer, Server
 
 FRESH_TOKENS = 2
 WIDE_REQUESTS = 34
@@ -37,18 +35,11 @@ def wide_warm_up(workload: Workload) -> Workload:
     of 16 requests. The batch takes all of them. Its requests fit one block of 16 tokens each, so small pools hold it.
     """
     longest = max(workload.requests, key=lambda request: len(request.prompt_token_ids))
-    requests = [dataclasses.replace(longest, request_id="warm-up-longest", arrival_s=0.0, output_len=1)]
+    requests = [replace(longest, request_id="warm-up-longest", arrival_s=0.0, output_len=1)]
     for index, request in zip(range(WIDE_REQUESTS), itertools.cycle(workload.requests), strict=False):
-        requests.append(
-            dataclasses.replace(
-                request,
-                request_id=f"warm-up-{index}",
-                arrival_s=0.0,
-                prompt_token_ids=request.prompt_token_ids[:WIDE_PROMPT_TOKENS],
-                output_len=1 + index % WIDE_OUTPUT_TOKENS,
-            )
-        )
-    return dataclasses.replace(workload, requests=tuple(requests))
+        prompt, output_len = request.prompt_token_ids[:WIDE_PROMPT_TOKENS], 1 + index % WIDE_OUTPUT_TOKENS
+        requests.append(ReplayRequest(f"warm-up-{index}", 0.0, prompt, output_len, request.service_class))
+    return replace(workload, requests=tuple(requests))
 
 
 @dataclass(frozen=True)
@@ -86,10 +77,8 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         ServerEnded: the launched server ended while requests were running.
         NothingServed: no request was completed; the point is not saved and runs again with the next command.
     """
-    from evaluation.replay.http import (
-        replay_workload,  # imported late: only points that really run need the HTTP client
-    )
-    from evaluation.replay.server import connect_server, still_running
+    from evaluation.measure.http import replay_workload  # only points that really run need the HTTP client
+    from evaluation.measure.server import connect_server, still_running
 
     task: HttpTask = point.task
     ended = task.launched.ended if task.launched else still_running
@@ -109,14 +98,14 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         "gpu": None,  # what the server runs on is unknown here
         "model": Path(server.model).name,
         "server": server.url if server.version is None else f"{server.url} (version {server.version})",
-        **dict.fromkeys(("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")),
+        **dict.fromkeys(ENGINE_FIELDS),
         "max_model_len": server.max_model_len,
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
         **compute_metrics(result.records, result.wall_s, targets=task.targets, window_s=task.duration_s),
         **result.stats,
     }
-    return PointResult(values, result.records, {"server": dataclasses.asdict(server)})
+    return PointResult(values, result.records, {"server": asdict(server)})
 
 
 def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
@@ -131,10 +120,8 @@ def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
         count = min(FRESH_TOKENS, len(prompt))
         return (*rng.integers(0, vocab_size, count).tolist(), *prompt[count:])
 
-    requests = tuple(
-        dataclasses.replace(request, prompt_token_ids=fresh(request.prompt_token_ids)) for request in workload.requests
-    )
-    return dataclasses.replace(workload, requests=requests)
+    requests = (replace(request, prompt_token_ids=fresh(request.prompt_token_ids)) for request in workload.requests)
+    return replace(workload, requests=tuple(requests))
 
 
 def check_served(task: HttpTask, records: tuple[RequestRecord, ...]) -> None:

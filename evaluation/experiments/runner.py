@@ -6,26 +6,29 @@ processes. A point's result never depends on the number of processes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ParamSpec
 
 from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.replay.records import RequestRecord, RequestSummary
-from evaluation.replay.child import ChildEnded
+from evaluation.measure.child import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES
-from evaluation.results.progress import RunProgress
+from evaluation.results.progress import RunProgress, print_line
 from swiftllm.machine import usable_cores
 
 BUSY_LOAD_PER_CORE = 0.75
@@ -59,10 +62,10 @@ class PointResult:
 RunPoint = Callable[[Point, str, Console], PointResult]
 """Runs a point. Arguments: the point, the label for its progress bar, the console."""
 
-Complete = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
+Derive = Callable[[Sequence[FlatRecord]], list[FlatRecord]]
 """Adds fields to the rows of a summary that are computed from all rows together."""
 
-unchanged_rows: Complete = list
+unchanged_rows: Derive = list
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,17 @@ class Run:
         """Print the failures and the folder. Returns the exit status: 0 when every point is finished."""
         for label in self.failed:
             print_failure(f"{label}, see errors/ in the results", console)
-        console.print(f"summary, raw records and provenance: {self.folder}", highlight=False, soft_wrap=True)
+        print_line(console, f"summary, raw records and provenance: {self.folder}")
         return 1 if self.failed else 0
 
 
 def print_failure(text: str, console: Console) -> None:
-    console.print(f"failed: {text}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"failed: {text}", "bold red")
 
 
 def print_error(error: object, console: Console) -> None:
     """Print why nothing was run. Callers then return exit status 2."""
-    console.print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"error: {error}", "bold red")
 
 
 Arguments = ParamSpec("Arguments")
@@ -120,7 +123,7 @@ def run_experiment(
     results_dir: Path,
     console: Console | None = None,
     jobs: int = 1,
-    complete: Complete = unchanged_rows,
+    derive: Derive = unchanged_rows,
     run_alone: RunPoint | None = None,
 ) -> Run:
     """Run all points that are not finished yet and write the summary.
@@ -144,19 +147,17 @@ def run_experiment(
         print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
         raise SystemExit(2) from None
     try:
-        failed = run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
+        run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
     except KeyboardInterrupt:
         kept = sum(folder.finished_point(key) is not None for key in keys)
-        text = (
-            f"interrupted: {kept} of {len(points)} points are kept in {folder.path}; the same command continues there"
-        )
-        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        kept_text = f"{kept} of {len(points)} points are kept in {folder.path}"
+        print_line(console, f"interrupted: {kept_text}; the same command continues there", "yellow")
         raise SystemExit(128 + signal.SIGINT) from None
     finished = summarise(folder, points)
-    summary = complete(finished) if finished else []
+    summary = derive(finished) if finished else []
     folder.save_summary(summary)
-    failed_in_order = [point.label for point in points if point.label in failed]
-    return Run(folder.path, name, summary, folder.identity["machine"], failed_in_order)
+    failed = [point.label for point in points if folder.finished_point(point.key) is None]
+    return Run(folder.path, name, summary, folder.identity["machine"], failed)
 
 
 def run_unfinished_points(
@@ -166,8 +167,8 @@ def run_unfinished_points(
     run_alone: RunPoint,
     jobs: int,
     console: Console,
-) -> list[str]:
-    """Run the points that are not finished. Returns the labels of those that failed."""
+) -> None:
+    """Run the points that are not finished."""
     progress = RunProgress(len(points), console)
     left = []
     for point in points:
@@ -180,8 +181,13 @@ def run_unfinished_points(
     progress.print_plan(len(together), min(jobs, len(together)), len(alone))
     if any(not point.concurrent for point in alone):
         warn_if_busy(console)
-    failed = run_together(folder, together, run_point, progress, jobs) if together else []
-    return failed + run_one_by_one(folder, alone, run_alone, progress, console)
+    if together:
+        run_together(folder, together, run_point, progress, jobs)
+    for point in alone:
+        label = progress.start_point(point.label)
+        load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
+        outcome = finish(folder, point, functools.partial(run_alone, point, label, console), load)
+        progress.finish_point(point.label, outcome)
 
 
 def by_session(points: Sequence[Point]) -> list[Point]:
@@ -192,49 +198,42 @@ def by_session(points: Sequence[Point]) -> list[Point]:
     return sorted(points, key=lambda point: place[point.session])
 
 
-def run_one_by_one(
-    folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, console: Console
-) -> list[str]:
-    """Run points in this process, in the given order. Returns the labels of those that failed."""
-    failed = []
-    for point in points:
-        label = progress.start_point(point.label)
-        load = {} if point.concurrent else {"load_average_before": os.getloadavg()[0]}
-        try:
-            outcome = save_result(folder, point, run_point(point, label, console), load)
-        except Exception as error:
-            failed.append(point.label)
-            outcome = save_failure(folder, point, error)
-        progress.finish_point(point.label, outcome)
-    return failed
-
-
 def run_together(
     folder: ResultFolder, points: Sequence[Point], run_point: RunPoint, progress: RunProgress, jobs: int
-) -> list[str]:
-    """Run points in up to ``jobs`` processes, the costliest first. Returns the labels of those that failed."""
-    failed = []
+) -> None:
+    """Run points in up to ``jobs`` processes, the costliest first."""
+    by_cost = sorted(points, key=lambda point: -point.cost)
+    with (
+        processes(min(jobs, len(points))) as pool,
+        progress.pool_progress(sum(point.cost for point in points)) as lines,
+    ):
+        futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
+        for future in as_completed(futures):
+            point = futures[future]
+            lines.finish_point(point.label, finish(folder, point, future.result, {}), point.cost)
+
+
+@contextlib.contextmanager
+def processes(number: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes for simulations. If the block ends early, what has not begun is cancelled.
+
+    They do not import this program's ``__main__``, which may take a second: what they run stands in a module.
+    """
     # A fresh interpreter for each process: forking one that has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
     # Ctrl-C reaches every process of the terminal. The workers exit at once; the parent prints what is kept.
     at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
-    with ProcessPoolExecutor(min(jobs, len(points)), mp_context=context, **at_once) as pool:
-        try:
-            with progress.pool_progress(sum(point.cost for point in points)) as lines:
-                by_cost = sorted(points, key=lambda point: -point.cost)
-                futures = {pool.submit(run_quietly, run_point, point): point for point in by_cost}
-                for future in as_completed(futures):
-                    point = futures[future]
-                    try:
-                        outcome = save_result(folder, point, future.result(), {})
-                    except Exception as error:
-                        failed.append(point.label)
-                        outcome = save_failure(folder, point, error)
-                    lines.finish_point(point.label, outcome, point.cost)
-        except BaseException:  # interrupted: cancel the points that have not begun
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return failed
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        with ProcessPoolExecutor(number, mp_context=context, **at_once) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        sys.modules["__main__"] = program
 
 
 def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
@@ -242,8 +241,15 @@ def run_quietly(run_point: RunPoint, point: Point) -> PointResult:
     return run_point(point, point.label, Console(quiet=True))
 
 
+def finish(folder: ResultFolder, point: Point, result: Callable[[], PointResult], details: Mapping[str, Any]) -> str:
+    """Save a point's result, or why there is none. Returns a few words about it for the progress line."""
+    try:
+        return save_result(folder, point, result(), details)
+    except Exception as error:
+        return save_failure(folder, point, error)
+
+
 def save_result(folder: ResultFolder, point: Point, result: PointResult, details: Mapping[str, Any]) -> str:
-    """Save a point's result. Returns a few words about it for the progress line."""
     values = flat_record(result.values)
     saved = {"group": point.group, "values": values, "details": {**result.details, **details}}
     folder.save_point(point.key, saved, result.records)
@@ -270,7 +276,7 @@ def warn_if_busy(console: Console) -> None:
     load, cores = os.getloadavg()[0], usable_cores()
     if load > BUSY_LOAD_PER_CORE * cores:
         text = f"this machine is busy (load average {load:.1f} on {cores} cores): times will be noisy, use --repeats"
-        console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"warning: {text}", "yellow")
 
 
 def summarise(folder: ResultFolder, points: Sequence[Point]) -> list[FlatRecord]:

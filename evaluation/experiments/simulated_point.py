@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
 from evaluation.results.progress import TokenProgress
+from evaluation.results.provenance import fingerprint
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -69,6 +70,28 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+
+
+def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Simulated points for the run's identity: everything that decides their numbers."""
+    return [{"key": point.key, **describe_task(point.task)} for point in points]
+
+
+def describe_task(task: SimulatedTask) -> dict[str, Any]:
+    remote = task.hardware.remote_hosts
+    return {
+        "system": task.system,
+        "setting": task.values.get("setting"),
+        "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},
+        "believed": fingerprint(asdict(task.believed)) if task.believed else None,
+        "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
+        "limits": asdict(task.limits),
+        "strategy": asdict(task.strategy),
+        **({"remote_hosts": asdict(remote)} if remote is not None else {}),
+        **({"duration_s": task.duration_s} if task.duration_s is not None else {}),
+        **({"one_class": True} if task.one_class else {}),
+        **task.lengths.identity,
+    }
 
 
 def build_engine(task: SimulatedTask) -> Engine:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WARM_UP_REQUESTS = 2
 WARM_UP_TOKENS = 4
+ENGINE_FIELDS = ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
+"""Summary fields that an engine says of itself."""
 
 EngineFactory = Callable[[str, EngineConfig], "Engine"]
 
@@ -89,16 +91,11 @@ def measure(
         "backend": f"torch-{device_type}",
         "gpu": description["device"] if device_type == "cuda" else None,
         "model": Path(task.engine.model).name,
-        **{
-            name: description[name]
-            for name in ("dtype", "num_gpu_blocks", "num_cpu_blocks", "cpu_kernel", "cpu_threads")
-        },
+        **{name: description[name] for name in ENGINE_FIELDS},
         **workload_values(task.lengths, prompt_tokens),
         **task.values,
         **compute_metrics(result.records, result.wall_s, result.stats, window_s=task.duration_s),
-        "iterations": result.stats.get("iterations"),
-        "preemptions": result.stats.get("preemptions"),
-        "swapped_blocks": result.stats.get("swapped_blocks"),
+        **{name: result.stats.get(name) for name in ("iterations", "preemptions", "swapped_blocks")},
         "others_busy_cores": others_busy_cores,
     }
     return PointResult(values, result.records, {"engine": description, "engine_stats": dict(result.stats)})

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from evaluation.experiments.sensitivity import varied_in
+from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
 from evaluation.figures.lines import Level, LinePanel, Series, line_figure
 from evaluation.figures.style import INK, system_colour

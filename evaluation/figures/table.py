@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.experiments.sensitivity import varied_in
+from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.kinds import comparisons, label_of

@@ -76,20 +76,11 @@ CASES = {
     "rehearsal": Case("", 12, 300, 12, 24, 12, 512, "a tiny model: shows that this works, no more", "cpu", "float32"),
 }
 REHEARSAL_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 
 
 @contextmanager
@@ -154,20 +145,10 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
             share = MEASURED_ALONE_SHARE if system == "swiftllm" else MEASURED_SHARE
             measured = replay_case(engine, case, "measured", part_of_rest_s(share))
             description, num_layers = engine.describe(), engine.backend.num_layers
-            record = {
-                "system": system,
-                "case": asdict(case),
-                "device": description["device"],
-                "dtype": description["dtype"],
-                "cpu_kernel": description["cpu_kernel"],
-                "cpu_threads": description["cpu_threads"],
-                "measured": measured,
-                "simulated": None,
-                "simulated_error": None,
-                "timeline": None,
-                "failed": [],
-                "profile": table and asdict(table),
-            }
+            record = {"system": system, "case": asdict(case)}
+            record |= {name: description[name] for name in ("device", "dtype", "cpu_kernel", "cpu_threads")}
+            record |= {"measured": measured, "simulated": None, "simulated_error": None, "timeline": None, "failed": []}
+            record["profile"] = table and asdict(table)
             yield record
             if system != "swiftllm":
                 timeline_s = part_of_rest_s(TIMELINE_SHARE)
@@ -193,11 +174,9 @@ def most_cpu_blocks(model: Path) -> int:
 
 def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[str, Any]:
     """Send the requests all at once and step until they are done, or for ``limit_s`` of the engine's clock."""
-    draw, vocab_size = random.Random(0), 500
-    requests = []
-    for index in range(case.num_requests):
-        prompt = tuple(draw.randrange(3, vocab_size) for _ in range(case.input_len))
-        requests.append(ReplayRequest(f"{name}-{index}", 0.0, prompt, case.output_len))
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(3, 500) for _ in range(case.input_len)) for _ in range(case.num_requests)]
+    requests = [ReplayRequest(f"{name}-{index}", 0.0, prompt, case.output_len) for index, prompt in enumerate(prompts)]
     check_requests(engine, requests[:1])  # all are of one size
     printed_s = time.monotonic()
 
@@ -216,8 +195,7 @@ def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[s
         "output_tokens": output_tokens,
         # Of a run that the limit cuts short, the tokens so far: few of its requests, or none, are complete.
         "output_tokens_per_s": metrics["output_tokens_per_s"] if completed else output_tokens / done.wall_s,
-        "lane_busy_fraction": metrics["lane_busy_fraction"],
-        "cpu_busy_fraction": metrics["cpu_busy_fraction"],
+        **{name: metrics[name] for name in ("lane_busy_fraction", "cpu_busy_fraction")},
         "strategy_iterations": done.stats["strategy_iterations"],
     }
 
@@ -236,19 +214,14 @@ def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | Non
     def progress() -> float:
         return min(1.0, (engine.stats().output_tokens - start_tokens) / total)
 
-    name = f"{engine.describe()['system']}-{case.model or 'rehearsal'}"
+    about, case_name = engine.describe(), case.model or "rehearsal"
     with recording(engine, num_iterations=TIMELINE_ITERATIONS, start=None, progress=progress) as recorder:
         replay_case(engine, shorter, "timeline", limit_s)
+    target = folder / f"{about['system']}-{case_name}-timeline.png"
     try:
-        setting = f"{case.model or 'rehearsal'} on {engine.describe()['device']}; times are the host's"
-        timeline = recorder.timeline(engine.describe()["system"], setting, simulated=False)
-    except ValueError as error:
-        print(f"  no timeline: {error}")
-        return None
-    target = folder / f"{name}-timeline.png"
-    try:
-        write_timeline(timeline, target)
-    except ImportError as error:
+        setting = f"{case_name} on {about['device']}; times are the host's"
+        write_timeline(recorder.timeline(about["system"], setting, simulated=False), target)
+    except (ValueError, ImportError) as error:
         print(f"  no timeline: {error}")
         return None
     target.with_suffix(".json").unlink()  # megabytes; `apex bench --trace-timeline` writes it where it is wanted
@@ -260,17 +233,9 @@ def simulate(
 ) -> dict[str, Any]:
     from apex.simulator.build import build_simulated
 
-    engine = build_simulated(
-        system,
-        table,
-        num_layers,
-        num_gpu_blocks=case.num_gpu_blocks,
-        num_cpu_blocks=case.num_cpu_blocks,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=case.max_model_len,
-    )
+    pools = {"num_gpu_blocks": case.num_gpu_blocks, "num_cpu_blocks": case.num_cpu_blocks}
+    limits = {name: getattr(config, name) for name in ("block_size", "max_num_batched_tokens", "max_num_seqs")}
+    engine = build_simulated(system, table, num_layers, max_model_len=case.max_model_len, **pools, **limits)
     return replay_case(engine, case, "simulated", limit_s)
 
 

@@ -1,13 +1,8 @@
-"""For a command that is run as a file: it imports from the repository, in a Python that has the packages.
-
-``NEEDS`` of the command are the packages without which it cannot start, if these are not those of all commands.
-"""
+"""For a command that is run as a file: as ``evaluation/here.py``, which finds this repository from the folder above."""
 
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
 
-from apex.environment import PACKAGES, use_environment  # noqa: E402
-
-use_environment(*getattr(sys.modules["__main__"], "NEEDS", PACKAGES))
+from evaluation import here  # noqa: E402

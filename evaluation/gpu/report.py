@@ -17,11 +17,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
     NEEDS = ()
     import here
 
-import re
 from functools import cache
-from importlib.util import find_spec
 
-from evaluation.results.paths import REPO_ROOT
+from apex.environment import REQUIREMENTS, has_package, pinned_modules
+from evaluation.results.folder import markdown_lines
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically
 
@@ -29,7 +28,6 @@ FIGURE = "end_to_end.png"
 KERNELS = "kernels.json"
 PARTS = "parts.txt"
 SYSTEMS = ("swiftllm", "neo", "apex", "adaptive")
-IMPORTED_AS = {"pyyaml": "yaml"}
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,9 @@ def read_parts(folder: Path) -> list[list[str]]:
     return [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def missing_packages(requirements: Path = REPO_ROOT / "requirements.txt") -> list[str]:
+def missing_packages() -> list[str]:
     """The packages of the product that this Python does not have."""
-    names = re.findall(r"^([\w.-]+)==", requirements.read_text(), re.MULTILINE)
-    modules = {name: IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")) for name in names}
-    return [name for name, module in modules.items() if find_spec(module) is None]
+    return [name for name, module in pinned_modules(REQUIREMENTS).items() if not has_package(module)]
 
 
 def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
@@ -81,84 +77,79 @@ def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
 def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, runs: list[dict[str, Any]]) -> str:
     machine = provenance()["machine"]
     device = kernels["device"] if kernels else ", ".join(machine["gpus"]) or "no GPU"
-    lines = [
-        f"# {device}, {folder.name}",
-        "",
-        f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB.",
-    ]
+    about = f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB."
+    lines = [f"# {device}, {folder.name}", "", about]
     if runs[0]["case"]["device"] == "cpu" if runs else not machine["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
-    if software := kernels and kernels.get("versions"):
-        lines.append("")
-        lines.append(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in software.items() if value) + ".")
+    if versions := kernels and kernels.get("versions"):
+        known = (f"{name.replace('_', ' ')} {value}" for name, value in versions.items() if value)
+        lines += ["", f"{', '.join(known)}."]
     if missing := missing_packages():
-        lines.append("")
-        lines.append(f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}.")
-    lines += ["", "| part | result | seconds |", "|---|---|---|"]
-    lines += [f"| {name} | {result} | {seconds} |" for name, result, seconds in parts]
+        lines += ["", f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}."]
+    lines += ["", *markdown_lines(("part", "result", "seconds"), parts)]
     if kernels:
-        lines += [
-            "",
-            f"{kernels['model']}, {kernels['num_layers']} layers, {kernels['dtype']}:",
-            "",
-            "| measured | value | goal | |",
-            "|---|---|---|---|",
-        ]
-        for goal in goals(kernels):
-            mark = "met" if goal.met else "**missed**"
-            lines.append(f"| {goal.what} | {goal.value:.3g} | {goal.relation} {goal.goal:g} | {mark} |")
-        memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
-        lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
-        if product := kernels.get("gemm"):
-            lines.append(f"A product of {product['size']:,} x {product['size']:,}: {product['tflops']:.3g} TFLOP/s.")
-        if beside := kernels.get("cpu_attention_beside"):
-            lines.append(
-                f"CPU attention with {beside['threads']} threads: {beside['alone_gb_s']:.3g} GB/s alone, "
-                f"{beside['beside_gb_s']:.3g} GB/s beside a busy device and its bus."
-            )
-        if captured := kernels.get("captured"):
-            lines.append(
-                f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
-                f"{captured['bytes'] / 2**20:,.0f} MiB."
-            )
-        lines += [f"Warning: {warning}." for warning in kernels["warnings"]]
-        if wake_up := kernels.get("wake_up"):
-            lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
-        if draws := kernels.get("sampling"):
-            lines += ["", f"| sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,} | ms |", "|---|---|"]
-            lines += [f"| {row['how']} | {row['ms']:.2f} |" for row in draws]
+        lines += kernel_lines(kernels)
     if runs:
-        lines += [
-            "",
-            "| case | system | tokens/s | over swiftllm | lane busy | CPU busy | SIMULATED tokens/s | its error | |",
-            "|" + "---|" * 9,
-        ]
-        lines += [run_row(run, runs) for run in runs]
+        ratio, error = "over swiftllm", "SIMULATED tokens/s"
+        titles = ("case", "system", "tokens/s", ratio, "lane busy", "CPU busy", error, "its error", "")
+        lines += ["", *markdown_lines(titles, [run_cells(run, runs) for run in runs])]
         lines += ["", "SIMULATED: predicted from the profile table that apex measured first (`measured/profiles`)."]
         lines += [f"![{run['timeline']}]({run['timeline']})" for run in runs if run.get("timeline")]
     return "\n".join(lines) + "\n"
 
 
-def run_row(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
-    name = run["case"]["model"] or "rehearsal"
+def kernel_lines(kernels: dict[str, Any]) -> list[str]:
+    """What the benchmark measured, with goals; a part of it may have failed."""
+    lines = ["", f"{kernels['model']}, {kernels['num_layers']} layers, {kernels['dtype']}:", ""]
+    rows = [
+        (goal.what, f"{goal.value:.3g}", f"{goal.relation} {goal.goal:g}", "met" if goal.met else "**missed**")
+        for goal in goals(kernels)
+    ]
+    lines += markdown_lines(("measured", "value", "goal", ""), rows)
+    memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
+    lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
+    if product := kernels.get("gemm"):
+        lines.append(f"A product of {product['size']:,} x {product['size']:,}: {product['tflops']:.3g} TFLOP/s.")
+    if beside := kernels.get("cpu_attention_beside"):
+        lines.append(
+            f"CPU attention with {beside['threads']} threads: {beside['alone_gb_s']:.3g} GB/s alone, "
+            f"{beside['beside_gb_s']:.3g} GB/s beside a busy device and its bus."
+        )
+    if captured := kernels.get("captured"):
+        lines.append(
+            f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
+            f"{captured['bytes'] / 2**20:,.0f} MiB."
+        )
+    lines += [f"Warning: {warning}." for warning in kernels["warnings"]]
+    if wake_up := kernels.get("wake_up"):
+        lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
+    if draws := kernels.get("sampling"):
+        title = f"sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,}"
+        lines += ["", *markdown_lines((title, "ms"), [(row["how"], f"{row['ms']:.2f}") for row in draws])]
+    return lines
+
+
+def name_of(run: dict[str, Any]) -> str:
+    return run["case"]["model"] or "rehearsal"
+
+
+def run_cells(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     if "skipped" in run:
-        return f"| {name} | {run['system']} | | | | | | | {run['skipped']} |"
+        return [name_of(run), run["system"], *[""] * 6, run["skipped"]]
     measured, error = run["measured"], run["simulated_error"]
     # Of runs that were cut short at different times there is nothing to compare.
-    ratio = rate_of(run) / base if measured["completed"] and (base := baseline(run, runs)) else None
-    note = "" if measured["completed"] else "cut short by the time limit, and so is the simulation"
-    cells = (
-        name,
+    base = measured["completed"] and baseline(run, runs)
+    return [
+        name_of(run),
         run["system"],
         f"{rate_of(run):.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
+        f"{rate_of(run) / base:.2f}" if base else "",
         f"{measured['lane_busy_fraction']:.0%}",
         f"{measured['cpu_busy_fraction']:.0%}",
         "" if error is None else f"{run['simulated']['output_tokens_per_s']:.0f}",
         "" if error is None else f"{error:+.1%}",
-        note,
-    )
-    return f"| {' | '.join(cells)} |"
+        "" if measured["completed"] else "cut short by the time limit, and so is the simulation",
+    ]
 
 
 def rate_of(run: dict[str, Any]) -> float:
@@ -167,10 +158,8 @@ def rate_of(run: dict[str, Any]) -> float:
 
 def baseline(run: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
     """What swiftllm gave in the same case, if it came to the end."""
-    for other in runs:
-        if other["system"] == "swiftllm" and other["case"] == run["case"] and "measured" in other:
-            return rate_of(other) if other["measured"]["completed"] else None
-    return None
+    same = [one for one in runs if (one["system"], one["case"]) == ("swiftllm", run["case"]) and "measured" in one]
+    return rate_of(same[0]) if same and same[0]["measured"]["completed"] else None
 
 
 def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
@@ -181,7 +170,7 @@ def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
 
     by_case: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        by_case.setdefault(run["case"]["model"] or "rehearsal", []).append(run)
+        by_case.setdefault(name_of(run), []).append(run)
     with figure_style():
         figure, panels = plt.subplots(1, len(by_case), figsize=(3.4 * len(by_case), 3.2), squeeze=False)
         for ax, (case, of_case) in zip(panels[0], by_case.items(), strict=True):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation.gpu.report import PARTS, read_parts, write_page
-from evaluation.replay.sessions import describe_status, end_session, start_session
+from evaluation.measure.sessions import describe_status, end_session, start_session
 from evaluation.results.paths import REPO_ROOT
 
 POLL_S = 0.1

@@ -13,7 +13,6 @@ import datetime
 import fnmatch
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +26,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from evaluation.gpu.report import missing_packages
 from evaluation.gpu.runner import Part, Stage, run_stage, run_stages
+from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
 GPU_NAME_S = 90.0
@@ -53,18 +53,13 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
     coded, more_tokens = ((), ()) if rehearse else (("quantised", "library"), ("tokens-float32", "tokens-streamed"))
     operations = (*KERNEL_CHECKS, "prefill-attention", "sampling", *coded)
+    tokens = Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
+    random_load = Part("random-load", (*check, "--seconds", str(load_s), "random-load"))
     stages = [
         Stage("build", 150.0, (Part("build", (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")),)),
         Stage("machine", 60.0, (Part("machine", (*bench, "--parts", "versions", "memory", "gemm")),)),
         Stage("kernels", 150.0, (Part("operations", (*check, *operations)),)),
-        Stage(
-            "tokens",
-            180.0,
-            (
-                Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens)),
-                Part("random-load", (*check, "--seconds", str(load_s), "random-load")),
-            ),
-        ),
+        Stage("tokens", 180.0, (tokens, random_load)),
         Stage("speeds", 200.0, (Part("speeds", bench),)),
     ]
     # Profiles are kept with the results, and none is taken from elsewhere.
@@ -162,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"not installed here, so nothing that needs them is checked: {', '.join(missing)}", flush=True)
     if not options.rehearse and find_sanitizer() is None:
         print("compute-sanitizer is not here: its stage is left out", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stop_on_sigterm()
     all_well, _ = run_stages(chosen, folder, end_s)
     report = Part("report", (sys.executable, "evaluation/gpu/report.py", str(folder)))
     all_well &= run_stage(Stage("report", END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0), (report,)), folder)

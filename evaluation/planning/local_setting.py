@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
-from swiftllm.config import DtypeName, EngineConfig, LoadFormat
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.results.provenance import model_identity
+from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import Card, InsufficientMemory
@@ -36,25 +38,6 @@ TINY_SHAPE = {
 }
 """Sizes of a rehearsal's model. Its number of KV heads follows from the ratio of heads in the setting's model."""
 TINY_CPU_BLOCKS = 20_000
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What the command line chooses about a setting on this machine. None leaves it to the setting."""
-
-    model: str | None = None
-    """A hub name or a folder; by default the setting's model."""
-    load_format: LoadFormat | None = None
-    pools: Pools = "papers"
-    num_gpu_blocks: int | None = None
-    num_layers: int | None = None
-    on_cpu: bool = False
-    dtype: DtypeName | None = None
-    max_num_batched_tokens: int | None = None
-    cpu_threads: int | None = None
-    cpu_kernel: str | None = None
-    tiny: bool = False
-    """A rehearsal: a tiny random model on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +75,32 @@ class LocalSetting:
             "max_model_len": self.engine.max_model_len,
         }
 
+    def identity(self) -> dict[str, Any]:
+        """The setting for the identity of a run: everything that decides its numbers."""
+        return {
+            "title": self.title,
+            "pools": self.pools,
+            "card": None if self.card is None else asdict(self.card),
+            "weights": self.weights,
+            "model": model_identity(Path(self.engine.model)),
+            "engine": {name: value for name, value in asdict(self.engine).items() if name != "model"},
+            "differences": list(self.differences),
+        }
 
-def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choices: Choices) -> LocalSetting:
+
+def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, options: FigureOptions) -> LocalSetting:
     """The setting on a machine with this card and this much available host memory.
 
     Raises:
         ValueError: it does not fit; the message holds the numbers. Or an option is not valid here.
         FileNotFoundError: the model that was named is not to be had.
     """
-    card = None if choices.on_cpu or choices.tiny else card
-    model, weights, model_words = _model(paper, choices)
+    card = None if options.device == "cpu" or options.rehearse else card
+    model, weights, model_words = _model(paper, options)
     shape = ModelConfig.from_folder(model)
-    dtype = _dtype(paper, card, choices)
+    dtype = _dtype(paper, card, options)
     limits = paper.limits
-    max_tokens = choices.max_num_batched_tokens or limits.max_num_batched_tokens
+    max_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     engine = EngineConfig(
         str(model),
         "cpu" if card is None else "cuda",
@@ -116,15 +111,16 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         max_num_seqs=min(limits.max_num_seqs, max_tokens),
         max_model_len=min(limits.max_model_len, shape.max_position_embeddings),
         lane_threads=1,  # without a GPU the lane takes the GPU's part, so it has the same size in all systems
-        cpu_threads=choices.cpu_threads,
-        cpu_kernel=choices.cpu_kernel,
+        cpu_threads=options.cpu_threads,
+        cpu_kernel=options.cpu_kernel,
     )
     card_bytes = None if card is None else int(USABLE_SHARE * card.total_bytes)
     fit = estimate_memory(engine, shape, getattr(torch, dtype), device_bytes=card_bytes, host_bytes=host_bytes)
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
-    pools: Pools = "chosen" if choices.num_gpu_blocks else choices.pools if is_own_card else "card"
-    gpu_blocks = choices.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
-    wanted_cpu_blocks = _cpu_blocks(paper, choices, fit.bytes_per_block)
+    pools: Pools = "card" if options.all_gpu_blocks or not is_own_card else "papers"
+    pools = "chosen" if options.num_gpu_blocks else pools
+    gpu_blocks = options.num_gpu_blocks or (fit.max_gpu_blocks if pools == "card" else paper.num_gpu_blocks)
+    wanted_cpu_blocks = _cpu_blocks(paper, options, fit.bytes_per_block)
     left_for_cpu = max(0, fit.max_cpu_blocks - (gpu_blocks if card is None else 0))
     if wanted_cpu_blocks <= left_for_cpu:
         cpu_blocks = wanted_cpu_blocks
@@ -155,35 +151,35 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, choic
         differences.append(f"{max_tokens:,} tokens per iteration instead of {limits.max_num_batched_tokens:,}")
     return LocalSetting(
         paper,
-        _title(paper, card, choices),
+        _title(paper, card, options),
         pools,
         card,
         weights,
-        choices.model is None and choices.num_layers is None and not choices.tiny,
+        options.model is None and options.num_layers is None and not options.rehearse,
         replace(engine, num_gpu_blocks=gpu_blocks, num_cpu_blocks=cpu_blocks),
         fit,
         tuple(differences),
     )
 
 
-def _title(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
+def _title(paper: PaperSetting, card: Card | None, options: FigureOptions) -> str:
     """The title in figures: the paper's on its own card, else this machine's device."""
     model = paper.title.split(" (")[0].partition(" + ")[2]
-    if choices.tiny:
+    if options.rehearse:
         return f"{paper.title.split(' + ')[0]} rehearsal"
-    if choices.num_layers is not None:
-        model += f", {choices.num_layers} layers"
+    if options.num_layers is not None:
+        model += f", {options.num_layers} layers"
     if card is None:
         return f"CPU + {model}"
     short = card.name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
     return f"{short} + {model}"
 
 
-def _cpu_blocks(paper: PaperSetting, choices: Choices, bytes_per_block: int) -> int:
+def _cpu_blocks(paper: PaperSetting, options: FigureOptions, bytes_per_block: int) -> int:
     """Blocks of the CPU tier. Fewer layers keep the paper's number: its gigabytes would be most of a small machine."""
-    if choices.tiny:
+    if options.rehearse:
         return TINY_CPU_BLOCKS
-    if choices.num_layers is not None:
+    if options.num_layers is not None:
         return paper.num_cpu_blocks
     return blocks_in(paper["cpu_kv_gb"] * GB, bytes_per_block)
 
@@ -198,32 +194,32 @@ def _steady_blocks(most: int) -> int:
     return steady // step * step
 
 
-def _dtype(paper: PaperSetting, card: Card | None, choices: Choices) -> str:
-    dtype = paper.dtype if choices.dtype in (None, "auto") else choices.dtype
+def _dtype(paper: PaperSetting, card: Card | None, options: FigureOptions) -> str:
+    dtype = paper.dtype if options.dtype in (None, "auto") else options.dtype
     if dtype == "bfloat16" and card is not None and card.capability < (8, 0):
         raise ValueError(f"{card.name} has no bfloat16: use --dtype float16")
     return dtype
 
 
-def _model(paper: PaperSetting, choices: Choices) -> tuple[Path, Literal["checkpoint", "dummy"], tuple[str, ...]]:
+def _model(paper: PaperSetting, options: FigureOptions) -> tuple[Path, Literal["checkpoint", "dummy"], tuple[str, ...]]:
     """Folder of the model, its weights, and how it differs from the paper's.
 
     A checkpoint is downloaded only where the command line names it: it has 13 GB and more, and may need a licence.
     """
-    if choices.tiny:
+    if options.rehearse:
         return _shape_folder(paper.model, "tiny", TINY_SHAPE), "dummy", ("a tiny random model",)
-    if choices.num_layers is not None:
-        name = f"{choices.num_layers}-layers"
-        folder = _shape_folder(paper.model, name, {"num_hidden_layers": choices.num_layers})
-        return folder, "dummy", (f"{choices.num_layers} layers of the model, with random weights",)
-    if choices.model is not None:
-        dummy = choices.load_format == "dummy"
-        folder = model_folder(choices.model, weights=not dummy)
+    if options.num_layers is not None:
+        name = f"{options.num_layers}-layers"
+        folder = _shape_folder(paper.model, name, {"num_hidden_layers": options.num_layers})
+        return folder, "dummy", (f"{options.num_layers} layers of the model, with random weights",)
+    if options.model is not None:
+        dummy = options.load_format == "dummy"
+        folder = model_folder(str(options.model), weights=not dummy)
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"no model in {folder}: give --model a Hugging Face folder or a hub name")
-        return folder, "dummy" if dummy else "checkpoint", (f"the model {choices.model}",)
+        return folder, "dummy" if dummy else "checkpoint", (f"the model {options.model}",)
     cached = try_to_load_from_cache(paper.hub_name, "config.json")
-    if isinstance(cached, str) and choices.load_format != "dummy" and _is_complete(Path(cached).parent):
+    if isinstance(cached, str) and options.load_format != "dummy" and _is_complete(Path(cached).parent):
         return Path(cached).parent, "checkpoint", ()
     return MODELS_DIR / paper.model, "dummy", ("random weights",)
 

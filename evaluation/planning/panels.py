@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from apex.simulator.hardware import load_host
-from apex.simulator.paper_settings import PaperSetting, gpu_kind, load_setting, nearest_setting
-from evaluation.experiments.simulated_sweeps import Panel, Sweep
+from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting
+from evaluation.experiments.grid import Grid, Panel, values_of
+from evaluation.experiments.places import workload_of
 from swiftllm.machine import Card
 
 GB = 1e9
@@ -16,14 +16,18 @@ SAME_MEMORY = 0.15
 """Relative difference of host memory within which a host is taken for one of the papers'."""
 
 REHEARSED_REQUESTS = 32
+REHEARSAL_SCALE = 0.1
+"""Factor for the lengths of a rehearsal."""
+REHEARSAL_FASTER = 100.0
+"""Factor for the request rates of a rehearsal."""
 
 
 class NotApplicable(ValueError):
     """The figure has no panel for this machine; the message says which it has."""
 
 
-def panels_here(sweep: Sweep, wanted: str | None, card: Card | None, paper: Literal["apex", "neo"]) -> Sweep:
-    """The sweep with the panels to measure on this machine.
+def panels_here(grid: Grid, wanted: str | None, card: Card | None, paper: Literal["apex", "neo"]) -> Grid:
+    """The grid with the panels to measure on this machine.
 
     With ``wanted``, those of the same GPU as that setting, in that setting. Else those of the card's kind, and on a
     card that no paper used those of the nearest setting.
@@ -31,48 +35,64 @@ def panels_here(sweep: Sweep, wanted: str | None, card: Card | None, paper: Lite
     Raises:
         NotApplicable: there is no such panel.
     """
-    panels = [panel for panel in sweep.panels if not _has_several_cards(panel.setting)]
+    panels = of_single_cards(grid)
     if wanted is not None:
-        setting = load_setting(wanted)
-        chosen = [replace(panel, setting=setting) for panel in panels if panel.setting.gpu == setting.gpu]
+        gpu = load_setting(wanted).gpu
     else:
         gpu = gpu_kind(card.name)
-        if gpu not in {panel.setting.gpu for panel in sweep.panels}:
-            nearest = load_setting(nearest_setting(gpu, card.total_bytes, paper))
-            gpu = nearest.gpu
-        chosen = [panel for panel in panels if panel.setting.gpu == gpu]
+        if gpu not in {load_setting(panel["setting"]).gpu for panel in grid.panels}:
+            gpu = load_setting(nearest_setting(gpu, card.total_bytes, paper)).gpu
+    chosen = [panel for panel in panels if load_setting(panel["setting"]).gpu == gpu]
     if not chosen:
-        there = ", ".join(sorted({panel.setting.name for panel in panels})) or "machines with several GPUs alone"
+        there = ", ".join(sorted({panel["setting"] for panel in panels})) or "machines with several GPUs alone"
         of_what = wanted or f"{card.name}, {card.total_bytes / GB:.0f} GB"
         raise NotApplicable(f"the figure has no panel for {of_what}; it has {there}")
-    return replace(sweep, panels=tuple(chosen))
+    here = Grid(tuple(chosen))
+    return here if wanted is None else here.with_(setting=wanted)
 
 
-def panels_for_rehearsal(sweep: Sweep, faster: float) -> Sweep:
-    """All panels of single cards: the ends of their sweeps, few requests, one host, request rates times ``faster``."""
+def on_hosts_here(grid: Grid, host_bytes: int) -> Grid:
+    """The grid with those of the papers' hosts that have as much memory as this machine.
+
+    Raises:
+        NotApplicable: no panel is left.
+    """
+    panels = []
+    for panel in grid.panels:
+        hosts = [host for host in values_of(panel, "host") if has_memory(host, host_bytes)]
+        if hosts or "host" not in panel:
+            panels.append({**panel, "host": hosts} if hosts else panel)
+    if not panels:
+        raise NotApplicable(f"the figure has no panel for a host of {host_bytes / GB:.0f} GB")
+    return Grid(tuple(panels))
+
+
+def has_memory(host: str, num_bytes: int) -> bool:
+    return abs(num_bytes / (load_host(host)["memory_gb"] * GB) - 1.0) < SAME_MEMORY
+
+
+def panels_for_rehearsal(grid: Grid) -> Grid:
+    """All panels of single cards: the ends of their sweeps, few short requests at high rates, one host."""
     panels: dict[tuple[str, str], Panel] = {}
-    for panel in sweep.panels:
-        if _has_several_cards(panel.setting):
-            continue
-        ends = {name: _ends(getattr(panel, name)) for name in ("output_lens", "request_rates")}
-        ends["request_rates"] = tuple(rate * faster for rate in ends["request_rates"])
-        few = min(panel.num_requests, REHEARSED_REQUESTS)
-        panels.setdefault((panel.panel, panel.workload_name), replace(panel, num_requests=few, **ends))
+    for panel in of_single_cards(grid):
+        few: dict[str, Any] = {
+            "num_requests": min(panel["num_requests"], REHEARSED_REQUESTS),
+            "scale": REHEARSAL_SCALE,
+            "request_rate": [rate * REHEARSAL_FASTER for rate in ends(values_of(panel, "request_rate"))],
+            "output_len": ends(values_of(panel, "output_len")),
+            "host": values_of(panel, "host")[:1],
+        }
+        few = {name: value for name, value in few.items() if value}
+        panels.setdefault((panel["panel"], workload_of(panel)), {**panel, **few})
     if not panels:
         raise NotApplicable("the figure has panels for machines with several GPUs alone")
-    return replace(sweep, panels=tuple(panels.values()))
+    return Grid(tuple(panels.values()))
 
 
-def _has_several_cards(setting: PaperSetting) -> bool:
-    """Whether a setting needs more GPUs than the one that an engine uses."""
-    return setting.tensor_parallel > 1
+def of_single_cards(grid: Grid) -> list[Panel]:
+    """The panels whose settings need no more GPUs than the one that an engine uses."""
+    return [panel for panel in grid.panels if load_setting(panel["setting"]).tensor_parallel == 1]
 
 
-def _ends(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(dict.fromkeys((*values[:1], *values[-1:])))
-
-
-def hosts_here(hosts: Sequence[str], host_bytes: int) -> list[str]:
-    """Those of the papers' hosts that have as much memory as this machine."""
-    here = [(host, load_host(host)["memory_gb"] * GB) for host in hosts]
-    return [host for host, there in here if abs(host_bytes / there - 1.0) < SAME_MEMORY]
+def ends(values: Sequence[float]) -> list[float]:
+    return list(dict.fromkeys((*values[:1], *values[-1:])))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from apex.cli.output import number, table
+from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.paper_settings import clip_lengths
+from evaluation.experiments.papers.points import point_names
+from evaluation.experiments.places import lengths_of, setting_of
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_sweeps import Sweep
-from evaluation.live.launched_point import LaunchedTask
+from evaluation.experiments.torch_point import TorchTask
+from evaluation.measure.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.planning.predictions import Prediction, predict
 from evaluation.planning.request_counts import counts_within
-from evaluation.results.progress import format_s
+from evaluation.results.progress import format_s, print_line
+from evaluation.results.provenance import cpu_kernels
 from swiftllm.machine import GIB
 
-MakePoints = Callable[[Sweep], list[Point]]
+VLLM = "vllm"
 SERVER_START_S = 120.0
 """Assumed seconds until a vLLM server is ready: it compiles the model and captures graphs. No GPU was at hand."""
 
@@ -46,30 +52,64 @@ class Plan:
         return sum(prediction.wall_s or 0.0 for prediction in self.predictions) + sum(self.start_s.values())
 
 
+@dataclass(frozen=True)
 class Planner:
-    """Plans a sweep. ``settings`` are the sweep's settings by name; ``make`` makes the measured points of a sweep."""
+    """Plans the measured points of a grid.
 
-    def __init__(self, sweep: Sweep, settings: Mapping[str, ProfiledSetting], make: MakePoints, jobs: int) -> None:
-        self.sweep = sweep
-        self.settings = settings
-        self.make = make
-        self.jobs = jobs
+    Attributes:
+        settings: the grid's settings by name.
+        vllm: the program that serves the system of this name. Where it is None, that system is our engine with vLLM's
+            scheduling rules.
+        stall_timeout_s: a point without progress for so long is abandoned.
+        row: fields of places for the rows.
+        jobs: predictions to make in parallel.
+    """
+
+    grid: Grid
+    settings: Mapping[str, ProfiledSetting]
+    vllm: Path | None
+    stall_timeout_s: float
+    row: tuple[str, ...]
+    jobs: int
 
     @property
     def most(self) -> tuple[int, ...]:
         """The full number of requests of each panel."""
-        return tuple(panel.num_requests for panel in self.sweep.panels)
+        return tuple(panel["num_requests"] for panel in self.grid.panels)
 
     def plan_with(self, counts: Sequence[int]) -> Plan:
         """The plan with these numbers of requests, a number for each panel."""
-        panels = [replace(panel, num_requests=n) for panel, n in zip(self.sweep.panels, counts, strict=True)]
-        points = self.make(replace(self.sweep, panels=tuple(panels)))
+        panels = [{**panel, "num_requests": n} for panel, n in zip(self.grid.panels, counts, strict=True)]
+        points = [self._point(place) for place in Grid(tuple(panels)).places()]
         profiled = [self.settings[point.task.values["setting"]] for point in points]
         predictions = predict(points, [setting.machine for setting in profiled], self.jobs, "predicting the plan")
         start_s: dict[Hashable, float] = {}
         for point, setting in zip(points, profiled, strict=True):
             start_s[point.session] = SERVER_START_S if is_server(point) else setting.start_s
         return Plan(tuple(map(with_prediction, points, predictions)), tuple(predictions), start_s)
+
+    def _point(self, place: Place) -> Point:
+        system, lengths = place["system"], lengths_of(place)
+        local = self.settings[setting_of(place).name].local
+        clipped, num_clipped = clip_lengths(lengths, local.engine.max_model_len)
+        parts, words = [f"here-{place['panel']}", local.name], [local.title]
+        key, group, label = point_names(parts, words, lengths, place)
+        row = {name: {**place, "point": key}.get(name) for name in self.row}
+        values = {**local.row(), **row, "num_clipped": num_clipped}
+        task: TorchTask | LaunchedTask
+        if system == VLLM and self.vllm is not None:
+            task = LaunchedTask(system, self.vllm, local.engine, clipped, values, self.stall_timeout_s)
+        else:
+            task = TorchTask(system, local.engine, clipped, {**values, "server": None}, self.stall_timeout_s)
+        return Point(key, group, label, task, session=(local.name, system))
+
+    def describe(self, points: Sequence[Point]) -> dict[str, Any]:
+        """Points and settings for the run's identity: everything that decides their numbers."""
+        return {
+            "settings": {name: setting.local.identity() for name, setting in self.settings.items()},
+            "cpu_kernels": cpu_kernels(),
+            "points": [{"key": p.key, "system": p.task.system, **p.task.lengths.identity} for p in points],
+        }
 
 
 def plan_within(planners: Sequence[Planner], limit_s: float) -> list[Plan]:
@@ -101,7 +141,7 @@ def with_prediction(point: Point, prediction: Prediction) -> Point:
     return replace(point, task=replace(point.task, values={**point.task.values, **predicted}))
 
 
-def print_settings(settings: Sequence[LocalSetting], console: Console) -> None:
+def print_settings(settings: Iterable[LocalSetting], console: Console) -> None:
     """What each setting needs of this machine's memory, and how it differs from the paper's."""
     for local in settings:
         fit, engine = local.fit, local.engine
@@ -125,36 +165,32 @@ def print_settings(settings: Sequence[LocalSetting], console: Console) -> None:
             ]
         lines += [f"  differs from the paper: {difference}" for difference in local.differences]
         for line in lines:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print_line(console, line)
 
 
 def print_plan(figure: str, plan: Plan, console: Console) -> None:
     """The points of a figure with their SIMULATED throughput and time, and the total."""
-    table = Table(title=f"Plan of {figure}: points to measure", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time"):
-        left = title in ("panel", "setting", "workload", "system")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    titles = ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time")
+    lines = []
     for point, prediction in zip(plan.points, plan.predictions, strict=True):
-        lengths, values = point.task.lengths, point.task.values
-        rate, seconds = prediction.output_tokens_per_s, prediction.wall_s
-        table.add_row(
-            values["panel"],
-            values["setting"],
-            lengths.spec.name,
-            f"{lengths.mean_output_tokens:.0f}",
-            "" if lengths.spec.request_rate is None else f"{lengths.spec.request_rate:g}",
-            f"{point.task.system} (server)" if is_server(point) else point.task.system,
-            str(lengths.spec.num_requests),
-            "?" if rate is None else f"{rate:.1f}",
-            "?" if seconds is None else format_s(seconds),
+        lengths, values, rate = point.task.lengths, point.task.values, point.task.lengths.spec.request_rate
+        lines.append(
+            (
+                values["panel"],
+                values["setting"],
+                lengths.spec.name,
+                f"{lengths.mean_output_tokens:.0f}",
+                "" if rate is None else f"{rate:g}",
+                f"{point.task.system} (server)" if is_server(point) else point.task.system,
+                str(lengths.spec.num_requests),
+                number(prediction.output_tokens_per_s, ".1f"),
+                "-" if prediction.wall_s is None else format_s(prediction.wall_s),
+            )
         )
-    console.print(table)
+    print_line(console, f"Plan of {figure}: points to measure")
+    console.print(table(titles, lines, left=("panel", "setting", "workload", "system")))
     starts = f"{len(plan.start_s)} starts of engines and servers in {format_s(sum(plan.start_s.values()))}"
-    console.print(
-        f"{len(plan.points)} points, predicted from this machine's own profile: {format_s(plan.total_s)} with {starts}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    predicted = f"predicted from this machine's own profile: {format_s(plan.total_s)} with {starts}"
+    print_line(console, f"{len(plan.points)} points, {predicted}")
     for problem in sorted({prediction.problem for prediction in plan.predictions if prediction.problem}):
-        console.print(f"not predicted: {problem}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"not predicted: {problem}", "yellow")

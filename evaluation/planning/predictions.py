@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import signal
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +12,14 @@ from rich.console import Console
 from rich.progress import track
 
 from evaluation.experiments.profile_check import ProfiledMachine
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
+from evaluation.experiments.runner import Point, processes
+from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, describe_task, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.results.provenance import fingerprint, source_hash
 from swiftllm.files import cache_dir, write_atomically
 
 if TYPE_CHECKING:
-    from evaluation.live.launched_point import LaunchedTask
+    from evaluation.measure.launched_point import LaunchedTask
 
 
 @dataclass(frozen=True)
@@ -71,20 +68,12 @@ def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: 
 
 
 def _simulate(tasks: Mapping[Path, SimulatedTask], jobs: int, what: str) -> dict[Path, Prediction]:
-    processes = min(jobs, len(tasks))
     console = Console(stderr=True)
     bar = {"description": what, "total": len(tasks), "console": console, "disable": not console.is_terminal}
-    if processes <= 1:
+    if min(jobs, len(tasks)) <= 1:
         return {file: simulate(task) for file, task in track(tasks.items(), **bar)}
-    context = multiprocessing.get_context("spawn")  # forking a process that has started threads can deadlock
-    at_once = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
-    with ProcessPoolExecutor(processes, mp_context=context, **at_once) as pool:
-        try:
-            results = pool.map(simulate, tasks.values())
-            return dict(zip(tasks, track(results, **bar), strict=True))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with processes(min(jobs, len(tasks))) as pool:
+        return dict(zip(tasks, track(pool.map(simulate, tasks.values()), **bar), strict=True))
 
 
 def simulate(task: SimulatedTask) -> Prediction:
@@ -97,16 +86,7 @@ def simulate(task: SimulatedTask) -> Prediction:
 
 def _cache_file(task: SimulatedTask, source: str) -> Path:
     """The file of a task's prediction. Its name is a hash of all that decides it, with the ``source`` code's hash."""
-    decides = {
-        "system": task.system,
-        "table": asdict(task.hardware.table),
-        "layers": task.hardware.num_layers,
-        "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
-        "limits": asdict(task.limits),
-        "strategy": asdict(task.strategy),
-        "workload": [asdict(task.lengths.spec), task.lengths.digest()],
-        "source": source,
-    }
+    decides = [describe_task(task), task.hardware.num_layers, source]
     return cache_dir() / "predictions" / f"{fingerprint(decides)}.json"
 
 

@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from evaluation.experiments.options import FigureOptions
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_sweeps import Sweep, make_sweep_points
-from evaluation.live.live_systems import LiveSystems
-from evaluation.planning.local_setting import Choices, LocalSetting, local_setting
-from evaluation.planning.panels import panels_for_rehearsal, panels_here
-from evaluation.planning.plan import Plan, Planner, ProfiledSetting
-from evaluation.planning.setting_points import (
-    VLLM,
-    Measuring,
-    describe_setting_points,
-    setting_point_maker,
-)
-from evaluation.replay.child import ChildEnded
-from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card, usable_cores
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.small_model import with_output_lens
+from evaluation.experiments.places import setting_of
+from evaluation.measure.child import ChildEnded
+from evaluation.measure.live_systems import LiveSystems
+from evaluation.planning.local_setting import LocalSetting, local_setting
+from evaluation.planning.panels import on_hosts_here, panels_for_rehearsal, panels_here
+from evaluation.planning.plan import VLLM, Planner, ProfiledSetting
+from evaluation.results.progress import print_line
+from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card, host_memory_bytes, usable_cores
 
-REHEARSAL_SCALE = 0.1
-"""Factor for the lengths of a rehearsal."""
-REHEARSAL_FASTER = 100.0
-"""Factor for the request rates of a rehearsal."""
+if TYPE_CHECKING:
+    from evaluation.experiments.papers.figure import PaperFigure
 
 STALL_TIMEOUT_S = 600.0
 """At least this many seconds without progress are allowed: first steps may compile kernels for minutes."""
-
-Finish = Callable[[list[Point]], list[Point]]
-"""Adds fields to the rows of a figure's points."""
-
-
-@dataclass(frozen=True)
-class MeasuredHalf:
-    """Points to measure, and their description for the run's identity."""
-
-    points: Sequence[Point]
-    configuration: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class SettingMeasurement:
-    """The measured half of a figure, whose numbers of requests are not chosen yet."""
-
-    planner: Planner
-    measuring: Measuring
-
-    def described(self, plan: Plan) -> MeasuredHalf:
-        return MeasuredHalf(plan.points, describe_setting_points(plan.points, self.measuring))
 
 
 def measures_settings(options: FigureOptions, card: Card | None) -> bool:
@@ -63,14 +35,13 @@ def measures_settings(options: FigureOptions, card: Card | None) -> bool:
 
 
 def prepare(
-    sweep: Sweep,
+    grid: Grid,
     options: FigureOptions,
     live: LiveSystems,
     console: Console,
-    paper: Literal["apex", "neo"] = "apex",
-    finish: Finish = list,
+    figure: PaperFigure,
     with_server: bool = True,
-) -> SettingMeasurement:
+) -> Planner:
     """Choose the panels and settings that apply here, and measure the profiles that are not cached.
 
     Without ``with_server`` no vLLM server is started, even if vLLM is installed.
@@ -83,52 +54,34 @@ def prepare(
     if card is None and options.device == "cuda":
         raise ValueError("--device cuda: nvidia-smi shows no GPU here")
     if options.rehearse:
-        here = panels_for_rehearsal(replace(sweep, scale=REHEARSAL_SCALE), REHEARSAL_FASTER)
+        here = panels_for_rehearsal(grid)
     else:
-        here = panels_here(sweep, options.setting, card, paper)
-    here = replace(here, scale=options.scale or here.scale)
-    if options.output_lens is not None:
-        panels = [replace(p, output_lens=options.output_lens) if p.output_lens else p for p in here.panels]
-        here = replace(here, panels=tuple(panels))
-    papers = {panel.setting.name: panel.setting for panel in here.panels}
+        here = panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, figure.paper)
+    if options.scale:
+        here = here.with_(scale=options.scale)
+    here = with_output_lens(here, options.output_lens)
+    places = here.places()
+    papers = {setting.name: setting for setting in map(setting_of, places)}
     host_bytes = available_host_bytes()
-    local = {name: local_setting(setting, card, host_bytes, choices_of(options)) for name, setting in papers.items()}
-    vllm = vllm_here(here.systems, list(local.values()), console) if with_server else None
-    measuring = Measuring(local, vllm, max(STALL_TIMEOUT_S, options.stall_timeout_s))
-    profiled = profile_settings(local, live)
-    make_point = setting_point_maker(measuring)
+    local = {name: local_setting(setting, card, host_bytes, options) for name, setting in papers.items()}
+    systems = {place["system"] for place in places}
+    vllm = vllm_here(systems, local, console) if with_server else None
+    stall_timeout_s = max(STALL_TIMEOUT_S, options.stall_timeout_s)
     jobs = options.jobs or usable_cores()
-    planner = Planner(here, profiled, lambda chosen: finish(make_sweep_points(chosen, make_point)), jobs)
-    return SettingMeasurement(planner, measuring)
+    return Planner(here, profile_settings(local, live), vllm, stall_timeout_s, figure.row, jobs)
 
 
-def choices_of(options: FigureOptions) -> Choices:
-    return Choices(
-        model=None if options.model is None else str(options.model),
-        load_format=options.load_format,
-        pools="card" if options.all_gpu_blocks else "papers",
-        num_gpu_blocks=options.num_gpu_blocks,
-        num_layers=options.num_layers,
-        on_cpu=options.device == "cpu",
-        dtype=options.dtype,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        cpu_threads=options.cpu_threads,
-        cpu_kernel=options.cpu_kernel,
-        tiny=options.rehearse,
-    )
-
-
-def vllm_here(systems: Sequence[str], local: Sequence[LocalSetting], console: Console) -> Any:
+def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], console: Console) -> Path | None:
     """The ``vllm`` command of this machine, if the systems have it; says what stands in for it where it is missing."""
     if VLLM not in systems:
         return None
-    from evaluation.replay.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
+    from evaluation.measure.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
 
-    device = local[0].engine.device
+    device = next(iter(local.values())).engine.device
     program = vllm_program(device)
     if program is None:
         text = f"no vLLM here ({how_to_install(device)} installs it): `vllm` is our engine with vLLM's scheduling rules"
-        console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, text, "yellow")
     return program
 
 

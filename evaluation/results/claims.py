@@ -1,15 +1,15 @@
-"""Compares the papers' claims with our results."""
+"""Compares the papers' claims with our results, and judges each."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.results.folder import FlatRecord
-from evaluation.results.kinds import claimable, is_simulated, label_of
+from evaluation.results.folder import PREDICTED, FlatRecord
+from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
 if TYPE_CHECKING:
@@ -104,11 +104,20 @@ class Comparison:
         return statistics.fmean(self.ours)
 
     @property
-    def difference(self) -> float | None:
-        """Our ratio over the claim's, minus 1."""
-        if self.summary is None or self.claim.ratio is None:
-            return None
-        return self.summary / self.claim.ratio - 1.0
+    def differs(self) -> str:
+        """Our ratio over the claim's, minus 1, as text; empty without one of them."""
+        known = self.summary is not None and self.claim.ratio is not None
+        return f"{self.summary / self.claim.ratio - 1.0:+.0%}" if known else ""
+
+    @property
+    def what(self) -> str:
+        """Metric and systems, with the stand-in of a system that was not run."""
+        stand_in = "" if self.systems == self.claim.systems else f" (here {' / '.join(self.systems)})"
+        return f"{words_of(self.claim.metric)}, {' / '.join(self.claim.systems)}{stand_in}"
+
+    def span(self, to: str) -> str:
+        """The lowest and the highest of several ratios, with ``to`` between them."""
+        return f"{min(self.ours):.2f}{to}{max(self.ours):.2f}" if len(self.ours) > 1 else ""
 
 
 def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
@@ -172,35 +181,33 @@ def print_claims(
 
     Rehearsals and the like are left out, see :func:`claimable`.
     """
-    from rich.box import SIMPLE_HEAD  # as yaml above
-    from rich.table import Table
+    from apex.cli.output import table  # as yaml above
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     for records in claimable(summary):
         simulated = is_simulated(records[0])
         kind = "our SIMULATED ratios" if simulated else f"ratios {label_of(records)}"
         for metric in dict.fromkeys(claim.metric for claim in claims):
-            wanted = [claim for claim in claims if claim.metric == metric]
-            title = f"{METRIC_WORDS.get(metric, metric).capitalize()}: the papers' claims and {kind}"
-            console.print(title, highlight=False, markup=False, soft_wrap=True)
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
-            for column in ("claim", "about", "says", "ours", "range", "best at", "differs"):
-                table.add_column(column, justify="right" if column in ("ours", "differs") else "left")
-            for item in compare_claims(wanted, records):
-                claim, ours = item.claim, item.summary
-                table.add_row(
-                    f"{claim.section}: {where_of(claim)}",
+            show(f"{words_of(metric).capitalize()}: the papers' claims and {kind}")
+            rows = [
+                (
+                    f"{item.claim.section}: {where_of(item.claim)}",
                     "/".join(item.systems),
-                    claim.stated(),
-                    ("no ratio" if item.ran else "not run") if ours is None else f"{ours:.2f}",
-                    f"{min(item.ours):.2f}-{max(item.ours):.2f}" if len(item.ours) > 1 else "",
+                    item.claim.stated(),
+                    ("no ratio" if item.ran else "not run") if item.summary is None else f"{item.summary:.2f}",
+                    item.span("-"),
                     item.best_at,
-                    "" if item.difference is None else f"{item.difference:+.0%}",
+                    item.differs,
                 )
-            console.print(table)
+                for item in compare_claims([claim for claim in claims if claim.metric == metric], records)
+            ]
+            left = ("claim", "about", "says", "range", "best at")
+            console.print(table(("claim", "about", "says", "ours", "range", "best at", "differs"), rows, left=left))
         if simulated and claims and with_assumptions:
-            script = evaluation_command(f"reproduce_{claims[0].figure.split('-')[0]}")
-            for line in assumptions(records, script):
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            for line in assumptions(records, evaluation_command(f"reproduce_{claims[0].figure.split('-')[0]}")):
+                show(line)
 
 
 METRIC_WORDS = {
@@ -220,6 +227,10 @@ METRIC_WORDS = {
     "per_token_latency_s_p50": "median per-token latency",
     "per_token_latency_s_p99": "99th percentile of per-token latency",
 }
+
+
+def words_of(metric: str) -> str:
+    return METRIC_WORDS.get(metric, metric.replace("_", " "))
 
 
 def where_of(claim: Claim) -> str:
@@ -266,3 +277,112 @@ def _span(values: Sequence[float], form: str) -> str:
     """A value, or the range of several."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low}-{high}"
+
+
+# -- the verdict on every claim ---------------------------------------------------------------------------------------
+
+AGREES = 0.10
+"""Largest relative difference of two ratios that agree."""
+AGREEMENT = f"agrees within {AGREES:.0%}"
+NO_DIRECTION = 0.02
+"""A ratio this near to 1 favours neither system."""
+LIMITS = (
+    f"Agrees: our ratio is within {AGREES:.0%} of the paper's. Larger, smaller: the effect differs by more than that. "
+    f"Opposite direction: the other system is ahead, by more than {NO_DIRECTION:.0%}. Claims in words are not judged."
+)
+POOLS = {"papers": "paper's KV pools", "card": "all KV blocks it holds", "chosen": "a chosen KV pool"}
+
+
+def verdict(claimed: float | None, ours: float | None) -> str:
+    """Our ratio judged by the claimed one, in a word or two; :data:`LIMITS` states the rules.
+
+    ``claimed`` is None for a claim in words, which is not judged. Ratios below 1 (latencies) are turned over, so that
+    "larger" always means a larger effect.
+    """
+    if ours is None:
+        return "not run"
+    if claimed is None:
+        return "not judged"
+    effect, claimed_effect = (ours, claimed) if claimed >= 1 else (1 / ours, 1 / claimed)
+    if effect < 1 - NO_DIRECTION:
+        return "opposite direction"
+    difference = effect / claimed_effect - 1
+    if abs(difference) <= AGREES:
+        return AGREEMENT
+    return "larger" if difference > 0 else "smaller"
+
+
+def agrees(claimed: float | None, ours: float | None) -> bool:
+    """Whether the :func:`verdict` is that both ratios agree."""
+    return verdict(claimed, ours) == AGREEMENT
+
+
+@dataclass(frozen=True)
+class ClaimOverview:
+    """A claim and our comparisons for it.
+
+    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its setting and pools.
+    ``simulated`` is of the paper's machine. Comparisons without a ratio are None.
+    """
+
+    claim: Claim
+    where: str = ""
+    measured: Comparison | None = None
+    predicted: Comparison | None = None
+    simulated: Comparison | None = None
+
+    @property
+    def judged(self) -> Comparison | None:
+        """What the verdict is about: the measured ratio, or the simulated one where nothing was measured."""
+        return self.measured or self.simulated
+
+    @property
+    def judged_word(self) -> str:
+        return "measured" if self.measured else "simulated" if self.simulated else ""
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.claim.ratio, self.judged.summary if self.judged else None)
+
+    @property
+    def what(self) -> str:
+        return (self.judged or Comparison(self.claim, self.claim.systems, {})).what
+
+
+def overview(claims: Sequence[Claim], runs: Sequence[tuple[str, Sequence[FlatRecord]]]) -> list[ClaimOverview]:
+    """The claims in their order, each once for every run that measured it in a paper's setting, else once.
+
+    Args:
+        claims: claims of any figures.
+        runs: name of the experiment and rows of each result folder. Rows of another model, of a CPU and of scaled
+            lengths are left out.
+    """
+    found = []
+    for claim in claims:
+        groups = [rows for name, records in runs if name == claim.figure for rows in comparisons(records)]
+        simulated = next((c for rows in groups if is_simulated(rows[0]) and (c := compared(claim, rows))), None)
+        here = [measured_overview(claim, list(filter(is_full_size, rows))) for rows in groups]
+        measured = [replace(item, simulated=simulated) for item in here if item is not None]
+        found += measured or [ClaimOverview(claim, simulated=simulated)]
+    return found
+
+
+def compared(claim: Claim, records: Sequence[FlatRecord]) -> Comparison | None:
+    """The claim's ratios in rows of one comparison, None if there are none."""
+    (item,) = compare_claims([claim], records)
+    return item if item.ours else None
+
+
+def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverview | None:
+    """The claim in rows that one run measured in a paper's setting at full size, and the prediction of the same
+    points; None without such rows."""
+    rows = [record for record in records if claim.covers(record)]
+    measured = compared(claim, rows)
+    if measured is None:
+        return None
+    predicted = None
+    if claim.metric == "output_tokens_per_s":
+        predicted = compared(claim, [{**row, claim.metric: row.get(PREDICTED)} for row in rows])
+    pools = [POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin")]
+    where = [*distinct(rows, "setting_title"), *pools]
+    return ClaimOverview(claim, ", ".join(where), measured, predicted)

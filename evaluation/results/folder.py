@@ -22,11 +22,21 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apex.replay.records import RequestRecord, RequestSummary, record_values
-from evaluation.results.provenance import fingerprint, git_state, machine_identity, software, source_hash
+from evaluation.results.provenance import (
+    fingerprint,
+    git_state,
+    machine_identity,
+    model_identity,
+    software,
+    source_hash,
+)
 from swiftllm.files import write_atomically
+
+if TYPE_CHECKING:
+    from apex.cli.bench import BenchRun
 
 FlatRecord = dict[str, Any]
 
@@ -207,7 +217,28 @@ def markdown_cell(value: Any, form: str) -> str:
 def markdown_table(records: Sequence[FlatRecord], columns: Sequence[tuple[str, str, str]] | None = None) -> str:
     """The records as Markdown. ``columns`` are (name, title, format); by default those of ``table_columns``."""
     columns = table_columns(records) if columns is None else columns
-    rows = [[title for _, title, _ in columns], ["---"] * len(columns)]
-    for record in records:
-        rows.append([markdown_cell(record.get(name), form) for name, _, form in columns])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = [[markdown_cell(record.get(name), form) for name, _, form in columns] for record in records]
+    return "".join(f"{line}\n" for line in markdown_lines([title for _, title, _ in columns], rows))
+
+
+def markdown_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]
+
+
+def save_bench(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun], results_dir: Path) -> Path:
+    """Save what `apex bench` measured, which finds this by name. Returns the folder, bench/<run>/ of ``results_dir``.
+
+    ``setting`` is JSON-able and holds everything but the model that decides the numbers. Measuring the same again
+    replaces the earlier results.
+    """
+    folder = ResultFolder("bench", {"experiment": "bench", "model": model_identity(model), **setting}, results_dir)
+    folder.record_invocation()
+    summary = []
+    for run in runs:
+        values, system = flat_record(run.figures), run.figures["system"]
+        details = {"engine": run.description}
+        folder.save_point(system, {"group": system, "values": values, "details": details}, run.records)
+        summary.append(values)
+    folder.save_summary(summary)
+    return folder.path

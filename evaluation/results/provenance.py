@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,7 @@ from typing import Any
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.machine import cpu_model, host_memory_bytes, installed_cards, usable_cores
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "triton",
-    "matplotlib",
-    "pybind11",
-    "rich",
-)
+PACKAGES = ["torch", "numpy", "transformers", "tokenizers", "safetensors", "triton", "matplotlib", "pybind11", "rich"]
 
 # The code that decides the numbers. Code that only draws or prints them may change without making results stale.
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
@@ -83,14 +72,11 @@ def source_hash(root: Path = REPO_ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
-
-    return {name: version(name) for name in names}
+def package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def model_identity(folder: Path) -> dict[str, Any]:
@@ -119,7 +105,8 @@ def cpu_kernels() -> dict[str, Any]:
 
 
 def software() -> dict[str, Any]:
-    return {"os": platform.platform(), "python": platform.python_version(), "packages": package_versions()}
+    packages = {name: package_version(name) for name in PACKAGES}
+    return {"os": platform.platform(), "python": platform.python_version(), "packages": packages}
 
 
 def fingerprint(value: Any) -> str:

@@ -33,23 +33,13 @@ class Origin:
     file: str | None = None
 
 
-class Trace(Protocol):
-    name: str
-    title: str
-    origin: Origin
-
-    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Rows representative of the whole trace, in random order, without arrivals."""
-        ...
-
-    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
-        """Consecutive rows with their arrivals, the first at 0. Raises ValueError if the trace has no arrivals."""
-        ...
-
-
 @dataclass(frozen=True)
 class RecordedTrace:
-    """A trace read from a file."""
+    """A trace read from a file.
+
+    Every kind of trace has ``sample``, rows representative of the whole trace in random order, and ``window``,
+    consecutive rows with their arrivals, the first at 0; ValueError if it has no arrivals.
+    """
 
     name: str
     title: str
@@ -83,9 +73,46 @@ class RecordedTrace:
         return [TraceRow(row.input_tokens, row.output_tokens, row.arrival_s - first) for row in rows]
 
 
+class Distribution(Protocol):
+    """Of lengths in tokens."""
+
+    def at(self, levels: np.ndarray) -> np.ndarray:
+        """The lengths at levels between 0 and 1."""
+        ...
+
+
 @dataclass(frozen=True)
-class FittedTrace:
-    """Lengths drawn from quantile tables of (level in [0, 1], tokens), inputs and outputs independently.
+class Quantiles:
+    """A distribution through points of (level in [0, 1], tokens)."""
+
+    table: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        levels, tokens = (list(column) for column in zip(*self.table, strict=True))
+        rises = levels == sorted(set(levels)) and tokens == sorted(tokens)
+        if not rises or levels[0] != 0 or levels[-1] != 1:
+            raise ValueError(f"quantiles must rise from level 0 to level 1: {self.table}")
+
+    def at(self, levels: np.ndarray) -> np.ndarray:
+        return np.interp(levels, *zip(*self.table, strict=True))
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """A log-normal distribution: its mean in tokens, the deviation of the logarithm, the longest length."""
+
+    mean: float
+    sigma: float
+    longest: int
+
+    def at(self, levels: np.ndarray) -> np.ndarray:
+        normal = statistics.NormalDist(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return np.array([min(math.exp(normal.inv_cdf(level)), self.longest) for level in levels.tolist()])
+
+
+@dataclass(frozen=True)
+class DrawnTrace:
+    """Lengths drawn from two distributions, inputs and outputs independently.
 
     ``original`` names a published trace with arrivals, for scripts/download_traces.py; None if there is none.
     """
@@ -93,34 +120,23 @@ class FittedTrace:
     name: str
     title: str
     origin: Origin
-    input_quantiles: tuple[tuple[float, float], ...]
-    output_quantiles: tuple[tuple[float, float], ...]
+    inputs: Distribution
+    outputs: Distribution
     original: str | None = None
-
-    def __post_init__(self) -> None:
-        for label, table in (("input", self.input_quantiles), ("output", self.output_quantiles)):
-            levels = [level for level, _ in table]
-            tokens = [value for _, value in table]
-            rises = levels == sorted(set(levels)) and tokens == sorted(tokens)
-            if not rises or levels[0] != 0 or levels[-1] != 1:
-                raise ValueError(f"{self.name}: {label} quantiles must rise from level 0 to level 1")
 
     def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
         """One draw from each of ``num_requests`` equal slices of both distributions, shuffled."""
         rng = np.random.default_rng(seed)
         columns = []
-        for table in (self.input_quantiles, self.output_quantiles):
+        for lengths in (self.inputs, self.outputs):
             levels = (np.arange(num_requests) + rng.random(num_requests)) / num_requests
-            tokens = np.interp(levels, *zip(*table, strict=True))
-            columns.append(np.maximum(1, np.rint(rng.permutation(tokens))).astype(int))
-        return [TraceRow(int(given), int(out)) for given, out in zip(*columns, strict=True)]
+            columns.append(np.maximum(1, np.rint(lengths.at(rng.permutation(levels)))).astype(int).tolist())
+        return [TraceRow(given, out) for given, out in zip(*columns, strict=True)]
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
         command = f"{python_command()} scripts/download_traces.py {self.original}"
         fetch = f", or fetch them in the source tree: {command}" if self.original else ""
-        raise ValueError(
-            f"trace {self.name} is drawn from quantiles and has no arrivals; give a request rate (Poisson){fetch}"
-        )
+        raise ValueError(f"trace {self.name} is drawn and has no arrivals; give a request rate (Poisson){fetch}")
 
 
 def synthetic_name(input_len: int) -> str:
@@ -152,48 +168,14 @@ class UniformTrace:
         rng = np.random.default_rng(seed)
         low, high = 1 - self.spread, 1 + self.spread
         inputs, outputs = (mean * rng.uniform(low, high, num_requests) for mean in (self.input_len, self.output_len))
-        return [
-            TraceRow(max(1, round(given)), max(1, round(out)))
-            for given, out in zip(inputs.tolist(), outputs.tolist(), strict=True)
-        ]
+        pairs = zip(inputs.tolist(), outputs.tolist(), strict=True)
+        return [TraceRow(max(1, round(given)), max(1, round(out))) for given, out in pairs]
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
 
 
-@dataclass(frozen=True)
-class LogNormal:
-    """A log-normal distribution of lengths in tokens: its mean, the deviation of the logarithm, the longest length."""
-
-    mean: float
-    sigma: float
-    longest: int
-
-    def sample(self, num_requests: int, rng: np.random.Generator) -> list[int]:
-        """One draw from each of ``num_requests`` equal slices of the distribution, shuffled."""
-        levels = (np.arange(num_requests) + rng.random(num_requests)) / num_requests
-        normal = statistics.NormalDist(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
-        tokens = [math.exp(normal.inv_cdf(level)) for level in rng.permutation(levels).tolist()]
-        return [min(max(1, round(length)), self.longest) for length in tokens]
-
-
-@dataclass(frozen=True)
-class ShapedTrace:
-    """Lengths drawn from a shape around published means, inputs and outputs independently."""
-
-    name: str
-    title: str
-    origin: Origin
-    inputs: LogNormal
-    outputs: LogNormal
-
-    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
-        rng = np.random.default_rng(seed)
-        inputs, outputs = (shape.sample(num_requests, rng) for shape in (self.inputs, self.outputs))
-        return [TraceRow(given, out) for given, out in zip(inputs, outputs, strict=True)]
-
-    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
-        raise ValueError(f"trace {self.name} is drawn from a shape and has no arrivals; give a request rate (Poisson)")
+Trace = RecordedTrace | DrawnTrace | UniformTrace
 
 
 @functools.cache
@@ -219,14 +201,14 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
             if path.is_file():
                 origin = Origin(source["kind"], source["note"], source["file"])
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
-    if "lognormal" in entry:
-        shape = entry["lognormal"]
-        given, out = (LogNormal(**shape[key]) for key in ("input_tokens", "output_tokens"))
-        return ShapedTrace(name, entry["title"], Origin("synthetic", shape["note"]), given, out)
+    sides = ("input_tokens", "output_tokens")
+    if shape := entry.get("lognormal"):
+        origin = Origin("synthetic", shape["note"])
+        return DrawnTrace(name, entry["title"], origin, *(LogNormal(**shape[side]) for side in sides))
     fitted = entry["fitted"]
-    tables = [tuple((level, tokens) for level, tokens in fitted[key]) for key in ("input_tokens", "output_tokens")]
+    quantiles = [Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides]
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
-    return FittedTrace(name, entry["title"], Origin("fitted", fitted["note"]), *tables, original=original)
+    return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
 
 
 def fetchable(name: str) -> list[Source]:

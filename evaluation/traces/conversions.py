@@ -38,9 +38,9 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     return [TraceRow(int(given), int(out), float(arrival)) for arrival, given, out in ordered.itertuples(index=False)]
 
 
-def neo_rows(path: Path) -> list[TraceRow]:
+def neo_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     """The lengths of a workload in NEO's artifact: a JSON list of objects with prompt and max_tokens."""
-    return [TraceRow(int(item["prompt"]), int(item["max_tokens"])) for item in json.loads(path.read_text())]
+    return [TraceRow(int(item["prompt"]), int(item["max_tokens"])) for item in json.loads(path.read_text())[::stride]]
 
 
 def text_rows(pairs: Iterable[tuple[str, str]], count_tokens: CountTokens, max_rows: int) -> list[TraceRow]:

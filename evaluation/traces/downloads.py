@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import urllib.request
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+from rich.progress import wrap_file
 
 if TYPE_CHECKING:
     from urllib.response import addinfourl
@@ -30,15 +31,11 @@ def download(url: str, path: Path) -> None:
     Raises:
         OSError: the download failed (urllib's errors are OSErrors), or ended too early.
     """
-    progress = Progress(
-        *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)
-    )
-    with open_url(url) as response, path.open("wb") as file, progress:
-        total = int(response.headers.get("Content-Length") or 0) or None
-        task = progress.add_task(url.rpartition("/")[2], total=total)
-        while chunk := response.read(1 << 20):
-            file.write(chunk)
-            progress.advance(task, len(chunk))
+    with open_url(url) as response, path.open("wb") as file:
+        total = int(response.headers.get("Content-Length") or 0)
+        name, console = url.rpartition("/")[2], Console(stderr=True)
+        with wrap_file(response, total, description=name, console=console) as reading:
+            shutil.copyfileobj(reading, file)
         if total and file.tell() != total:
             raise OSError(f"{url} ended after {file.tell()} of {total} bytes; try again")
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,20 +40,16 @@ class WorkloadSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ValueError(f"num_requests={self.num_requests} must be at least 1")
-        if self.scale <= 0:
-            raise ValueError(f"scale={self.scale} must be above 0")
-        if self.output_len is not None and self.output_len <= 0:
-            raise ValueError(f"output_len={self.output_len} must be above 0")
+        for name in ("num_requests", "concurrency"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name}={count} must be at least 1")
+        for name in ("scale", "output_len", "request_rate"):
+            if (size := getattr(self, name)) is not None and size <= 0:
+                raise ValueError(f"{name}={size} must be above 0")
         if (self.arrivals == "poisson") != (self.request_rate is not None):
             raise ValueError("request_rate goes with Poisson arrivals, and only with them")
-        if self.request_rate is not None and self.request_rate <= 0:
-            raise ValueError(f"request_rate={self.request_rate} must be above 0")
         if (self.arrivals == "closed-loop") != (self.concurrency is not None):
             raise ValueError("concurrency goes with a closed loop, and only with it")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency={self.concurrency} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,11 @@ class Lengths:
     def total_output_tokens(self) -> int:
         return sum(row.output_tokens for row in self.rows)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides a result of these requests, for the identity of a run."""
+        return {"workload": asdict(self.spec), "trace": {**asdict(self.origin), "lengths": self.digest()}}
+
     def digest(self) -> str:
         """A hash of the lengths, arrivals and classes."""
         text = json.dumps([row_values(row) for row in self.rows])
@@ -96,28 +97,6 @@ def row_values(row: TraceRow) -> dict[str, Any]:
 class Workload:
     lengths: Lengths
     requests: tuple[ReplayRequest, ...]
-
-
-class HasWorkloadName(Protocol):
-    """A part of a figure, such as a panel, with one workload."""
-
-    @property
-    def workload_name(self) -> str: ...
-
-
-Part = TypeVar("Part", bound=HasWorkloadName)
-
-
-def select_by_workload(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
-    """The parts of a figure that have these workloads; all parts for None.
-
-    Raises:
-        ValueError: no part has one of the names.
-    """
-    known = list(dict.fromkeys(part.workload_name for part in parts))
-    if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"no workload {', '.join(unknown)} in the experiment file; there are {', '.join(known)}")
-    return [part for part in parts if names is None or part.workload_name in names]
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect_server
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import connect_server
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer

@@ -10,13 +10,13 @@ import pytest
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.paper_settings import PaperSetting, load_setting
-from evaluation import artifact, reproduce_neo
+from evaluation import artifact
 from evaluation.experiments.paper_settings import simulated_hardware
+from evaluation.experiments.papers import jobs as figure_jobs
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point
 from evaluation.experiments.torch_point import TorchTask
-from evaluation.figures import figure_jobs
-from evaluation.live import launched_point
+from evaluation.measure import launched_point
 from evaluation.planning import local_setting, prepare
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
@@ -36,10 +36,10 @@ FEW = Lengths(WorkloadSpec("few", 2), "Few", Origin("fitted", "for tests"), (Tra
 
 def on_machine(patch: pytest.MonkeyPatch, cache: Path, card: Card | None, host_gib: float = 256.0) -> None:
     """Make this machine one with this card and as much available host memory, an empty cache and no checkpoints."""
-    for module in (figure_jobs, prepare, artifact, reproduce_neo, launched_point):
+    for module in (figure_jobs, prepare, artifact, launched_point):
         patch.setattr(module, "first_card", lambda: card)
     patch.setattr(prepare, "available_host_bytes", lambda: int(host_gib * GIB))
-    patch.setattr(reproduce_neo, "host_memory_bytes", lambda: int(host_gib * GIB))
+    patch.setattr(prepare, "host_memory_bytes", lambda: int(host_gib * GIB))
     patch.setattr(local_setting, "try_to_load_from_cache", lambda *_: None)
     patch.setenv("APEX_CACHE_DIR", str(cache))
 

@@ -14,10 +14,13 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation import artifact, reproduce_fig5, reproduce_neo
 from evaluation.artifact import Options, Rehearsal, RehearsedFailure, main, make_jobs
-from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.experiments.grid import Grid, values_of
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers import jobs as figure_jobs
+from evaluation.experiments.papers.jobs import FigureJob
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.runner import Point
-from evaluation.figures import figure_jobs
-from evaluation.live.live_systems import LiveSystems
+from evaluation.measure.live_systems import EngineHere, LiveSystems
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, RTX_3060, T4, NamedMachine, on_machine, simulated_profile
 
@@ -27,7 +30,7 @@ QUIET = Console(file=io.StringIO(), width=200)
 def with_one_panel(settings: dict) -> dict:
     """The first panel of a single card in a section of an experiment file, at one length or rate."""
     (panel, *_) = [panel for panel in settings["panels"] if not panel["setting"].endswith("h100")]
-    few = {name: panel[name][:1] for name in ("output_lens", "request_rates") if name in panel}
+    few = {name: panel[name][:1] for name in ("output_len", "request_rate") if name in panel}
     return {**settings, "panels": [{**panel, **few}]}
 
 
@@ -42,8 +45,8 @@ def few_figures(tmp_path, monkeypatch) -> Path:
 
     monkeypatch.setattr("apex.perf.profile_cache.load_or_measure", load)
     monkeypatch.setattr("apex.systems.load_or_measure", load)
-    monkeypatch.setattr(artifact, "LiveSystems", partial(LiveSystems, in_process=True))
-    monkeypatch.setattr("evaluation.replay.vllm.vllm_program", lambda device: None)
+    monkeypatch.setattr(artifact, "LiveSystems", partial(LiveSystems, make_engine=EngineHere))
+    monkeypatch.setattr("evaluation.measure.vllm.vllm_program", lambda device: None)
 
     def few(figure, config=None):
         settings = experiment_settings(figure, config)
@@ -127,12 +130,12 @@ def test_all_figures_are_simulated_and_those_of_the_card_measured(monkeypatch, t
     assert list(jobs) == [
         "fig5", "fig6", "fig7", "neo-fig6", "neo-fig7", "neo-fig8", "neo-fig9", "neo-fig10a"
     ]  # fmt: skip
-    chosen = {name: set(job.measured.planner.settings) for name, job in jobs.items() if job.measured}
+    chosen = {name: set(job.measured.settings) for name, job in jobs.items() if job.measured}
     assert chosen == {name: {setting} for name, setting in measured.items()}
     for job in jobs.values():
         assert job.points and {point.task.lengths.spec.num_requests for point in job.points} == {20}
         if job.measured:
-            assert all(count > 100 for count in job.measured.planner.most), "--num-requests is the simulation's"
+            assert all(count > 100 for count in job.measured.most), "--num-requests is the simulation's"
 
 
 def test_a_card_too_small_is_told_and_everything_is_simulated(monkeypatch, tmp_path, capsys):
@@ -157,23 +160,28 @@ def test_without_a_card_all_is_simulated_whatever_the_hours(monkeypatch, tmp_pat
     assert "--plan: only a measurement in a paper's setting" in " ".join(capsys.readouterr().out.split())
 
 
+def short(job: FigureJob) -> FigureJob:
+    """The job with one short length and the highest rate of each measured panel, and two systems."""
+    if job.measured is None:
+        return job
+    ends = {"output_len": slice(0, 1), "request_rate": slice(-1, None)}
+    few = [
+        panel | {name: values_of(panel, name)[part] for name, part in ends.items() if name in panel}
+        for panel in job.measured.grid.panels
+    ]
+    grid = Grid(tuple(few)).with_(scale=0.1, system=["vllm", "swiftllm"])
+    return replace(job, measured=replace(job.measured, grid=grid))
+
+
 def test_the_hours_are_shared_by_all_figures(monkeypatch, tmp_path):
     machine = NamedMachine("apex-t4", factor=100.0)
     monkeypatch.setattr(artifact, "FIGURES", (reproduce_fig5.FIGURE,))
-    jobs = list(jobs_on(monkeypatch, tmp_path, T4, machine).values())
-    for job in jobs:
-        if job.measured:
-            planner = job.measured.planner
-            panels = [
-                replace(panel, output_lens=panel.output_lens[:1], request_rates=panel.request_rates[-1:])
-                for panel in planner.sweep.panels
-            ]
-            planner.sweep = replace(planner.sweep, panels=tuple(panels), scale=0.1, systems=("vllm", "swiftllm"))
+    jobs = [short(job) for job in jobs_on(monkeypatch, tmp_path, T4, machine).values()]
     plans = figure_jobs.plan_jobs(jobs, FigureOptions(hours=2.0), QUIET)
     assert set(plans) == {"fig5", "neo-fig6", "neo-fig9"}
     total_s = sum(plan.total_s for plan in plans.values())
     assert 1.0 * 3600 < total_s <= 2.0 * 3600
-    most = {job.name: job.measured.planner.most for job in jobs if job.measured}
+    most = {job.name: job.measured.most for job in jobs if job.measured}
     shares = [
         plan.points[0].task.lengths.spec.num_requests / most[name][0]
         for name, plan in plans.items()

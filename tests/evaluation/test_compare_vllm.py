@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from evaluation import compare_vllm
-from evaluation.compare_vllm import Options, System, main, make_points, make_systems
-from evaluation.figures.servers import median_rows, with_ratios
-from evaluation.replay.launch import ServerCommand
+from evaluation.compare_vllm import Options, main, make_points, make_systems, median_rows, with_ratios
+from evaluation.measure.rounds import key_of
+from evaluation.measure.server import ServerCommand
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 
@@ -48,22 +48,22 @@ def options(tmp_path, model, **changes) -> Options:
 
 def test_systems_are_compared_on_the_same_cores(tmp_path, model, vllm, two_cores):
     systems = make_systems(options(tmp_path, model), model)
-    assert [(system.name, system.command.cores) for system in systems] == [
+    assert [(system.name, system.cores) for system in systems] == [
         ("swiftllm", (2,)),
         ("vllm", (2,)),
         ("apex", (2, 5)),
         ("vllm", (2, 5)),
         ("vllm-all-cores", (2, 5)),
     ]
-    threads = [system.command.environment.get("VLLM_CPU_OMP_THREADS_BIND") for system in systems]
+    threads = [system.environment.get("VLLM_CPU_OMP_THREADS_BIND") for system in systems]
     assert threads == [None, "2", None, "auto", "2,5"]
     for system in systems:
-        assert "bfloat16" in system.command.arguments and str(model) in system.command.arguments
+        assert "bfloat16" in system.arguments and str(model) in system.arguments
         if system.name.startswith("vllm"):
-            assert "--no-enable-prefix-caching" in system.command.arguments
-            assert "--num-gpu-blocks-override" not in system.command.arguments  # vLLM finds its own number
+            assert "--no-enable-prefix-caching" in system.arguments
+            assert "--num-gpu-blocks-override" not in system.arguments  # vLLM finds its own number
         else:  # the default number of threads
-            assert not any("threads" in argument for argument in system.command.arguments)
+            assert not any("threads" in argument for argument in system.arguments)
 
 
 def test_without_vllm_only_ours_are_there(tmp_path, model, two_cores):
@@ -73,7 +73,7 @@ def test_without_vllm_only_ours_are_there(tmp_path, model, two_cores):
 def test_rounds_have_prompts_of_their_own_and_no_system_always_goes_first(tmp_path, model, vllm, two_cores):
     chosen = options(tmp_path, model, systems=("swiftllm", "vllm"))
     points = make_points(chosen, make_systems(chosen, model), model)
-    assert [point.task.system.key for point in points] == [
+    assert [key_of(point.task.command) for point in points] == [
         "swiftllm-1core", "vllm-1core", "vllm-2core", "vllm-1core", "vllm-2core", "swiftllm-1core",
     ]  # fmt: skip
     assert [point.task.lengths.spec.seed for point in points] == [0, 0, 0, 1, 1, 1]
@@ -107,17 +107,14 @@ def test_a_ratio_is_to_vllm_on_as_many_cores_in_the_same_round():
 )
 def test_options_that_do_not_fit_end_as_one_line(tmp_path, model, two_cores, capsys, changes, words):
     assert main(replace(options(tmp_path, model), **changes)) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    told = capsys.readouterr().out
+    assert words in told and told.count("\n") == 1
 
 
 def fake_systems(_, model):
     arguments = (sys.executable, "-m", "tests.evaluation.fake_server")
     core = min(os.sched_getaffinity(0))
-    return [
-        System(name, ServerCommand(name, arguments, {"PYTHONPATH": str(REPO_ROOT)}, (core,)))
-        for name in ("swiftllm", "vllm")
-    ]
+    return [ServerCommand(name, arguments, {"PYTHONPATH": str(REPO_ROOT)}, (core,)) for name in ("swiftllm", "vllm")]
 
 
 def test_a_whole_run(tmp_path, model, monkeypatch, capsys):

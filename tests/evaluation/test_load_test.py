@@ -14,8 +14,8 @@ from rich.console import Console
 
 from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
-from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect_server
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import connect_server
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -152,7 +152,7 @@ def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, 
 )
 def test_options_that_do_not_fit_are_told(tmp_path, model, capsys, changes, words):
     assert main(options(tmp_path, model, **changes)) == 2
-    assert words in capsys.readouterr().err
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_backlog_beside_a_stream_for_a_fixed_time(tmp_path, model, capsys):
@@ -169,7 +169,7 @@ def test_a_backlog_beside_a_stream_for_a_fixed_time(tmp_path, model, capsys):
             duration_s=1.0,
         )  # fmt: skip
         assert main(replace(chosen, concurrency=(2,)), Console(width=200)) == 2
-        assert "closed loop" in capsys.readouterr().err
+        assert "closed loop" in capsys.readouterr().out
         assert main(chosen, Console(width=200)) == 0
     (row,) = summary_of(tmp_path)
     assert row["window_s"] == 1.0 and row["best_effort_num_requests"] == row["best_effort_arrived"] == 3

@@ -12,7 +12,7 @@ from evaluation import map_claims
 PLANE = {
     "cpu_attention_gb_s": [25],
     "gpu_pools": [1],
-    "panels": [{"figure": "fig5", "setting": "apex-t4", "workload": "osc", "num_requests": 12, "output_lens": [50]}],
+    "panels": [{"figure": "fig5", "setting": "apex-t4", "workload": "osc", "num_requests": 12, "output_len": [50]}],
 }
 
 
@@ -43,4 +43,4 @@ def test_the_same_seed_gives_the_same_rows_figure_and_table(tmp_path, capsys) ->
 
 def test_an_unknown_setting_ends_with_those_there_are(tmp_path, capsys) -> None:
     assert map_claims.main(map_claims.Options(settings=("t5",), results_dir=tmp_path)) == 2
-    assert "no panel in setting t5; there are apex-t4" in capsys.readouterr().out
+    assert "no setting t5 in the experiment file; there are apex-t4" in capsys.readouterr().out

@@ -22,11 +22,11 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
-from evaluation.experiments.options import FigureOptions
+from evaluation.experiments.papers import jobs as figure_jobs
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.torch_point import build_engine
-from evaluation.figures import figure_jobs
-from evaluation.live.live_systems import EngineHolder, LiveSystems
-from evaluation.replay.sessions import session_stats
+from evaluation.measure.live_systems import EngineHere, LiveSystems
+from evaluation.measure.sessions import session_stats
 from evaluation.results.paths import REPO_ROOT
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
@@ -89,8 +89,7 @@ class OnFakeCard(LiveSystems):
     """Engines in this process, on the fake GPU."""
 
     def __init__(self, logs: Path, console: Console) -> None:
-        super().__init__(logs, console, in_process=True)
-        self.engines = EngineHolder(self.build)
+        super().__init__(logs, console, lambda: EngineHere(self.build))
 
     def build(self, system: str, config: EngineConfig) -> Engine:
         assert config.device == "cuda"
@@ -132,7 +131,7 @@ def rehearsing(monkeypatch, tmp_path) -> FigureOptions:
     """Rehearsals on a machine without a card, with engines in this process."""
     on_machine(monkeypatch, tmp_path / "cache", None, host_gib=4.0)
     with_profiles(monkeypatch)
-    monkeypatch.setattr(figure_jobs, "LiveSystems", partial(LiveSystems, in_process=True))
+    monkeypatch.setattr(figure_jobs, "LiveSystems", partial(LiveSystems, make_engine=EngineHere))
     return FigureOptions(
         backend="torch",
         rehearse=True,
@@ -198,7 +197,7 @@ def test_a_server_that_dies_is_a_failed_point_and_starts_again_for_the_next(rehe
     program, starts = tmp_path / "vllm", tmp_path / "starts"
     program.write_text(DYING_SERVER.format(python=sys.executable, root=str(REPO_ROOT), starts=str(starts)))
     program.chmod(0o755)
-    monkeypatch.setattr("evaluation.replay.vllm.vllm_program", lambda device: program)
+    monkeypatch.setattr("evaluation.measure.vllm.vllm_program", lambda device: program)
     options = replace(rehearsing, systems=("vllm", "swiftllm"), output_lens=(50.0, 100.0))
     first = run_fig5(options)
     assert first.status == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.report import Options, claim_rows, latest_folders, main, read_section, render
+from evaluation.report import Options, Section, claim_rows, latest_folders, main, render
 from evaluation.results.folder import ResultFolder, flat_record
 from tests.evaluation.headless_browser import open_browser
 
@@ -103,33 +103,35 @@ def test_page_says_what_the_folders_hold(page, results_dir):
 
 
 def test_rows_say_simulated_or_measured(results_dir):
-    simulated, measured = (read_section(folder) for folder in latest_folders(results_dir))
+    simulated, measured = (Section(folder) for folder in latest_folders(results_dir))
     assert simulated.origins == {"simulated": 4} and measured.origins == {"measured here": 2}
     assert measured.failed_requests == 2
-    assert [column.name for column in measured.full.columns if column.simulated] == ["simulated_error"]
+    assert [column["name"] for column in measured.full["columns"] if column["simulated"]] == ["simulated_error"]
     badge = '<tr><td data-order="{0}"><span class="badge {0}">{0}</span></td>'
     assert render([simulated]).count(badge.format("simulated")) == 2 * 4  # short table and full one
     assert '<td data-order="measured here">' not in render([simulated])
 
 
 def test_figures_are_inlined_once_and_scalable_first(results_dir):
-    section = read_section(results_dir / "fig5" / "latest")
+    section = Section(results_dir / "fig5" / "latest")
     assert list(section.figures) == ["figure", "timeline"]
     assert section.figures["figure"].startswith("data:image/svg+xml;") and "image/png" in section.figures["timeline"]
 
 
 def test_claims_stand_beside_ours(results_dir):
-    rows = read_section(results_dir / "fig5" / "latest").claims
-    (azure,) = [claim for claim in rows if claim.workload == "azure-conv" and "neo" in claim.what]
-    assert (azure.origin, azure.claimed, azure.ours) == ("simulated", "1.13", "14.82")
-    assert azure.difference == f"{126 / 8.5 / 1.13 - 1:+.0%}"
-    assert any(claim.ours == "not run" and claim.difference == "" for claim in rows)
+    rows = Section(results_dir / "fig5" / "latest").claims
+    (azure,) = [claim for claim in rows if claim["workload"] == "azure-conv" and "neo" in claim["what"]]
+    assert (azure["origin"], azure["claimed"], azure["ours"]) == ("simulated", "1.13", "14.82")
+    assert azure["difference"] == f"{126 / 8.5 / 1.13 - 1:+.0%}"
+    assert any(claim["ours"] == "not run" and claim["difference"] == "" for claim in rows)
 
 
 def test_claims_are_held_against_predictions_and_measurements_apart():
     measured = [row("neo", 10.0, backend="torch-cpu"), row("apex", 20.0, backend="torch-cpu")]
     rows = claim_rows("fig5", [row("neo", 10.0), row("apex", 30.0), *measured])
-    ours = {claim.origin: claim.ours for claim in rows if claim.workload == "azure-conv" and "neo" in claim.what}
+    ours = {
+        claim["origin"]: claim["ours"] for claim in rows if claim["workload"] == "azure-conv" and "neo" in claim["what"]
+    }
     assert ours == {"simulated": "3.00", "measured here": "2.00"}
 
 
@@ -138,7 +140,7 @@ def test_rows_need_no_system(tmp_path):
     folder = ResultFolder("pacpu", {}, tmp_path)
     folder.record_invocation()
     folder.save_summary([{"kernel": "native", "gbps": 12.0, "backend": "measured: CPU attention speed"}])
-    section = read_section(tmp_path / "pacpu" / "latest")
+    section = Section(tmp_path / "pacpu" / "latest")
     assert section.claims == [] and section.origins == {"measured here": 1}
     assert "native" in render([section])
 
@@ -166,7 +168,7 @@ def test_two_cards_stand_side_by_side(tmp_path):
     """Each claim is judged by the card that measured it; figures that were not run are listed."""
     t4 = card(tmp_path, "Tesla T4", "apex-t4", "osc", {"vllm": 10.0, "neo": 10.0, "apex": 19.0})
     a10 = card(tmp_path, "NVIDIA A10G", "apex-a10", "livebench", {"vllm": 10.0, "apex": 12.0})
-    sections = [read_section(folder) for folder in (t4, a10)]
+    sections = [Section(folder) for folder in (t4, a10)]
     assert [section.device for section in sections] == ["Tesla T4", "NVIDIA A10G"]
     page = render(sections)
     claims = Outline(page[page.index('<section id="claims"') : page.index(f'<section id="{sections[0].anchor}"')])
@@ -181,9 +183,9 @@ def test_two_cards_stand_side_by_side(tmp_path):
 
 
 def test_a_failed_point_begins_with_its_last_line(results_dir):
-    section = read_section(results_dir / "fig5" / "latest")
+    section = Section(results_dir / "fig5" / "latest")
     (point,) = section.errors
-    assert point.key == "b" and point.reason == "RuntimeError: no such luck <b>at all</b>"
+    assert point["key"] == "b" and point["reason"] == "RuntimeError: no such luck <b>at all</b>"
     assert "<summary><strong>RuntimeError: no such luck" in render([section])
 
 

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
 from evaluation.experiments import points
 from evaluation.experiments import runner as experiment
-from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.figures.figure_jobs import make_job, measured_options
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.jobs import make_job, measured_requests
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 
@@ -44,7 +45,7 @@ def test_a_figure_from_its_command_to_its_files(tmp_path, capsys, figure, gpu, s
     folder, summary = latest(tmp_path, figure.FIGURE.name)
     panels = experiment_settings(figure.FIGURE.name)["simulated"]["panels"]
     (panel,) = (panel for panel in panels if panel["setting"].endswith(gpu))
-    assert [r[swept] for r in summary] == [value for value in panel[f"{swept}s"] for _ in SYSTEMS]
+    assert [r[swept] for r in summary] == [value for value in panel[swept] for _ in SYSTEMS]
     assert {r["backend"] for r in summary} == {"simulated"} and {r["setting"] for r in summary} == {f"apex-{gpu}"}
     assert all(r["failed"] == 0 and r["num_requests"] == 8 for r in summary)
     assert all((r["cpu_bandwidth_gb_s"] is None) is (r["system"] == "swiftllm") for r in summary)
@@ -60,8 +61,8 @@ def test_a_figure_from_its_command_to_its_files(tmp_path, capsys, figure, gpu, s
 @pytest.mark.parametrize("figure", [reproduce_fig5, reproduce_fig6, reproduce_fig7])
 def test_the_papers_systems_and_our_own_are_compared_by_default(figure):
     settings = experiment_settings(figure.FIGURE.name)
-    assert settings["simulated"]["systems"] == ["vllm", "swiftllm", "neo", "apex", "adaptive"]
-    assert settings["torch"]["systems"] == ["swiftllm", "neo", "apex", "adaptive"]
+    assert settings["simulated"]["system"] == ["vllm", "swiftllm", "neo", "apex", "adaptive"]
+    assert settings["torch"]["system"] == ["swiftllm", "neo", "apex", "adaptive"]
 
 
 def test_the_result_is_the_same_with_any_number_of_jobs(tmp_path, capsys):
@@ -183,7 +184,7 @@ def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path
         ({"url": ("a=http://127.0.0.1:1",), "backend": "torch"}, "--url: only --backend http takes that"),
         ({"systems": ("swiftllm", "orca")}, "unknown system 'orca'; there are vllm"),
         ({"systems": ("apex",)}, "add it to --systems"),
-        ({"gpu": "t4"}, "no panel on 't4'"),
+        ({"gpu": "t4"}, "no gpu t4 in the experiment file; there are a10"),
         ({"sensitivity": "cpu_bandwidth"}, "cpu_bandwidth=20..300"),
         ({"sensitivity": "gpu=1..2"}, "cpu_bandwidth, gpu_blocks"),
         ({"sensitivity": "gpu_blocks=54..400"}, "needs 1280 blocks"),
@@ -219,8 +220,8 @@ def test_validation_refuses_before_it_runs(tmp_path, capsys, flags, status, word
 
 
 def test_beside_a_simulation_the_measured_half_keeps_its_size(tmp_path):
-    both = measured_options(options(tmp_path, backend=None, num_requests=2000, systems=("swiftllm", "neo")))
-    assert both.num_requests is None and both.systems == ("swiftllm", "neo")
+    assert measured_requests(options(tmp_path, backend=None, num_requests=2000)) is None
+    assert measured_requests(options(tmp_path, backend="torch", num_requests=2000)) == 2000
 
 
 def test_help_is_for_newcomers():

@@ -17,10 +17,12 @@ from evaluation.reproduce_adaptive import Options, main
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """The experiment file with few requests, two systems, two cells, one case under load, two errors."""
-    settings = experiment_settings("adaptive") | {"quick_num_requests": 20, "systems": ["swiftllm", "neo", "adaptive"]}
-    settings["map"] |= {"host_read_gb_s": [12, 120], "num_requests": {25: 20}, "kernels": ["own"]}
-    settings["latency"] |= {"cases": ["t4-osc-50"], "loads": [0.5], "systems": ["neo", "adaptive"]}
-    settings["wrong_tables"]["errors"] = settings["wrong_tables"]["errors"][:2]
+    settings = experiment_settings("adaptive") | {"system": ["swiftllm", "neo", "adaptive"]}
+    for section in ("cases", "map"):
+        settings[section]["quick"] = {"num_requests": 20}
+    settings["map"] |= {"host_read_gb_s": [12, 120], "outputs": settings["map"]["outputs"][:1], "kernel": ["own"]}
+    settings["latency"] |= {"case": ["t4-osc-50"], "load": [0.5], "system": ["neo", "adaptive"]}
+    settings["wrong_tables"]["error"] = settings["wrong_tables"]["error"][:2]
     path = tmp_path / "adaptive.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path

@@ -15,8 +15,11 @@ from rich.console import Console
 
 from apex.simulator.hardware import load_host
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.neo_points import crossing, make_neo_points, on_host, with_rates_at_latency
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.latency import crossing, with_rates_at_latency
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
+from evaluation.experiments.places import setting_of
 from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
@@ -29,7 +32,7 @@ SETTINGS = experiment_settings("neo")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """The experiment file, with a few small points of every kind of panel."""
-    few = {"at-rates": {"request_rates": [0.2, 2.5]}, "at-lengths": {"output_lens": [20, 60]}}
+    few = {"at-rates": {"request_rate": [0.2, 2.5]}, "at-lengths": {"output_len": [20, 60]}}
     small = {}
     for figure, section in SETTINGS.items():
         if figure in ("fig6", "fig7", "fig10a"):
@@ -37,7 +40,7 @@ def config(tmp_path_factory) -> Path:
             if figure == "fig6":
                 panels = [panel | few["at-rates"] for panel in panels if panel["setting"] == "neo-t4"]
             if figure == "fig10a":
-                panels = [panel | few["at-lengths"] | {"hosts": ["g5-4xlarge", "g5-16xlarge"]} for panel in panels]
+                panels = [panel | few["at-lengths"] | {"host": ["g5-4xlarge", "g5-16xlarge"]} for panel in panels]
             small[figure] = section | {"panels": panels}
     path = tmp_path_factory.mktemp("config") / "neo.yaml"
     path.write_text(yaml.safe_dump(small))
@@ -125,10 +128,10 @@ def test_rate_at_latency_stands_in_one_row_of_a_curve():
 
 def test_cpu_cache_follows_the_cores():
     setting = load_setting("neo-a10")
-    small = on_host(setting, "g5-2xlarge")
+    small, same = (setting_of({"setting": "neo-a10", "host": host}) for host in ("g5-2xlarge", "g5-4xlarge"))
     assert small["cpu_kv_gb"] == setting["cpu_kv_gb"] / 2 and small.num_gpu_blocks == setting.num_gpu_blocks
     assert (small.name, small.title) == ("neo-g5-2xlarge", "A10G + Llama-3.1-8B (g5.2xlarge)")
-    assert on_host(setting, "g5-4xlarge").num_cpu_blocks == setting.num_cpu_blocks
+    assert same.num_cpu_blocks == setting.num_cpu_blocks
 
 
 def test_every_claim_has_its_machine_and_points():
@@ -137,9 +140,11 @@ def test_every_claim_has_its_machine_and_points():
         claims = load_claims(f"neo-fig{figure}")
         assert claims
         # One length and rate of each panel suffice.
-        first = {"output_lens": slice(0, 1), "request_rates": slice(0, 2 if figure != "7" else 1)}
+        first = {"output_len": slice(0, 1), "request_rate": slice(0, 2 if figure != "7" else 1)}
         panels = [{k: v[first[k]] if k in first else v for k, v in panel.items()} for panel in section["panels"]]
-        points = make_neo_points(section | {"panels": panels}, num_requests=8)
+        points = simulated_points(
+            figure_grid(section | {"panels": panels}, FigureOptions(num_requests=8)), ROW_AT_LATENCY
+        )
         there = {(p.task.values["setting"], p.task.lengths.spec.name, p.task.system) for p in points}
         for claim in claims:
             assert {(claim.setting, claim.workload, system) for system in claim.systems} <= there
@@ -178,8 +183,8 @@ def jobs_on(monkeypatch, cache: Path, card, host_gib: float, machine, **options)
 
 
 def measured_panels_of(job) -> set[tuple[str, str]]:
-    panels = job.measured.planner.sweep.panels if job.measured else ()
-    return {(panel.panel, panel.setting.name) for panel in panels}
+    places = job.measured.grid.places() if job.measured else ()
+    return {(place["panel"], setting_of(place).name) for place in places}
 
 
 @pytest.mark.parametrize(
@@ -230,11 +235,10 @@ def test_the_host_with_this_machine_s_memory_is_measured(monkeypatch, tmp_path, 
             jobs_on(monkeypatch, tmp_path, A10G, host_gib, NamedMachine("neo-a10"), figure=("10a",), **options)
         return
     jobs = jobs_on(monkeypatch, tmp_path, A10G, host_gib, NamedMachine("neo-a10"), figure=("10a",))
-    planner = jobs["neo-fig10a"].measured.planner
+    planner = jobs["neo-fig10a"].measured
     assert set(planner.settings) == {f"neo-{host}"}
-    panel = replace(planner.sweep.panels[0], output_lens=(10,))
-    planner.sweep = replace(planner.sweep, panels=(panel,), systems=("swiftllm", "neo"), scale=0.1)
-    plan = planner.plan_with([16])
+    grid = planner.grid.with_(output_len=10, system=["swiftllm", "neo"], scale=0.1)
+    plan = replace(planner, grid=grid).plan_with([16])
     cores = {"g5-2xlarge": 15, "g5-4xlarge": 30, "g5-8xlarge": 60, "g5-16xlarge": 120}
     for point in plan.points:
         assert point.task.values["setting"] == f"neo-{host}" and "at_latency_s" in point.task.values

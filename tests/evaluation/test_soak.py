@@ -10,17 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from evaluation.replay.soak_requests import (
-    KINDS,
-    QUEUE_FULL,
-    SERVED,
-    RequestSource,
-    Unexpected,
-    malformed_request,
-    plain_request,
-    send_request,
-    stream_request,
-)
+from evaluation.measure.soak_requests import KINDS, QUEUE_FULL, SERVED, RequestSource, Unexpected, send_request
 from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run_soak
 from tests.evaluation.fake_server import FakeServer
 
@@ -48,10 +38,10 @@ def test_memory_is_judged_in_long_runs_from_the_first_quarter_on():
     assert memory_problems(Options(requests=MEMORY_FROM - 1, memory_allowance_mib=0), grown) == []
 
 
-def answered(behave, kind) -> str:
+def answered(behave, kind: str) -> str:
     async def ask(url: str) -> str:
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-            return await send_request(client, kind(RequestSource("m", 100, 50, random.Random(0))))
+            return await send_request(client, RequestSource("m", 100, 50, random.Random(0)).request(kind))
 
     with FakeServer(behave) as fake:
         return asyncio.run(ask(fake.url))
@@ -77,10 +67,10 @@ def fails_in_the_middle(exchange, body, index):
 @pytest.mark.parametrize(
     ("behave", "kind", "words"),
     [
-        (breaks_off, stream_request, "ended after 1 events without"),
-        (counts_wrong, stream_request, "tokens were asked for"),
-        (fails_in_the_middle, stream_request, "stream: stream: engine_error"),
-        (lambda exchange, *_: exchange.refuse(500, {"error": {"code": "x"}}), plain_request, "plain: 500 x"),
+        (breaks_off, "stream", "ended after 1 events without"),
+        (counts_wrong, "stream", "tokens were asked for"),
+        (fails_in_the_middle, "stream", "stream: stream: engine_error"),
+        (lambda exchange, *_: exchange.refuse(500, {"error": {"code": "x"}}), "plain", "plain: 500 x"),
     ],
 )
 def test_what_must_not_happen_is_reported(behave, kind, words):
@@ -90,10 +80,10 @@ def test_what_must_not_happen_is_reported(behave, kind, words):
 
 def test_a_full_queue_is_a_documented_answer():
     full = {"error": {"code": "queue_full"}}
-    assert answered(lambda exchange, *_: exchange.refuse(429, full), plain_request) == QUEUE_FULL
+    assert answered(lambda exchange, *_: exchange.refuse(429, full), "plain") == QUEUE_FULL
 
 
 def test_draws_are_the_same_for_the_same_seed():
     first, second = (RequestSource("m", 100, 50, random.Random(3)) for _ in range(2))
     assert [first.next_request() for _ in range(50)] == [second.next_request() for _ in range(50)]
-    assert len({malformed_request(first).body for _ in range(60)}) > 5
+    assert len({first.request("malformed").body for _ in range(60)}) > 5

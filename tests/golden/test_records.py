@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.options import FigureOptions, experiment_settings
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.jobs import make_job
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point
-from evaluation.figures.figure_jobs import make_job
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"

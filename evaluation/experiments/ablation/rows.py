@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from apex.strategy import StrategyConfig
-from evaluation.experiments.adaptive.cases import IDEAS
+from evaluation.experiments.axes import IDEAS
 
 BASELINE = "swiftllm"
 

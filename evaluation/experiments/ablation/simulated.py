@@ -17,7 +17,7 @@ from evaluation.experiments.adaptive.bound import bound_tokens_per_s
 from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.simulated_sweeps import describe_simulated_points
+from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.results.folder import FlatRecord
 from evaluation.traces.catalogue import UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths

@@ -5,25 +5,20 @@ A machine of the plane is a setting with another speed of CPU attention and anot
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import PaperSetting
-from evaluation.experiments.neo_points import neo_sweep
-from evaluation.experiments.paper_settings import simulated_task
+from evaluation.experiments.axes import REFERENCE
+from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.places import FIELDS, concerns, setting_of, simulate, simulated_point, workload_of
 from evaluation.experiments.runner import Point
-from evaluation.experiments.sensitivity import with_cpu_bandwidth
-from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_sweep_points, point_names
 from evaluation.results.claims import Claim
-from evaluation.traces.workloads import Lengths
 from swiftllm.systems import systems
 
 METRIC = "output_tokens_per_s"
-REFERENCE = "neo"
-"""The system whose CPU attention gives a cell its speed."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,6 @@ class Machine:
     def of(cls, setting: PaperSetting) -> Machine:
         """The setting as it is."""
         return cls(setting.cpu_attention_gb_s(REFERENCE), setting.num_gpu_blocks)
-
-    def applied(self, setting: PaperSetting, system: str) -> PaperSetting:
-        """The setting on this machine, as ``system`` sees it: its kernel is faster or slower by the same factor."""
-        own = Machine.of(setting)
-        if self.gpu_blocks != own.gpu_blocks:
-            setting = setting.with_figures("claims map", num_gpu_blocks=self.gpu_blocks)
-        rate = setting.cpu_attention_gb_s(system)
-        if self.cpu_gb_s == own.cpu_gb_s or rate is None:
-            return setting
-        return with_cpu_bandwidth(setting, rate * self.cpu_gb_s / own.cpu_gb_s)
 
 
 def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]) -> list[Machine]:
@@ -70,7 +55,7 @@ def mappable(claim: Claim) -> bool:
     return is_number and claim.setting is not None and systems().keys() >= set(claim.systems)
 
 
-def make_map_points(
+def map_points(
     settings: Mapping[str, Any],
     claims: Sequence[Claim],
     *,
@@ -85,57 +70,47 @@ def make_map_points(
         settings: the experiment file.
         claims: those of all figures; they name the systems of a panel.
         names: settings to map; by default all of the experiment file.
-        quick: ``quick_num_requests`` of every panel.
 
     Raises:
         ValueError: a setting has no panel; the message lists those that have.
     """
-    panels = [panel for raw in settings["panels"] for panel in _panels(raw, quick)]
-    known = list(dict.fromkeys(panel.setting.name for panel in panels))
-    if unknown := [name for name in names or () if name not in known]:
-        raise ValueError(f"no panel in setting {', '.join(unknown)}; there are {', '.join(known)}")
+    speeds, pools = "cpu_attention_gb_s", "gpu_pools"
+    grid = Grid.read(settings, FIELDS | {"figure"}, "quick" if quick else None, notes=(speeds, pools))
+    places = Grid(tuple(grid.with_(seed=seed, trace_dir=trace_dir).places()))
     points = []
-    for panel in panels:
-        systems = _systems(panel, claims)
-        if not systems or panel.setting.name not in (names or known):
-            continue
-        sweep = Sweep(systems, systems[-1], (panel,), seed, trace_dir=trace_dir)
-        own = Machine.of(panel.setting)
-        for machine in plane(panel.setting, settings["cpu_attention_gb_s"], settings["gpu_pools"]):
-            here = tuple(s for s in systems if machine.cpu_gb_s == own.cpu_gb_s or panel.setting.kernel_of(s))
-            points += make_sweep_points(replace(sweep, systems=here), functools.partial(_point, machine))
+    for place in places.only("setting", names, lambda place: setting_of(place).name).panels:
+        setting, own = setting_of(place), Machine.of(setting_of(place))
+        systems = _systems(place, setting, claims)
+        machines = [
+            {
+                "num_gpu_blocks": None if machine.gpu_blocks == own.gpu_blocks else machine.gpu_blocks,
+                "reference_cpu_gb_s": machine.cpu_gb_s,
+            }
+            for machine in plane(setting, settings[speeds], settings[pools])
+        ]
+        cells = Grid((place,)).with_(machine=machines, system=systems).places(concerns)
+        points += [_point(cell, setting, own, systems[-1]) for cell in cells]
     return points
 
 
-def _panels(raw: Mapping[str, Any], quick: bool) -> list[Panel]:
-    """A panel of the experiment file, once for each of its hosts; its letter is the name of its figure."""
-    shared = {key: value for key, value in raw.items() if key not in ("figure", "quick_num_requests")}
-    number = raw["quick_num_requests"] if quick else raw["num_requests"]
-    named = {**shared, "panel": raw["figure"], "num_requests": number}
-    return list(neo_sweep({"panels": [named], "systems": [REFERENCE], "baseline": REFERENCE}).panels)
-
-
-def _systems(panel: Panel, claims: Sequence[Claim]) -> tuple[str, ...]:
+def _systems(place: Place, setting: PaperSetting, claims: Sequence[Claim]) -> tuple[str, ...]:
     """The systems of the claims about a panel."""
-    about = [c for c in claims if mappable(c) and (c.figure, c.setting) == (panel.panel, panel.setting.name)]
-    about = [claim for claim in about if claim.workload in (None, panel.workload_name)]
+    about = [c for c in claims if mappable(c) and (c.figure, c.setting) == (place["figure"], setting.name)]
+    about = [claim for claim in about if claim.workload in (None, workload_of(place))]
     return tuple(dict.fromkeys(system for claim in about for system in claim.systems))
 
 
-def _point(machine: Machine, sweep: Sweep, panel: Panel, lengths: Lengths, system: str) -> Point:
-    own, offloads = Machine.of(panel.setting), panel.setting.kernel_of(system) is not None
-    values = {
-        "figure": panel.panel,
-        "baseline": sweep.baseline,
-        "reference_cpu_gb_s": machine.cpu_gb_s if offloads else None,
-        "own_cpu_gb_s": own.cpu_gb_s,
-        "own_gpu_blocks": own.gpu_blocks,
-    }
-    setting = machine.applied(panel.setting, system)
-    tag, words = f"blocks{machine.gpu_blocks}", f"{machine.gpu_blocks} GPU blocks"
-    if offloads:
-        tag, words = f"cpu{machine.cpu_gb_s:.4g}-{tag}", f"CPU {machine.cpu_gb_s:.0f} GB/s, {words}"
-    parts, titles = ["map", panel.panel, setting.name], [setting.title]
-    key, group, label = point_names(parts, titles, lengths, system, sweep.repeats, (tag, words))
-    task = simulated_task(setting, system, lengths, values)
-    return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+def _point(cell: Place, setting: PaperSetting, own: Machine, baseline: str) -> Point:
+    values = {"baseline": baseline, "own_cpu_gb_s": own.cpu_gb_s, "own_gpu_blocks": own.gpu_blocks}
+    task = simulate(cell, ("figure", "reference_cpu_gb_s"), **values)
+    speed, output_len = cell["reference_cpu_gb_s"], cell.get("output_len")
+    names = (
+        "map",
+        cell["figure"],
+        setting.name,
+        workload_of(cell),
+        *([] if output_len is None else [f"out{output_len:g}"]),
+        *([] if speed is None else [f"cpu{speed:.4g}"]),
+        f"blocks{task.num_gpu_blocks}",
+    )
+    return simulated_point(names, task)

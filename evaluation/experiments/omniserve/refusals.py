@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from evaluation.replay.server import Server
+from evaluation.measure.server import Server
 
 BURST = 64
 TIMEOUT_S = 120.0

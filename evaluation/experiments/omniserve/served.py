@@ -147,7 +147,7 @@ def run_served_point(point: Point, label: str, console: Console) -> PointResult:
         ServerNotReady, ServerEnded, NothingServed: the server did not start, died or served nothing.
     """
     from evaluation.experiments.omniserve.refusals import refusals
-    from evaluation.replay.launch import ServerCommand, launched_server  # the HTTP client is needed only here
+    from evaluation.measure.server import ServerCommand, launched_server  # the HTTP client is needed only here
 
     task: ServedTask = point.task
     command = ServerCommand(task.system, task.arguments)

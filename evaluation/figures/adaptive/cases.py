@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from evaluation.experiments.adaptive.cases import SUBJECT
+from evaluation.experiments.axes import SUBJECT
 from evaluation.figures.adaptive.tables import rows_by_case
 from evaluation.figures.style import (
     FAINT,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from evaluation.experiments.adaptive.cases import OWN_KERNELS
+from evaluation.experiments.axes import OWN_KERNELS
 from evaluation.figures.adaptive.tables import subject_rows
 from evaluation.figures.style import FAINT, INK, FigureText, figure_style, panel_title, set_words, words_inches
 from evaluation.figures.words import span_text

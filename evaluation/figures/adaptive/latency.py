@@ -9,8 +9,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from evaluation.experiments.adaptive.cases import SUBJECT
-from evaluation.experiments.adaptive.latency import RATIOS
+from evaluation.experiments.adaptive.ratios import LATENCY_RATIOS
+from evaluation.experiments.axes import SUBJECT
 from evaluation.figures.adaptive.tables import rows_by_case
 from evaluation.figures.style import (
     FAINT,
@@ -79,7 +79,7 @@ def draw_latency(summary: Records) -> plt.Figure:
 
 def draw_lines(ax: Axes, rows: Records, systems: Sequence[str], metric: str) -> None:
     """A line for each system, those drawn first wider; at the bottom the ratios of `adaptive`."""
-    over = f"{RATIOS[metric]}_{rows[0]['loaded_as']}"
+    over = f"{LATENCY_RATIOS[metric]}_{rows[0]['loaded_as']}"
     mark = {"fontsize": 7.5, "color": system_colour(SUBJECT), "ha": "center"}
     for place, system in enumerate(systems):
         here = sorted((row for row in rows if row["system"] == system and row[metric]), key=lambda row: row["load"])

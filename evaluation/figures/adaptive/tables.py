@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.output import number, table
-from evaluation.experiments.adaptive.cases import SUBJECT
+from evaluation.experiments.axes import SUBJECT
 from evaluation.results.folder import FlatRecord
 
 Records = Sequence[FlatRecord]

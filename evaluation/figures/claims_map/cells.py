@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.experiments.claims_map.points import METRIC, Machine, mappable
-from evaluation.figures.overview import agrees
-from evaluation.results.claims import METRIC_WORDS, Claim, Comparison, compare_claims
+from evaluation.results.claims import METRIC_WORDS, Claim, Comparison, agrees, compare_claims
 from evaluation.results.folder import FlatRecord
 
 

@@ -12,9 +12,8 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
 
 from evaluation.figures.claims_map.cells import Cell, MappedClaim
-from evaluation.figures.overview import AGREES
 from evaluation.figures.style import FAINT, INK, FigureText, figure_style, set_words, words_inches
-from evaluation.results.claims import Claim, where_of
+from evaluation.results.claims import AGREES, Claim, where_of
 
 COLUMNS = 4
 CELL_WIDTH, CELL_HEIGHT = 0.42, 0.29

@@ -8,14 +8,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from evaluation.experiments.claims_map.points import REFERENCE, mappable
+from evaluation.experiments.axes import REFERENCE
+from evaluation.experiments.claims_map.points import mappable
 from evaluation.experiments.runner import Run
 from evaluation.figures.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.figures.claims_map.heat_map import STAR, draw_map
-from evaluation.figures.overview import AGREES
 from evaluation.figures.style import FigureText, show_figure
 from evaluation.figures.words import length_notes
-from evaluation.results.claims import Claim, where_of
+from evaluation.results.claims import AGREES, Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.kinds import distinct
 from swiftllm.files import write_atomically

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, show_again
+from evaluation.experiments.experiment import Experiment, command, show_again
+from evaluation.experiments.options import RunOptions
 from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 
 
@@ -24,19 +25,31 @@ def run(tmp_path: Path, tasks: Sequence[str | None]) -> tuple[int, list[Run], st
     """The exit status, the runs that were shown, and what was printed."""
     shown: list[Run] = []
     further = {"more": 1}
-    experiment = Experiment("x", lambda run, _: shown.append(run), lambda rows: [row | further for row in rows])
+    experiment = Experiment(
+        "x",
+        lambda run, _: shown.append(run),
+        derive=lambda rows: [row | further for row in rows],
+        run_point=run_task,
+        describe=lambda points: {"tasks": len(points)},
+    )
     console = Console(file=io.StringIO(), width=200)
-    points = [Point(f"p{number}", f"p{number}", f"point {number}", task) for number, task in enumerate(tasks)]
-    status = experiment.run(points, tmp_path, console, configuration={}, run_point=run_task, refused=["too large"])
+    status = experiment.run(points_of(tasks), tmp_path, console=console).print_outcome(console)
     return status, shown, console.file.getvalue()
+
+
+def points_of(tasks: Sequence[str | None]) -> list[Point]:
+    return [Point(f"p{number}", f"p{number}", f"point {number}", task) for number, task in enumerate(tasks)]
 
 
 def test_finished_points_are_shown_with_their_further_fields_and_failures_are_said(tmp_path: Path) -> None:
     status, (shown,), printed = run(tmp_path, ["a", None])
     assert status == 1 and [(row["system"], row["more"]) for row in shown.summary] == [("a", 1)]
     assert list(shown.failed) == ["point 1"] and shown.experiment == "x"
-    assert "failed: point 1, see errors/" in printed and "not possible: too large" in printed
-    assert json.loads((shown.folder / "provenance.json").read_text())["configuration"] == {"experiment": "x"}
+    assert "failed: point 1, see errors/" in printed
+    assert json.loads((shown.folder / "provenance.json").read_text())["configuration"] == {
+        "experiment": "x",
+        "tasks": 2,
+    }
 
 
 def test_nothing_is_shown_of_a_run_without_a_finished_point(tmp_path: Path) -> None:
@@ -57,6 +70,39 @@ def test_a_folder_is_shown_again_by_its_own_experiment(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown which of w, x it holds"):
         show_again(shown.folder, experiments)
     assert show_again(shown.folder, experiments[:1]) == 0  # a folder without provenance is taken at its word
+
+
+def test_a_command_runs_what_its_options_choose_in_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def experiment(name: str, tasks: Sequence[str | None]) -> Experiment:
+        return Experiment(
+            name,
+            lambda run, console: shown.append(run.experiment),
+            lambda options: points_of(tasks),
+            run_point=run_task,
+            describe=lambda points: {},
+        )
+
+    def no_points(options: RunOptions) -> list[Point]:
+        raise ValueError("no such thing")
+
+    known = [
+        experiment("x", ["a"]),
+        experiment("y", ["a", None]),
+        experiment("z", ["a"]),
+        Experiment("w", points=no_points),
+    ]
+    options = RunOptions(jobs=1, results_dir=tmp_path)
+    assert command(RunOptions, lambda options: known, lambda options: ["z", "x", "z"])(options) == 0
+    assert shown == ["z", "x"]
+    assert command(RunOptions, lambda options: known[:2])(options) == 1 and shown[2:] == ["x", "y"]
+    again = RunOptions(from_folder=tmp_path / "z/latest")
+    assert command(RunOptions, lambda options: known, lambda options: ["x"])(again) == 0 and shown[4:] == ["z"]
+    assert command(RunOptions, lambda options: known)(options) == 2 and len(shown) == 5  # seen before anything ran
+    assert capsys.readouterr().out.endswith("error: no such thing\n")
 
 
 def test_an_invalid_option_ends_as_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
 from evaluation.experiments import points
-from evaluation.experiments.measured_sweeps import describe_measured_plan, make_measured_points, pool_blocks
-from evaluation.experiments.options import FigureOptions, make_measured_plan
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.small_model import pool_blocks, small_points
 from evaluation.experiments.torch_point import run_torch_point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
@@ -60,28 +60,26 @@ def test_pool_holds_the_wanted_requests_and_the_longest():
 
 
 def test_default_plan_covers_the_figure(model):
-    plan = make_measured_plan("fig5", FigureOptions(model=model))
-    made = make_measured_points(plan)
+    made, configuration = small_points("fig5", FigureOptions(model=model))
     assert {(p.task.system, p.task.lengths.spec.name) for p in made} == {
         (system, name) for system in DEFAULT_SYSTEMS for name in ("osc", "azure-conv", "livebench", "dolphin-r1")
     }
     assert [p.task.system for p in made[:8]] == [*DEFAULT_SYSTEMS] * 2  # systems interleave
     assert len({p.key for p in made}) == len(made) and not any(p.concurrent for p in made)
-    json.dumps(describe_measured_plan(plan, made))
+    assert [entry["key"] for entry in json.loads(json.dumps(configuration))["points"]] == [p.key for p in made]
 
 
 def test_options_override_the_file(model):
-    plan = make_measured_plan(
+    made, _ = small_points(
         "fig5",
         FigureOptions(
             model=model, systems=("apex",), workloads=("osc", "livebench"), num_requests=5, scale=0.5,
             output_lens=(10, 20), num_gpu_blocks=7, device="cpu", cpu_threads=3, seed=9, repeats=2,
         ),
     )  # fmt: skip
-    assert [w.name for w in plan.workloads] == ["osc", "livebench"]
-    assert {(w.num_requests, w.scale) for w in plan.workloads} == {(5, 0.5)}
-    assert [w.output_lens for w in plan.workloads] == [(10, 20), ()]
-    made = make_measured_points(plan)
+    specs = [point.task.lengths.spec for point in made]
+    assert {(spec.num_requests, spec.scale) for spec in specs} == {(5, 0.5)}
+    assert [(spec.name, spec.output_len) for spec in specs[::2]] == [("osc", 10), ("osc", 20), ("livebench", None)]
     assert len(made) == 2 * 3 and {p.task.engine.num_gpu_blocks for p in made} == {7}
     assert {point.task.engine.lane_threads for point in made} == {1}
     assert made[0].task.engine.cpu_threads == 3 and made[0].task.lengths.spec.seed == 9
@@ -134,7 +132,7 @@ def test_missing_model_says_what_to_type(tmp_path, capsys, monkeypatch):
 
 def test_engine_is_closed_when_a_point_fails(model, tmp_path):
     engine = FakeEngine(stuck=True)
-    plan = make_measured_plan("fig5", options(model, tmp_path, stall_timeout_s=0.1))
+    made, _ = small_points("fig5", options(model, tmp_path, stall_timeout_s=0.1))
     with pytest.raises(RuntimeError, match="no progress"):
-        run_torch_point(make_measured_points(plan)[0], "", Console(quiet=True), lambda system, config: engine)
+        run_torch_point(made[0], "", Console(quiet=True), lambda system, config: engine)
     assert engine.closed

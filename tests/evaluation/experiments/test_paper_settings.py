@@ -9,9 +9,10 @@ import pytest
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
-from evaluation.experiments.sensitivity import parse_sensitivity
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import figure_grid, simulated_points
+from evaluation.experiments.papers.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_point import build_engine
-from evaluation.experiments.simulated_sweeps import make_simulated_points, make_sweep
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 
@@ -71,26 +72,25 @@ def test_synthetic_lengths_are_those_asked_for():
 
 def test_a_sweep_has_every_combination_once():
     panels = [
-        {"panel": "a", "setting": "apex-t4", "workload": "osc", "num_requests": 4, "request_rates": [1, 2]},
-        {"panel": "b", "setting": "apex-a10", "input_len": 100, "num_requests": 4, "output_lens": [10, 20, 30]},
+        {"panel": "a", "setting": "apex-t4", "workload": "osc", "num_requests": 4, "request_rate": [1, 2]},
+        {"panel": "b", "setting": "apex-a10", "input_len": 100, "num_requests": 4, "output_len": [10, 20, 30]},
     ]
-    settings = {"systems": ["swiftllm", "apex"], "baseline": "swiftllm", "panels": panels}
-    points = make_simulated_points(make_sweep(settings))
+    settings = {"system": ["swiftllm", "apex"], "baseline": "swiftllm", "panels": panels}
+    points = simulated_points(figure_grid(settings, FigureOptions()))
     assert len({point.key for point in points}) == len(points) == 2 * 2 + 3 * 2
     assert all(point.concurrent for point in points)
     assert [point.cost for point in points[4::2]] == sorted(point.cost for point in points[4::2])
-    only = make_simulated_points(make_sweep(settings, gpu="a10", systems=("swiftllm",), num_requests=7))
+    only = simulated_points(figure_grid(settings, FigureOptions(gpu="a10", systems=("swiftllm",), num_requests=7)))
     assert len(only) == 3 and {len(point.task.lengths.rows) for point in only} == {7}
 
 
 def test_sensitivity_is_spaced_evenly_on_a_logarithmic_axis():
-    variation = parse_sensitivity("cpu_bandwidth=20..300")
-    assert variation.assumption.field == "cpu_bandwidth_gb_s"
-    values = variation.values
+    assumption, values = parse_sensitivity("cpu_bandwidth=20..300")
+    assert assumption.field == "cpu_bandwidth_gb_s"
     assert values[0] == 20 and values[-1] == 300 and len(values) == 8
     assert all(1.35 < high / low < 1.6 for low, high in itertools.pairwise(values))
 
 
 def test_sensitivity_keeps_the_ends_and_stays_between_them():
-    values = parse_sensitivity("gpu_blocks=1645..1705").values
+    values = parse_sensitivity("gpu_blocks=1645..1705")[1]
     assert values[0] == 1645 and values[-1] == 1705 and list(values) == sorted(set(values))

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from rich.console import Console
 
+from apex.simulator.paper_settings import load_setting
+from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.points import run_point
-from evaluation.experiments.simulated_sweeps import Panel, Sweep, make_simulated_points, make_sweep
 
 NEVER_BELOW = 0.97
-SYSTEMS = ("swiftllm", "neo", "apex")
 SLOW_CPU_GB_S = 30.0
 
 
-def sweep_of(figure: str, num_requests: int) -> Sweep:
-    return make_sweep(experiment_settings(figure)["simulated"], systems=SYSTEMS, num_requests=num_requests)
-
-
-def rates(sweep: Sweep, panel: Panel) -> list[dict[str, float]]:
-    """Output tokens/s of each system, for each point of a panel."""
-    points = make_simulated_points(replace(sweep, panels=(panel,)))
+def rates(grid: Grid) -> list[dict[str, float]]:
+    """Output tokens/s of each system, for each point of the only panel of a grid."""
+    points = simulated_points(grid)
     values = [run_point(point, point.label, Console(quiet=True)).values for point in points]
     assert all(value["failed"] == 0 for value in values)
-    size = len(sweep.systems)
-    groups = [values[start : start + size] for start in range(0, len(values), size)]
-    return [{value["system"]: value["output_tokens_per_s"] for value in group} for group in groups]
+    places = {value["output_len"]: {} for value in values}
+    for value in values:
+        places[value["output_len"]][value["system"]] = value["output_tokens_per_s"]
+    return list(places.values())
+
+
+def panel_of(figure: str, index: int, num_requests: int, systems: tuple[str, ...]) -> Grid:
+    section = {**experiment_settings(figure)["simulated"], "baseline": systems[0]}
+    return Grid(
+        figure_grid(section, FigureOptions(systems=systems, num_requests=num_requests)).panels[index : index + 1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,20 +39,18 @@ def rates(sweep: Sweep, panel: Panel) -> list[dict[str, float]]:
     [("fig5", 0, 100), ("fig5", 1, 200), ("fig5", 2, 120), ("fig5", 3, 60), ("fig7", 0, 80)],
 )
 def test_offloading_never_loses_on_the_papers_workloads(figure: str, index: int, num_requests: int) -> None:
-    sweep = sweep_of(figure, num_requests)
-    panel = sweep.panels[index]
+    grid = panel_of(figure, index, num_requests, ("swiftllm", "neo", "apex"))
     if figure == "fig7":
-        panel = replace(panel, output_lens=(50, 300, 1000))
-    for point in rates(sweep, panel):
+        grid = grid.with_(output_len=[50, 300, 1000])
+    for point in rates(grid):
         for system in ("neo", "apex"):
-            assert point[system] >= NEVER_BELOW * point["swiftllm"], (panel.workload, system, point)
+            assert point[system] >= NEVER_BELOW * point["swiftllm"], (grid.panels, system, point)
 
 
 def test_apex_gains_on_neo_with_the_output_length_when_the_cpu_is_slow() -> None:
     """An A10 with CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
-    sweep = sweep_of("fig7", 150)
-    setting = replace(sweep.panels[0].setting, cpu_bandwidth_gb_s=SLOW_CPU_GB_S)
-    assert 0.1 * setting.gpu_attention_gb_s() > SLOW_CPU_GB_S
-    panel = replace(sweep.panels[0], setting=setting, output_lens=(100, 300, 1000))
-    gains = [point["apex"] / point["neo"] for point in rates(replace(sweep, systems=("neo", "apex")), panel)]
-    assert gains[0] < gains[1] < gains[2], gains
+    assert 0.1 * load_setting("apex-a10").gpu_attention_gb_s() > SLOW_CPU_GB_S
+    grid = panel_of("fig7", 0, 150, ("neo", "apex"))
+    grid = grid.with_(cpu_bandwidth_gb_s=SLOW_CPU_GB_S, output_len=[100, 300, 1000])
+    gains = [point["apex"] / point["neo"] for point in rates(grid)]
+    assert len(gains) == 3 and gains[0] < gains[1] < gains[2], gains

@@ -9,12 +9,12 @@ import pytest
 
 from apex.simulator.hardware import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.options import FigureOptions, experiment_settings
-from evaluation.experiments.simulated_sweeps import make_sweep
+from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.papers.options import FigureOptions
+from evaluation.experiments.papers.points import figure_grid
 from evaluation.planning import local_setting as module
-from evaluation.planning.local_setting import GB, Choices, LocalSetting, local_setting
+from evaluation.planning.local_setting import GB, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here
-from evaluation.planning.prepare import choices_of
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10, A10G, L4, RTX_3060, T4
@@ -30,17 +30,17 @@ def cache(tmp_path, monkeypatch):
 
 
 def fig5():
-    return make_sweep(experiment_settings("fig5")["simulated"])
+    return figure_grid(experiment_settings("fig5")["simulated"], FigureOptions())
 
 
 def settings_on(card: Card, wanted: str | None = None) -> set[str]:
-    return {panel.setting.name for panel in panels_here(fig5(), wanted, card, "apex").panels}
+    return {panel["setting"] for panel in panels_here(fig5(), wanted, card, "apex").panels}
 
 
 def on_card(card: Card | None, host_gib: float = 256.0, **options) -> LocalSetting:
     """The setting of Figure 5 on a machine, as the command line's options choose."""
     (name,) = settings_on(card, options.get("setting"))
-    return local_setting(load_setting(name), card, int(host_gib * GIB), choices_of(FigureOptions(**options)))
+    return local_setting(load_setting(name), card, int(host_gib * GIB), FigureOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_another_model_is_said_to_be_another(tmp_path):
 
 
 def test_a_rehearsal_takes_no_card_and_keeps_the_heads_ratio():
-    here = local_setting(load_setting("apex-a10"), A10G, 8 * GIB, Choices(tiny=True))
+    here = local_setting(load_setting("apex-a10"), A10G, 8 * GIB, FigureOptions(rehearse=True))
     assert here.card is None and here.engine.device == "cpu" and not here.papers_model
     config = json.loads(Path(here.engine.model, "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 1)
@@ -185,9 +185,9 @@ def test_a_rehearsal_takes_no_card_and_keeps_the_heads_ratio():
 
 
 def test_figures_without_a_panel_for_the_card_say_which_they_have():
-    fig7 = make_sweep(experiment_settings("fig7")["simulated"])
+    fig7 = figure_grid(experiment_settings("fig7")["simulated"], FigureOptions())
     with pytest.raises(NotApplicable, match=r"no panel for Tesla T4, 16 GB; it has apex-a10"):
         panels_here(fig7, None, T4, "apex")
     with pytest.raises(NotApplicable, match="no panel for apex-t4; it has apex-a10"):
         panels_here(fig7, "apex-t4", A10G, "apex")
-    assert {panel.setting.name for panel in panels_here(fig7, "neo-a10", T4, "apex").panels} == {"neo-a10"}
+    assert {panel["setting"] for panel in panels_here(fig7, "neo-a10", T4, "apex").panels} == {"neo-a10"}

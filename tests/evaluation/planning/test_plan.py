@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from evaluation import reproduce_fig5
-from evaluation.experiments.options import FigureOptions
-from evaluation.figures.figure_jobs import FigureJob, make_job, plan_jobs, run_jobs
+from evaluation.experiments.grid import values_of
+from evaluation.experiments.papers.jobs import FigureJob, make_job, plan_jobs, run_jobs
+from evaluation.experiments.papers.options import FigureOptions
 from evaluation.planning import predictions, prepare
 from evaluation.planning.plan import SERVER_START_S, Plan, plan_within
 from evaluation.planning.request_counts import TooLittleTime
@@ -57,13 +58,13 @@ def test_more_hours_give_more_requests_and_are_not_exceeded(on_card, card, setti
     job = job_on(NamedMachine(setting, factor), scale=0.1, **options)
     chosen = []
     for hours in (1.0, 4.0, 12.0):
-        (plan,) = plan_within([job.measured.planner], hours * 3600.0)
+        (plan,) = plan_within([job.measured], hours * 3600.0)
         assert 0.5 * hours * 3600.0 < plan.total_s <= hours * 3600.0
         assert plan.total_s == pytest.approx(sum(p.wall_s for p in plan.predictions) + 2 * START_S)
         chosen.append([point.task.lengths.spec.num_requests for point in plan.points])
     for fewer, more in ((chosen[0], chosen[1]), (chosen[1], chosen[2])):
         assert all(few < many for few, many in zip(fewer, more, strict=True))
-    most = {panel.workload: panel.num_requests for panel in job.measured.planner.sweep.panels}
+    most = {panel["workload"]: panel["num_requests"] for panel in job.measured.grid.panels}
     shares = {p.task.lengths.spec.num_requests / most[p.task.lengths.spec.name] for p in plan.points}
     assert max(shares) - min(shares) < 0.01, "the same share of each panel"
 
@@ -71,7 +72,7 @@ def test_more_hours_give_more_requests_and_are_not_exceeded(on_card, card, setti
 def test_systems_of_a_panel_get_the_same_requests(on_card):
     on_card(T4)
     job = job_on(NamedMachine("apex-t4"), workloads=("osc",), systems=SYSTEMS, output_lens=(50.0, 100.0))
-    plan = job.measured.planner.plan_with([16])
+    plan = job.measured.plan_with([16])
     by_length: dict[float, list] = {}
     for point in plan.points:
         by_length.setdefault(point.task.lengths.spec.output_len, []).append(point)
@@ -92,19 +93,19 @@ def test_our_own_system_shares_the_hours_with_the_papers(on_card):
     counts = []
     for systems in (papers, (*papers, "adaptive")):
         job = job_on(NamedMachine("apex-t4", 350.0), systems=systems, **few)
-        (plan,) = plan_within([job.measured.planner], 3600.0)
+        (plan,) = plan_within([job.measured], 3600.0)
         assert tuple(point.task.system for point in plan.points) == systems and plan.total_s <= 3600.0
         assert all(prediction.problem is None for prediction in plan.predictions)
         counts.append({point.task.lengths.spec.num_requests for point in plan.points})
     (without,), (with_own,) = counts
     assert 0.5 * without < with_own < without
-    default = job_on(NamedMachine("apex-t4"), systems=None, **few).measured.planner.sweep.systems
-    assert default == ("vllm", *papers, "adaptive")
+    default = job_on(NamedMachine("apex-t4"), systems=None, **few).measured.grid
+    assert values_of(default.panels[0], "system") == ["vllm", *papers, "adaptive"]
 
 
 def test_rows_hold_the_setting_and_the_prediction(on_card):
     on_card(T4)
-    plan = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.planner.plan_with([16])
+    plan = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.plan_with([16])
     for point, prediction in zip(plan.points, plan.predictions, strict=True):
         values = point.task.values
         assert values["predicted_output_tokens_per_s"] == prediction.output_tokens_per_s > 1.0
@@ -123,18 +124,18 @@ def test_rows_hold_the_setting_and_the_prediction(on_card):
 
 def test_predictions_are_simulated_once(on_card, monkeypatch):
     on_card(T4)
-    planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.planner
+    planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured
     first = planner.plan_with([16])
     monkeypatch.setattr(predictions, "simulate", lambda task: pytest.fail("simulated again"))
     assert planner.plan_with([16]) == first
-    slower = job_on(NamedMachine("apex-t4", 2.0), workloads=("osc",), output_lens=(50.0,)).measured.planner
+    slower = job_on(NamedMachine("apex-t4", 2.0), workloads=("osc",), output_lens=(50.0,)).measured
     monkeypatch.setattr(predictions, "simulate", lambda task: predictions.Prediction(None, None, "not now"))
     assert {p.problem for p in slower.plan_with([16]).predictions} == {"not now"}, "another machine, the same result"
 
 
 def test_what_cannot_be_predicted_is_measured_all_the_same(on_card, monkeypatch):
     on_card(T4)
-    planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.planner
+    planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured
 
     def broken(*_):
         raise RuntimeError("no such luck")
@@ -230,22 +231,22 @@ def test_both_halves_by_default_on_a_card(on_card):
     job = job_on(NamedMachine("apex-t4"), backend=None, num_requests=20, workloads=("osc",))
     alone = job_on(NamedMachine("apex-t4"), backend="simulated", num_requests=20, workloads=("osc",))
     assert job.configuration == alone.configuration and len(job.points) == len(alone.points) == 8
-    assert job.measured.planner.most == (800,), "--num-requests is the simulation's"
-    plan = job.measured.planner.plan_with([16])
-    described = job.measured.described(plan)
-    assert [point["key"] for point in described.configuration["points"]] == [point.key for point in plan.points]
+    assert job.measured.most == (800,), "--num-requests is the simulation's"
+    plan = job.measured.plan_with([16])
+    described = job.measured.describe(plan.points)
+    assert [point["key"] for point in described["points"]] == [point.key for point in plan.points]
     assert not {point.key for point in plan.points} & {point.key for point in job.points}
     other = replace(T4, total_bytes=T4.total_bytes + (1 << 30))
     on_card(other)
-    elsewhere = job_on(NamedMachine("apex-t4"), num_requests=20, workloads=("osc",)).measured.described(plan)
-    assert described.configuration != elsewhere.configuration, "another machine continues the run"
+    elsewhere = job_on(NamedMachine("apex-t4"), num_requests=20, workloads=("osc",)).measured
+    assert described != elsewhere.describe(plan.points), "another machine continues the run"
 
 
 def test_vllm_is_our_engine_where_none_is_installed(on_card, monkeypatch):
     on_card(T4)
     console = quiet()
     job = job_on(NamedMachine("apex-t4"), console, workloads=("osc",), systems=SYSTEMS, output_lens=(50.0,))
-    plan = job.measured.planner.plan_with([16])
+    plan = job.measured.plan_with([16])
     assert not any(hasattr(point.task, "program") for point in plan.points)
     text = " ".join(console.file.getvalue().split())
     assert "no vLLM here (scripts/install_vllm.sh --gpu installs it): `vllm` is our engine" in text

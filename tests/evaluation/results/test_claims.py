@@ -51,9 +51,9 @@ def test_an_up_to_is_held_against_the_best_and_another_against_the_mean():
         [claim(), claim(up_to=False), claim(up_to=False, output_lens=(50, 150))], [*rows, record("apex", 9.0, 300.0)]
     )
     assert best.ours == pytest.approx((1.2, 1.8)) and best.summary == pytest.approx(1.8)
-    assert best.difference == pytest.approx(0.2)
+    assert best.differs == "+20%"
     assert best.best_at == "200 out" and mean.best_at == short.best_at == ""
-    assert mean.summary == pytest.approx(1.5) and mean.difference == pytest.approx(0.0)
+    assert mean.summary == pytest.approx(1.5) and mean.differs == "+0%"
     assert short.ours == pytest.approx((1.2,))
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from evaluation.results.paths import EXPERIMENTS_DIR
 from evaluation.traces import catalogue as traces
-from evaluation.traces.catalogue import FittedTrace, Origin, load_trace
+from evaluation.traces.catalogue import Origin, Quantiles, load_trace
 from evaluation.traces.files import TraceRow, read_rows, write_rows
 from evaluation.traces.sources import SOURCES
 
@@ -119,7 +119,7 @@ def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_trace("osc", tmp_path / "nowhere")
     with pytest.raises(ValueError, match="must rise"):
-        FittedTrace("x", "x", Origin("fitted", ""), ((0, 5), (1, 3)), ((0, 1), (1, 2)))
+        Quantiles(((0, 5), (1, 3)))
 
 
 NOT_FETCHED = ("sharegpt", "dailymails", "longbench-v2")

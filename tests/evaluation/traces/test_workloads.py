@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from evaluation.traces.catalogue import FittedTrace, Origin
+from evaluation.traces.catalogue import DrawnTrace, Origin, Quantiles
 from evaluation.traces.corpus import docstrings, load_corpus
 from evaluation.traces.workloads import (
     PromptTokens,
@@ -19,7 +19,9 @@ from evaluation.traces.workloads import (
 )
 from swiftllm.core.request import ServiceClass
 
-TRACE = FittedTrace("osc", "OSC", Origin("fitted", "for tests"), ((0, 100), (1, 200)), ((0, 40), (1, 60)))
+TRACE = DrawnTrace(
+    "osc", "OSC", Origin("fitted", "for tests"), Quantiles(((0, 100), (1, 200))), Quantiles(((0, 40), (1, 60)))
+)
 
 
 def lengths(**changes):

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.experiments.adaptive.bound import bound_tokens_per_s, least_makespan_s
-from evaluation.experiments.adaptive.cases import Selection, make_case_points
-from evaluation.experiments.options import experiment_settings
-
-SETTINGS = experiment_settings("adaptive")
+from evaluation.experiments.adaptive.bound import least_makespan_s
 
 
 def test_the_best_split_of_the_attention() -> None:
@@ -22,14 +18,3 @@ def test_the_best_split_of_the_attention() -> None:
             ]
             assert least_makespan_s(lane, attended, cpu_s) == pytest.approx(min(tried), rel=2e-3)
             assert least_makespan_s(lane, attended, cpu_s) <= min(tried) * (1 + 1e-6)
-
-
-def test_a_faster_cpu_and_fewer_prompts_raise_the_bound() -> None:
-    names = ("a10-20gbps-u1000-500", "a10-35gbps-u1000-500", "a10-60gbps-u1000-500", "a10-u1000-500")
-    bounds = [
-        bound_tokens_per_s(
-            make_case_points(SETTINGS, Selection(cases=[name], systems=["adaptive"], quick=True))[0].task
-        )
-        for name in names
-    ]
-    assert bounds == sorted(bounds) and bounds[-1] > 2 * bounds[0]

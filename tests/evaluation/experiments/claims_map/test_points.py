@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.claims_map.points import Machine, make_map_points, mappable, plane
+from evaluation.experiments.claims_map.points import Machine, map_points, mappable, plane
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.simulated_sweeps import describe_simulated_points, make_simulated_points, make_sweep
+from evaluation.experiments.places import simulate
 from evaluation.results.claims import load_claims
 
-PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_lens": [50]}
+PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_len": [50]}
 SETTINGS = {"cpu_attention_gb_s": [25], "gpu_pools": [1, 2], "panels": [{"figure": "fig5", **PANEL}]}
 
 
@@ -23,51 +25,47 @@ def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
 
 
 def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting() -> None:
-    setting = load_setting("apex-a10")
-    here = Machine(25.0, 3300)
-    assert here.applied(setting, "neo").cpu_attention_gb_s("neo") == pytest.approx(25.0)
-    times = setting.cpu_attention_gb_s("apex") / setting.cpu_attention_gb_s("neo")
-    assert here.applied(setting, "apex").cpu_attention_gb_s("apex") == pytest.approx(25.0 * times) and times > 1.1
-    assert here.applied(setting, "vllm").num_gpu_blocks == 3300
-    for system in ("vllm", "neo", "apex"):
-        assert Machine.of(setting).applied(setting, system) == setting
+    setting = load_setting("apex-t4")
+    own = Machine.of(setting)
+    for point in map_points(SETTINGS, load_claims()):
+        row, system = point.task.values, point.task.system
+        own_rate = setting.cpu_attention_gb_s(system)
+        if own_rate is None:
+            assert row["reference_cpu_gb_s"] is None and row["cpu_bandwidth_gb_s"] is None
+            continue
+        times = own_rate / own.cpu_gb_s
+        assert row["cpu_bandwidth_gb_s"] == pytest.approx(row["reference_cpu_gb_s"] * times)
+        assert (times == 1) == (system == "neo")
 
 
 def test_gpu_only_systems_run_once_for_each_pool() -> None:
-    points = make_map_points(SETTINGS, load_claims())
+    points = map_points(SETTINGS, load_claims())
     assert len(points) == len({point.key for point in points})
     systems = [point.task.system for point in points]
     assert {system: systems.count(system) for system in systems} == {"apex": 6, "neo": 6, "vllm": 3}
     assert {point.task.num_gpu_blocks for point in points} == {54, 108, 300}
 
 
-def test_the_own_machine_gives_the_points_of_the_figure() -> None:
-    def described(points: list) -> list:
-        return sorted(({**entry, "key": ""} for entry in describe_simulated_points(points)), key=str)
-
-    sweep = make_sweep(
-        {"systems": ["vllm", "neo", "apex"], "baseline": "neo", "panels": [{"panel": "a", **PANEL}]}, seed=3
-    )
+def test_the_own_machine_gives_the_tasks_of_the_setting() -> None:
     own = Machine.of(load_setting("apex-t4"))
-    points = make_map_points(SETTINGS, load_claims(), seed=3)
-    here = [
-        point
-        for point in points
-        if point.task.num_gpu_blocks == own.gpu_blocks
-        and point.task.values["reference_cpu_gb_s"] in (None, own.cpu_gb_s)
-    ]
-    assert described(here) == described(make_simulated_points(sweep))
+    for point in map_points(SETTINGS, load_claims(), seed=3):
+        row = point.task.values
+        if point.task.num_gpu_blocks != own.gpu_blocks or row["reference_cpu_gb_s"] not in (None, own.cpu_gb_s):
+            continue
+        plain = simulate({**PANEL, "output_len": 50, "seed": 3, "system": point.task.system})
+        assert replace(point.task, values={}) == replace(plain, values={})
+        assert plain.values.items() <= row.items()
 
 
 def test_every_mappable_claim_has_points() -> None:
     claims = load_claims()
-    points = make_map_points(experiment_settings("claims-map"), claims, quick=True)
+    points = map_points(experiment_settings("claims-map"), claims, quick=True)
     have = {(point.task.values["figure"], point.task.values["setting"]) for point in points}
     assert max(point.task.lengths.spec.num_requests for point in points) == 300
     assert {(claim.figure, claim.setting) for claim in claims if mappable(claim)} == have
 
 
 def test_settings_are_chosen_by_name() -> None:
-    assert make_map_points(SETTINGS, load_claims(), names=["apex-t4"])
-    with pytest.raises(ValueError, match="no panel in setting apex-a100; there are apex-t4"):
-        make_map_points(SETTINGS, load_claims(), names=["apex-a100"])
+    assert map_points(SETTINGS, load_claims(), names=["apex-t4"])
+    with pytest.raises(ValueError, match="no setting apex-a100 in the experiment file; there are apex-t4"):
+        map_points(SETTINGS, load_claims(), names=["apex-a100"])

@@ -19,8 +19,8 @@ from evaluation.experiments.omniserve.served import (
     most_blocks,
 )
 from evaluation.experiments.options import experiment_settings
-from evaluation.replay.http import replay_workload
-from evaluation.replay.server import connect_server
+from evaluation.measure.http import replay_workload
+from evaluation.measure.server import connect_server
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token

@@ -1,0 +1,50 @@
+"""Throughput of three systems over the bandwidth of a T4's host: python -m evaluation.examples.host_bandwidth"""
+
+import sys
+from dataclasses import dataclass
+
+from evaluation.experiments.experiment import Experiment, command
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.options import RunOptions, experiment_settings
+from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point
+from evaluation.figures.lines import LinePanel, Series, line_figure
+from evaluation.figures.style import show_figure, system_colour
+from evaluation.figures.words import figure_text
+from evaluation.results.frame import bases, frame_of, over, with_columns
+
+NAME, X = "host-bandwidth", "host_read_gb_s"
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Throughput of NEO and adaptive over that of a GPU alone, on hosts of other memory, SIMULATED."""
+
+    quick: bool = False
+    """Few requests on two hosts."""
+
+
+def points(options):
+    grid = Grid.read(experiment_settings(NAME, options.config), FIELDS, "quick" if options.quick else None)
+    return [simulated_point([f"{place[X]} GB/s"], simulate(place, [X])) for place in grid.places(concerns)]
+
+
+def with_ratios(rows):
+    frame = frame_of(rows)
+    gpu_only = bases(frame, frame["system"] == "swiftllm", at=["setting"])
+    return with_columns(rows, ratio=over(frame["output_tokens_per_s"], gpu_only))
+
+
+def show(run, console):
+    drawn = [row for row in run.summary if row[X]]
+    points = {}
+    for row in drawn:
+        points.setdefault(row["system"], []).append((row[X], row["ratio"]))
+    lines = tuple(Series(system, system_colour(system), tuple(line)) for system, line in points.items())
+    panel = LinePanel("T4", "GB/s that the host's cores read", "throughput over swiftllm, SIMULATED", lines, log_x=True)
+    show_figure(line_figure([panel], figure_text("The host's bandwidth", drawn, run.machine)), run.folder, console)
+
+
+main = command(Options, lambda options: [Experiment(NAME, show, points, with_ratios)])
+
+if __name__ == "__main__":
+    sys.exit(main())

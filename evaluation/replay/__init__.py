@@ -1,1 +1,0 @@
-"""Starts servers, replays workloads against them over HTTP, and generates the requests of a soak."""
