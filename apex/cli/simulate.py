@@ -16,7 +16,7 @@ from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
-from apex.simulator.runtime import VLLM_DEFAULTS, vllm_runtime
+from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from apex.simulator.predicted_machine import PredictedMachine
     from swiftllm.engine.engine import Engine
 
-VLLM = "vllm"
 VOCABULARY = 1 << 20
 Dtype = Literal["float16", "bfloat16"]
 Weights = Literal["auto", "int4"]

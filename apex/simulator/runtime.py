@@ -39,6 +39,7 @@ class Runtime:
 
 
 OWN_ENGINE = Runtime()
+VLLM = "vllm"
 VLLM_DEFAULTS = "vLLM 0.19 with its defaults: prefix cache, asynchronous scheduling, graphs, whole prompts reserved"
 PAPERS_VLLM = "vllm: as the papers ran it, without prefix cache, asynchronous scheduling and reservation"
 

@@ -16,6 +16,7 @@ from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.calibrated_profile import host_read_gb_s as read_gb_s
 from apex.simulator.hardware import LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
+from apex.simulator.runtime import VLLM
 from apex.strategy import StrategyConfig
 from evaluation.experiments.simulated_point import SimulatedTask
 from swiftllm.systems import find_system
@@ -190,6 +191,12 @@ def admission_control(task: SimulatedTask, refuses: bool) -> SimulatedTask:
 def one_class(task: SimulatedTask, only: bool) -> SimulatedTask:
     """The system knows one class of requests."""
     return replace(task, one_class=only)
+
+
+@axis(TASK, lambda setting, system: system == VLLM)
+def vllm_defaults(task: SimulatedTask, today: bool) -> SimulatedTask:
+    """`vllm` is vLLM 0.19 with its defaults, in place of what the papers compared with."""
+    return replace(task, vllm_defaults=today)
 
 
 @axis(TASK)

@@ -15,6 +15,7 @@ from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
+from apex.simulator.runtime import VLLM, vllm_runtime
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
@@ -22,7 +23,7 @@ from evaluation.experiments.torch_point import open_loop_requests, time_limit, w
 from evaluation.results.progress import TokenProgress
 from evaluation.results.provenance import fingerprint
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload
-from swiftllm.core.request import ServiceClass
+from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+    vllm_defaults: bool = False
+    """`vllm` is vLLM 0.19 with its defaults, and no two prompts share a prefix; else what the papers compared with."""
 
 
 def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -90,12 +93,15 @@ def describe_task(task: SimulatedTask) -> dict[str, Any]:
         **({"remote_hosts": asdict(remote)} if remote is not None else {}),
         **({"duration_s": task.duration_s} if task.duration_s is not None else {}),
         **({"one_class": True} if task.one_class else {}),
+        **({"vllm_defaults": True} if task.vllm_defaults else {}),
         **task.lengths.identity,
     }
 
 
 def build_engine(task: SimulatedTask) -> Engine:
-    hardware = task.hardware
+    hardware, as_vllm = task.hardware, {}
+    if task.vllm_defaults and task.system == VLLM:
+        as_vllm = {"runtime": vllm_runtime(task.limits.max_num_seqs), "cached_tiers": (Tier.GPU,)}
     return build_simulated(
         task.system,
         hardware.table,
@@ -107,12 +113,13 @@ def build_engine(task: SimulatedTask) -> Engine:
         max_num_seqs=task.limits.max_num_seqs,
         max_model_len=task.limits.max_model_len,
         strategy=task.strategy,
-        vocab_size=PLACEHOLDER_PROMPTS.vocab_size,
+        vocab_size=max(PLACEHOLDER_PROMPTS.vocab_size, len(task.lengths.rows)),
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
         scheduler_table=task.believed,
         weights=hardware.weights,
+        **as_vllm,
     )
 
 
@@ -122,6 +129,8 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
         requests = open_loop_requests(placeholder_workload(told_lengths(task)))
+        if task.vllm_defaults:
+            requests = [replace(r, prompt_token_ids=(i,) * len(r.prompt_token_ids)) for i, r in enumerate(requests)]
         limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
         result = replay_requests(engine, requests, progress.update, **limits)
     records = with_classes(result.records, task.lengths)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib import pyplot as plt
 from rich.console import Console
-from rich.table import Table
 
+from apex.cli.output import table
 from evaluation.figures.style import FAINT, FigureText, figure_style, set_words, tidy_axes
 from evaluation.groundtruth.prediction import Outcome
 from evaluation.groundtruth.run_files import Run
@@ -29,29 +29,32 @@ def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
 
 
 def print_comparison(run: Run, measured: Outcome, predicted: Outcome, console: Console) -> None:
-    table = Table(title=f"{run.name}: measured and SIMULATED", title_justify="left")
-    for title in ("metric", "measured", "SIMULATED", "error"):
-        table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
     real, simulated, off = measured.metrics(), predicted.metrics(), errors(measured, predicted)
+    rows = []
     for name in real:
         factor, unit, form = UNITS[name if name in UNITS else name[:4]]
         label = unit if name in UNITS else f"{name[:4].upper()} {name.split('_')[1]}, {unit}"
         values = (format(values[name] * factor, form) for values in (real, simulated))
-        table.add_row(label, *values, f"{off[name]:+.1%}")
+        rows.append((label, *values, f"{off[name]:+.1%}"))
     for name in ("running", "waiting"):
         means = (f"{getattr(outcome, name).mean():.1f}" for outcome in (measured, predicted))
-        table.add_row(f"{name} requests, mean", *means, f"{off[f'{name}_requests']:.1f} off on average")
-    console.print(table)
+        rows.append((f"{name} requests, mean", *means, f"{off[f'{name}_requests']:.1f} off"))
+    console.print(f"{run.name}: {run.model} in vLLM, measured and SIMULATED", highlight=False)
+    console.print(table(("metric", "measured", "SIMULATED", "error"), rows, left=("metric",)))
 
 
 def print_terms(rows: Sequence[tuple[str, Mapping[str, float]]], console: Console) -> None:
-    table = Table(title="Errors in %, terms added in order", title_justify="left")
-    for title in ("term", "tokens/s", "TTFT mean", "TTFT p99", "TPOT mean", "running", "waiting"):
-        table.add_column(title, justify="left" if title == "term" else "right", no_wrap=True)
-    for term, off in rows:
-        load = (f"{off[name]:.1f}" for name in ("running_requests", "waiting_requests"))
-        table.add_row(term, *(f"{100 * off[name]:+.1f}" for name in LADDER), *load)
-    console.print(table)
+    titles = ("term", "tokens/s", "TTFT mean", "TTFT p99", "TPOT mean", "running", "waiting")
+    shown = [
+        (
+            term,
+            *(f"{100 * off[name]:+.1f}" for name in LADDER),
+            *(f"{off[name]:.1f}" for name in ("running_requests", "waiting_requests")),
+        )
+        for term, off in rows
+    ]
+    console.print("Errors in % (running and waiting: in requests), terms added in order", highlight=False)
+    console.print(table(titles, shown, left=("term",)))
 
 
 def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> plt.Figure:
