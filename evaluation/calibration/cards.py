@@ -1,6 +1,6 @@
 """How well the linear layers of a card that nobody measured are predicted: each measured card left out in turn.
 
-`python -m evaluation.calibrate_cards` fits the formula of `apex.simulator.hardware.gemm_share` to all cards but one,
+`python -m evaluation.calibration.cards` fits the formula of `apex.simulator.hardware.gemm_share` to all cards but one,
 predicts that one's GEMMs, and prints the errors card by card. It needs the files of `configs/hardware` alone.
 """
 
@@ -12,16 +12,9 @@ from dataclasses import dataclass, replace
 from math import exp, inf, log
 from statistics import fmean, median
 
-if __name__ == "__main__":
-    if not __package__:  # run as a file
-        import here
-    else:
-        from evaluation import here
-
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from apex.cli.output import stdout_console, table
 from apex.perf.model import Curve
 from apex.simulator.calibrated_profile import gemm_s
 from apex.simulator.hardware import (
@@ -149,26 +142,23 @@ def _read_fraction(table: CardTable) -> float:
 
 
 def leave_one_out(tables: Sequence[CardTable]) -> Iterator[CardError]:
-    for table in tables:
-        card = fit([other for other in tables if other.card != table.card]).card(load_gpu(table.card))
-        off = predicted(card, table) / table.seconds - 1
-        large = off[table.sizes > LARGE_TOKENS]
-        yield CardError(table, float(np.median(np.abs(off))), float(np.median(large)), card["gemm_fraction"])
+    for left_out in tables:
+        card = fit([other for other in tables if other.card != left_out.card]).card(load_gpu(left_out.card))
+        off = predicted(card, left_out) / left_out.seconds - 1
+        large = off[left_out.sizes > LARGE_TOKENS]
+        yield CardError(left_out, float(np.median(np.abs(off))), float(np.median(large)), card["gemm_fraction"])
 
 
 def main() -> int:
-    console, tables = Console(), card_tables()
+    console, tables = stdout_console(), card_tables()
     errors = list(leave_one_out(tables))
-    shown = Table(title="Linear layers of a card that the fit has not seen", title_justify="left")
-    for title in ("card", "model", "sizes", "median error", "above 512 tokens", "share of FLOPS"):
-        shown.add_column(title, justify="left" if title in ("card", "model") else "right", no_wrap=True)
-    for error in errors:
-        table = error.table
-        large = f"{error.large:+.1%}"
-        shown.add_row(
-            table.card, table.model, str(len(table.sizes)), f"{error.median:.1%}", large, f"{error.share:.2f}"
-        )
-    console.print(shown)
+    rows = [
+        (e.table.card, e.table.model, str(len(e.table.sizes)), f"{e.median:.1%}", f"{e.large:+.1%}", f"{e.share:.2f}")
+        for e in errors
+    ]
+    titles = ("card", "model", "sizes", "median error", "above 512 tokens", "share of FLOPS")
+    console.print("Linear layers of a card that the fit has not seen", highlight=False)
+    console.print(table(titles, rows, left=("card", "model")))
     medians = [error.median for error in errors]
     console.print(f"median {median(medians):.1%}, worst {max(medians):.1%}", highlight=False)
     fitted = fit(tables)

@@ -19,7 +19,7 @@ from apex.simulator.hardware import (
     load_model_config,
     read_figures,
 )
-from evaluation.calibrate_cards import SIZES, CardTable, card_tables, fit, leave_one_out, own_share
+from evaluation.calibration.cards import SIZES, CardTable, card_tables, fit, leave_one_out, own_share
 
 LLAMA = LayerShape(4096, 14336, 32, 8, 128)
 
