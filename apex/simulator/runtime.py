@@ -41,7 +41,7 @@ class Runtime:
 OWN_ENGINE = Runtime()
 VLLM = "vllm"
 VLLM_DEFAULTS = "vLLM 0.19 with its defaults: prefix cache, asynchronous scheduling, graphs, whole prompts reserved"
-PAPERS_VLLM = "vllm: as the papers ran it, without prefix cache, asynchronous scheduling and reservation"
+PAPERS_VLLM = "as the papers ran it, without prefix cache, asynchronous scheduling and reservation"
 
 
 def vllm_runtime(max_num_seqs: int) -> Runtime:

@@ -196,7 +196,7 @@ def one_class(task: SimulatedTask, only: bool) -> SimulatedTask:
 @axis(TASK, lambda setting, system: system == VLLM)
 def vllm_defaults(task: SimulatedTask, today: bool) -> SimulatedTask:
     """`vllm` is vLLM 0.19 with its defaults, in place of what the papers compared with."""
-    return replace(task, vllm_defaults=today)
+    return replace(task, vllm_defaults=today, values={**task.values, "vllm_defaults": today})
 
 
 @axis(TASK)
