@@ -355,8 +355,8 @@ def how_known(gpu: Gpu, config: ModelConfig) -> str:
     if gpu.layers:
         return f"linear layers {_linear_origin(gpu, LayerShape.from_config(config))}; {attention}"
     if gpu.from_power:
-        return f"no table: shares of the data sheet from its board power ({POWER_ERRORS}); {attention}"
-    return f"no table: the data sheet and {gpu.figures['gemm_fraction'].status} shares of it; {attention}"
+        return f"shares of its data sheet from its board power ({POWER_ERRORS}); {attention}"
+    return f"its data sheet, and {gpu.figures['gemm_fraction'].status} shares of it; {attention}"
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:

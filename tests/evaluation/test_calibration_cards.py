@@ -67,7 +67,7 @@ def test_a_card_with_its_power_and_no_table_is_predicted_from_it(tmp_path: Path)
     assert POWER_ERRORS in how_known(card, llama)
     assert how_known(a10, llama).startswith("linear layers measured (Meta-Llama-3-8B)")
     assert how_known(load_gpu("rtx-4090"), llama) == "measured tables of the card's operators with this model"
-    assert how_known(load_gpu("h200"), llama).startswith("no table: the data sheet and assumed shares of it")
+    assert how_known(load_gpu("h200"), llama).startswith("its data sheet, and assumed shares of it")
 
 
 def test_large_gemms_compute_whole_tiles(tmp_path: Path) -> None:
