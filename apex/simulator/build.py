@@ -67,7 +67,8 @@ def build_simulated(
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
-    kv = KVCacheManager(num_gpu_blocks - runtime.null_blocks, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
+    usable = max(0, num_gpu_blocks - runtime.null_blocks)
+    kv = KVCacheManager(usable, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
 
     def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""
